@@ -1,0 +1,249 @@
+"""The checkpoint folder: written whole or not at all, verified before it is believed, found again by name.
+
+    runs/NAME/checkpoints/step-00000060/
+        model.safetensors       weights, fp32 masters, under the model's own parameter names
+        optimizer.safetensors   the optimizer's state, `parameter/quantity`
+        state.json              step, tokens, random state, configuration, figures, tokenizer identity, format version
+        tokenizer.json …        the tokenizer, so that text can be made without the data
+        manifest.json           size and sha256 of each of the files above
+
+A checkpoint is written beside its place in a folder whose name no reader looks at, flushed to the disk and renamed;
+a crash leaves either the whole folder or none. No pickle is ever read or written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from andrea.config import UserError, nearest
+from andrea.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT_VERSION = 1
+STEP_NAME = re.compile(r"step-\d{8,}")
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+class Damaged(UserError):
+    """The folder is not a whole checkpoint of this project; the message names the folder and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint folder: `state` is read, tensors are read when asked for."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights by parameter name, on the CPU."""
+        return _load_tensors(self.path / "model.safetensors")
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state by `parameter/quantity`, on the CPU."""
+        if not (self.path / "optimizer.safetensors").exists():
+            raise UserError(f"{self.path} holds weights only and cannot be resumed; start from them with init_from={self.path}")
+        return _load_tensors(self.path / "optimizer.safetensors")
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path)
+
+
+def write_checkpoint(
+    checkpoints: Path,
+    state: dict[str, Any],
+    model_tensors: dict[str, torch.Tensor],
+    optimizer_tensors: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+) -> Path:
+    """Write `checkpoints/step-XXXXXXXX` (from `state["step"]`) whole or not at all, and return its path.
+
+    Raises OSError when the disk refuses; what was there before is then still there.
+    """
+    from safetensors.torch import save_file
+
+    final = checkpoints / f"step-{state['step']:08d}"
+    beside = checkpoints / f".writing-{final.name}-{os.getpid()}"
+    remove_unfinished(checkpoints)
+    beside.mkdir(parents=True)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model_tensors.items()}, beside / "model.safetensors")
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer_tensors.items()},
+            beside / "optimizer.safetensors",
+        )
+        tokenizer.save(beside)
+        write_json(beside / "state.json", {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity})
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(beside.iterdir())}
+        write_json(beside / "manifest.json", {"format_version": FORMAT_VERSION, "files": files})
+        for path in beside.iterdir():
+            flush_to_disk(path)
+        flush_to_disk(beside)
+        if final.exists():  # a damaged one of the same step; a whole one would have been resumed from
+            shutil.rmtree(final)
+        os.rename(beside, final)
+        flush_to_disk(checkpoints)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return final
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Verify sizes and sha256 of every file and return the checkpoint. Raises Damaged, which names folder and fault."""
+    path = Path(path)
+    if not path.is_dir():
+        raise Damaged(f"{path} is not a checkpoint folder: no such folder")
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        files, version = dict(manifest["files"]), int(manifest["format_version"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise Damaged(
+            f"{path} is not a whole checkpoint of this project: manifest.json or state.json is missing or cannot be read; "
+            f"name another with checkpoint=…"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise Damaged(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+    for name in ("model.safetensors", "state.json", "tokenizer.json"):
+        if name not in files:
+            raise Damaged(f"{path} is damaged: manifest.json does not list {name}")
+    for name, expected in files.items():
+        check_file(path, name, expected)
+    if not isinstance(state, dict) or not {"step", "config", "tokens"} <= state.keys():
+        raise Damaged(f"{path} is damaged: state.json lacks step, tokens or config")
+    return Checkpoint(path, state)
+
+
+def check_file(folder: Path, name: str, expected: Any) -> None:
+    if not FILE_NAME.fullmatch(name) or (folder / name).is_symlink() or not isinstance(expected, dict):
+        raise Damaged(f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a plain file of it")
+    if not (folder / name).is_file():
+        raise Damaged(f"{folder} is damaged: {name} is missing; use an older checkpoint")
+    size = (folder / name).stat().st_size
+    if size != expected.get("bytes"):
+        raise Damaged(f"{folder} is damaged: {name} has {size} bytes instead of {expected.get('bytes')}; use an older checkpoint")
+    if file_sha256(folder / name) != expected.get("sha256"):
+        raise Damaged(f"{folder} is damaged: the sha256 of {name} is not the one written; use an older checkpoint")
+
+
+# ------------------------------------------------------------------------------------------------------- finding
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first."""
+    folder = run / "checkpoints"
+    return sorted(path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir())
+
+
+def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
+    """The newest checkpoint of a run that verifies; damaged ones are reported and passed over."""
+    for path in reversed(checkpoints_of(run)):
+        try:
+            return read_checkpoint(path)
+        except Damaged as fault:
+            report(f"passed over: {fault}")
+    return None
+
+
+def newest_run(runs_dir: Path) -> Path | None:
+    """The run folder that was written to last: the newest checkpoint decides."""
+    runs = [path for path in Path(runs_dir).glob("*") if checkpoints_of(path)]
+    return max(runs, key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
+
+
+def locate(asked: str | None, runs_dir: Path, key: str = "checkpoint", report: Callable[[str], None] = print) -> Checkpoint:
+    """The checkpoint a user means: a checkpoint folder, a run folder or a run's name; None is the newest run's newest.
+
+    Raises UserError (or Damaged) naming `key` and what was looked for.
+    """
+    if not asked:
+        run = newest_run(runs_dir)
+        if run is None:
+            raise UserError(f"no checkpoint under runs_dir={runs_dir}; train one with `python train.py`, or name one with {key}=…")
+    else:
+        run = next((path for path in (Path(asked), Path(runs_dir) / asked) if path.is_dir()), None)
+        if run is None:
+            names = [path.name for path in Path(runs_dir).glob("*") if checkpoints_of(path)]
+            raise UserError(f"{key}={asked} is neither a folder nor a run under runs_dir={runs_dir}{nearest(asked, names)}")
+        if not checkpoints_of(run) and not (run / "checkpoints").is_dir():
+            return read_checkpoint(run)
+    found = newest_whole(run, report)
+    if found is None:
+        raise UserError(f"{run} has no whole checkpoint; name another with {key}=…")
+    return found
+
+
+def best_of(run: Path) -> str | None:
+    """The name of the checkpoint with the lowest validation figure, as the small file `best` says."""
+    path = run / "checkpoints" / "best"
+    name = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return name if STEP_NAME.fullmatch(name) else None
+
+
+def keep_newest(run: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the best."""
+    best = best_of(run)
+    for path in checkpoints_of(run)[:-keep]:
+        if path.name != best:
+            doomed = path.with_name(f".writing-{path.name}-removed")  # out of every reader's sight first, in one move
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Remove what a crash left half-written; no reader ever looks at it."""
+    for path in Path(checkpoints).glob(".writing-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file beside its place, flush it and rename it into place."""
+    beside = path.with_name(f".{path.name}-{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    flush_to_disk(beside)
+    os.replace(beside, path)
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from None

@@ -1,0 +1,444 @@
+"""What a user may configure: frozen dataclasses, one strict parse, every check that spans two keys.
+
+The YAML files under `configs/` hold the values and a comment for each key; this file holds names, types and limits.
+Configuration crosses the border here, once: `parse` turns plain mappings into the dataclasses below, and nothing
+further inside reads a mapping. A wrong value raises `UserError` with one line: what came, what is allowed, which key.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+class UserError(ValueError):
+    """The user's input or configuration is wrong: shown as one line, exit code 2, never with a traceback."""
+
+
+class Text(str):
+    """Marks a key whose value is taken from the command line byte for byte: a prompt, a path, a name."""
+
+
+# --------------------------------------------------------------------------------------------------- the groups
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str
+    d_model: int
+    n_layer: int
+    n_head: int
+    d_mlp: int
+    sequence_length: int
+    position: Literal["rotary", "learned", "none"]
+    rotary_base: float
+    norm: Literal["rmsnorm", "layernorm"]
+    norm_epsilon: float
+    mlp: Literal["relu2", "gelu", "swiglu"]
+    bias: bool
+    tied_head: bool
+    qk_norm: bool
+    logit_softcap: float | None
+    zero_init_projections: bool
+    recipe_steps: int
+    recipe_tokens_per_step: int
+
+    def check(self, path: str) -> None:
+        for key in ("d_model", "n_layer", "n_head", "d_mlp", "sequence_length", "recipe_steps", "recipe_tokens_per_step"):
+            positive(f"{path}.{key}", getattr(self, key))
+        positive(f"{path}.rotary_base", self.rotary_base)
+        positive(f"{path}.norm_epsilon", self.norm_epsilon)
+        if self.logit_softcap is not None:
+            positive(f"{path}.logit_softcap", self.logit_softcap)
+        if self.d_model % self.n_head:
+            whole = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
+            near = min(whole, key=lambda n: abs(n - self.n_head))
+            raise UserError(
+                f"{path}.n_head={self.n_head} does not divide {path}.d_model={self.d_model}: the head width d_model / n_head "
+                f"must be whole; try {path}.n_head={near}"
+            )
+        if self.position == "rotary" and self.d_head % 2:
+            raise UserError(
+                f"{path}.position=rotary turns pairs of numbers and needs an even head width, got d_model / n_head = "
+                f"{self.d_head}; change {path}.n_head or set {path}.position=learned"
+            )
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.n_head
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    compatibility: Literal["scaled_dot", "dot"]
+    implementation: Literal["auto", "reference", "sdpa"]
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One named source of a mixture."""
+
+    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu"]
+    path: Text | None = None
+    weight: float | None = None
+
+    def check(self, path: str) -> None:
+        if self.weight is not None:
+            positive(f"{path}.weight", self.weight)
+        if self.kind in ("text", "shards") and not self.path:
+            raise UserError(f"{path}.path is missing: {path}.kind={self.kind} reads a file or a folder; set {path}.path=…")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "mixture"]
+    path: Text | None
+    sources: dict[str, SourceConfig]
+
+    def check(self, path: str) -> None:
+        if self.kind in ("text", "shards") and not self.path:
+            raise UserError(
+                f"{path}.path is missing: data={self.kind} reads a file or a folder; name it with {path}.path=…"
+            )
+        if self.kind == "mixture" and not self.sources:
+            raise UserError(
+                f"{path}.sources is empty: a mixture names its sources, e.g. "
+                f"{path}.sources='{{code: {{kind: pystdlib}}, notes: {{kind: text, path: notes/, weight: 0.3}}}}'"
+            )
+        if self.kind != "mixture" and self.sources:
+            raise UserError(f"{path}.sources is read by data=mixture only, got data={self.kind}; choose data=mixture")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    kind: Literal["byte", "bpe", "gpt2"]
+    vocab_size: int | None
+    path: Text | None
+
+    def check(self, path: str) -> None:
+        if self.kind == "bpe":
+            if self.vocab_size is None:
+                raise UserError(f"{path}.vocab_size is missing: tokenizer=bpe needs a whole number from 257 to 65536")
+            if not 257 <= self.vocab_size <= 65536:
+                raise UserError(
+                    f"{path}.vocab_size={self.vocab_size} is out of range: 256 bytes and end-of-text need 257, "
+                    f"two-byte token shards hold at most 65536"
+                )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    kind: Literal["muon", "adamw"]
+    learning_rate: float
+    embedding_learning_rate: float | None
+    matrix_learning_rate: float | None
+    beta1: float
+    beta2: float
+    epsilon: float
+    momentum: float | None
+    weight_decay: float
+    clip_norm: float | None
+    schedule: Literal["constant_then_decay", "cosine"]
+    warmup_steps: int
+    decay_fraction: float | None
+    final_fraction: float
+
+    def check(self, path: str) -> None:
+        for key in ("learning_rate", "epsilon"):
+            positive(f"{path}.{key}", getattr(self, key))
+        for key in ("embedding_learning_rate", "matrix_learning_rate", "clip_norm"):
+            if getattr(self, key) is not None:
+                positive(f"{path}.{key}", getattr(self, key))
+        for key in ("beta1", "beta2", "momentum"):
+            if getattr(self, key) is not None:
+                between(f"{path}.{key}", getattr(self, key), 0.0, 1.0, upper_open=True)
+        at_least(f"{path}.weight_decay", self.weight_decay, 0)
+        at_least(f"{path}.warmup_steps", self.warmup_steps, 0)
+        between(f"{path}.final_fraction", self.final_fraction, 0.0, 1.0)
+        if self.kind == "muon" and (self.matrix_learning_rate is None or self.momentum is None):
+            raise UserError(f"{path}.matrix_learning_rate and {path}.momentum must be numbers with optimizer=muon")
+        if self.schedule == "constant_then_decay":
+            if self.decay_fraction is None:
+                raise UserError(f"{path}.decay_fraction is missing: {path}.schedule=constant_then_decay needs a number in 0..1")
+            between(f"{path}.decay_fraction", self.decay_fraction, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    wandb: Literal["auto", "online", "offline", "disabled"]
+    project: str
+    group: str | None
+    tags: list[str]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int | Literal["auto"]
+    tokens_per_step: int | Literal["auto"]
+    micro_batch: int | Literal["auto"]
+    log_every: int
+    eval_every: int | Literal["auto"]
+    eval_tokens: int | None
+    save_every: int | Literal["auto"]
+    keep: int
+    sample_every: int | Literal["auto"]
+    sample_tokens: int
+    sample_prompt: Text
+    max_minutes: float | None
+
+    def check(self, path: str) -> None:
+        for key in ("steps", "tokens_per_step", "micro_batch", "log_every", "eval_every", "save_every", "keep", "sample_every"):
+            if getattr(self, key) != "auto":
+                positive(f"{path}.{key}", getattr(self, key))
+        at_least(f"{path}.sample_tokens", self.sample_tokens, 0)
+        if self.eval_tokens is not None:
+            positive(f"{path}.eval_tokens", self.eval_tokens)
+        if self.max_minutes is not None:
+            positive(f"{path}.max_minutes", self.max_minutes)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything `train.py` needs (configs/train.yaml)."""
+
+    name: Text | None
+    runs_dir: Text
+    data_dir: Text
+    seed: int
+    device: str
+    threads: int | Literal["auto"]
+    precision: Literal["auto", "bf16", "fp16", "fp32"]
+    compile: Literal["auto", "on", "off"]
+    deterministic: bool | Literal["auto"]
+    resume: Text | None
+    init_from: Text | None
+    dry_run: bool
+    model: ModelConfig
+    attention: AttentionConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    logger: LoggerConfig
+    train: TrainConfig
+
+    def check(self, path: str) -> None:
+        at_least("seed", self.seed, 0)
+        device_name("device", self.device)
+        if self.threads != "auto":
+            positive("threads", self.threads)
+        if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..", "wandb")):
+            raise UserError(f"name={self.name!r} is not a folder name: no '/', and not 'wandb'; folders go to runs_dir=…")
+        if self.resume and self.init_from:
+            raise UserError("resume and init_from exclude each other: resume=… goes on with a run, init_from=… starts a new one")
+        if self.tokens_per_step < self.model.sequence_length:
+            raise UserError(
+                f"train.tokens_per_step={self.tokens_per_step} is less than one sequence of "
+                f"model.sequence_length={self.model.sequence_length} tokens; raise the first or lower the second"
+            )
+        if self.tokens_per_step % self.model.sequence_length:
+            near = max(1, round(self.tokens_per_step / self.model.sequence_length)) * self.model.sequence_length
+            raise UserError(
+                f"train.tokens_per_step={self.tokens_per_step} is not a multiple of "
+                f"model.sequence_length={self.model.sequence_length}; try train.tokens_per_step={near}"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.model.recipe_steps if self.train.steps == "auto" else self.train.steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.model.recipe_tokens_per_step if self.train.tokens_per_step == "auto" else self.train.tokens_per_step
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.tokens_per_step // self.model.sequence_length
+
+
+@dataclass(frozen=True)
+class SamplingRun:
+    """Everything `sample.py` needs (configs/sample.yaml)."""
+
+    checkpoint: Text | None
+    runs_dir: Text
+    prompt: Text
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    num_samples: int
+    seed: int
+    stop: list[Text]
+    interactive: bool
+    device: str
+    threads: int | Literal["auto"]
+    precision: Literal["auto", "bf16", "fp16", "fp32"]
+
+    def check(self, path: str) -> None:
+        positive("max_new_tokens", self.max_new_tokens)
+        positive("num_samples", self.num_samples)
+        positive("repetition_penalty", self.repetition_penalty)
+        at_least("temperature", self.temperature, 0)
+        at_least("seed", self.seed, 0)
+        device_name("device", self.device)
+        if self.threads != "auto":
+            positive("threads", self.threads)
+        if self.top_k is not None:
+            positive("top_k", self.top_k)
+        for key in ("top_p", "min_p"):
+            if getattr(self, key) is not None:
+                between(key, getattr(self, key), 0.0, 1.0)
+        if self.top_p == 0:
+            raise UserError("top_p=0 leaves no token to choose; use a number above 0, or temperature=0 for the likeliest")
+        if any(not stop for stop in self.stop):
+            raise UserError("stop='' is empty and would stop at once; name a text, or leave stop out")
+
+
+# --------------------------------------------------------------------------------------------------- the checks
+
+
+def positive(key: str, value: float) -> None:
+    if not value > 0 or math.isinf(value):
+        raise UserError(f"{key}={value} must be greater than 0 and finite")
+
+
+def at_least(key: str, value: float, least: float) -> None:
+    if not value >= least or math.isinf(value):
+        raise UserError(f"{key}={value} must be at least {least} and finite")
+
+
+def between(key: str, value: float, low: float, high: float, upper_open: bool = False) -> None:
+    if not (low <= value < high if upper_open else low <= value <= high):
+        raise UserError(f"{key}={value} must be from {low:g} to {high:g}{', the upper end left out' if upper_open else ''}")
+
+
+def device_name(key: str, value: str) -> None:
+    kind, _, index = value.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "mps") or (index and not index.isdigit()) or (kind == "auto" and index):
+        raise UserError(f"{key}={value} is not a device; allowed: auto, cpu, cuda, cuda:0, mps")
+
+
+# --------------------------------------------------------------------------------------------------- the parse
+
+
+def nearest(word: str, allowed: typing.Iterable[str]) -> str:
+    """' — did you mean X?' for the nearest right spelling, or '' when nothing is near."""
+    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def parse(kind: type, values: Any, path: str = "") -> Any:
+    """Turn a plain mapping into the frozen dataclass `kind`, checking names, types and limits.
+
+    `path` is the dotted key of `values` ('' at the top), used in messages. Raises UserError.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{path}={values!r} is not a set of keys: {path} is a group; choose one with {path}=NAME or set {path}.KEY=…")
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            where = f"{path}.{key}" if path else str(key)
+            prefix = f"{path}." if path else ""
+            raise UserError(f"unknown key {where}{nearest(where, [prefix + name for name in hints])}")
+    parsed = {}
+    for item in dataclasses.fields(kind):
+        where = f"{path}.{item.name}" if path else item.name
+        if item.name in values:
+            parsed[item.name] = convert(hints[item.name], values[item.name], where)
+        elif item.default is dataclasses.MISSING:
+            raise UserError(f"{where} is missing; set {where}=…")
+    made = kind(**parsed)
+    if hasattr(made, "check"):
+        made.check(path)
+    return made
+
+
+def convert(hint: Any, value: Any, where: str) -> Any:
+    """Check one value against a type hint of the dataclasses above; numbers may come as text. Raises UserError."""
+    if dataclasses.is_dataclass(hint):
+        return parse(hint, value, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return convert_union(hint, arguments, value, where)
+    if origin is Literal:
+        if value in arguments and not isinstance(value, bool):
+            return value
+        shown = ", ".join(map(str, arguments))
+        raise UserError(f"{where}={value} is not allowed; allowed: {shown}{nearest(str(value), map(str, arguments))}")
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            value = [value]
+        return [convert(arguments[0], entry, where) for entry in value]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise UserError(f"{where}={value!r} is not a mapping; write {where}='{{NAME: {{…}}}}'")
+        return {str(key): convert(arguments[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    return convert_scalar(hint, value, where)
+
+
+def convert_union(hint: Any, arguments: tuple, value: Any, where: str) -> Any:
+    if value is None or (type(value) is str and value in ("null", "none", "None") and Text not in arguments):
+        if type(None) in arguments:
+            return None
+    for choice in arguments:
+        if choice is type(None):
+            continue
+        try:
+            return convert(choice, value, where)
+        except UserError:
+            continue
+    raise UserError(f"{where}={value} is not allowed; allowed: {describe(hint)}")
+
+
+def convert_scalar(hint: Any, value: Any, where: str) -> Any:
+    wrong = UserError(f"{where}={value} is not allowed; allowed: {describe(hint)}")
+    if isinstance(value, (dict, list)) or value is None:
+        raise wrong
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise wrong
+    if hint is int:
+        try:
+            number = float(value) if not isinstance(value, int) else value
+            if isinstance(value, bool) or number != int(number):
+                raise wrong
+            return int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
+        except (ValueError, OverflowError):
+            raise wrong from None
+    if hint is float:
+        try:
+            if isinstance(value, bool):
+                raise wrong
+            return float(value)
+        except ValueError:
+            raise wrong from None
+    if hint in (str, Text):
+        return str(value)
+    raise AssertionError(f"config.py has a type that parse does not know: {hint}")
+
+
+def describe(hint: Any) -> str:
+    """A type hint in a user's words: 'a whole number or auto'."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(choice) for choice in arguments)
+    if origin is Literal:
+        return ", ".join(map(str, arguments))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Text: "text", type(None): "null"}
+    return names.get(hint, "a group of keys" if dataclasses.is_dataclass(hint) else "a list")
+
+
+def to_plain(config: Any) -> dict:
+    """The dataclass as plain mappings, lists and numbers: what config.yaml and wandb are given."""
+    return dataclasses.asdict(config)

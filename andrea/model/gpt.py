@@ -1,0 +1,116 @@
+"""A decoder-only transformer: tokens in, hidden vectors out, logits from those.
+
+B batch, T tokens, V vocabulary. Pre-norm blocks: x + attention(norm(x)), then x + mlp(norm(x)).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from andrea.attention import COMPATIBILITIES, KeyValueCache, LayerCache, MultiHeadAttention, Place, causal
+from andrea.config import AttentionConfig, ModelConfig
+from andrea.model.layers import make_mlp, make_norm, softcap
+from andrea.model.positions import make_position
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, attention: AttentionConfig) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = MultiHeadAttention(
+            config.d_model,
+            config.n_head,
+            compatibility=COMPATIBILITIES[attention.compatibility](),
+            mask=causal(),
+            bias=config.bias,
+            qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
+            implementation=attention.implementation,
+        )
+        self.mlp_norm = make_norm(config)
+        self.mlp = make_mlp(config)
+
+    def forward(self, x: Tensor, place: Place | None, cache: LayerCache | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), place=place, cache=cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Build, then `initialise` or load weights; `logits(model(tokens))` scores the next token at every position."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> None:
+        super().__init__()
+        self.config = config
+        self.n_vocab = n_vocab
+        self.embedding = nn.Embedding(n_vocab, config.d_model)
+        self.position = make_position(config)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
+        self.final_norm = make_norm(config)
+        self.head = None if config.tied_head else nn.Linear(config.d_model, n_vocab, bias=False)
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """tokens (B, T) int64 -> hidden (B, T, d_model), after the final norm.
+
+        With a cache the tokens are new ones that stand at cache.length and after; their keys and values are appended
+        to it, in place.
+        """
+        n_token = tokens.shape[1]
+        start = 0 if cache is None else cache.length
+        x = self.position.add(self.embedding(tokens), start)
+        place = self.position.placer(n_token, start)
+        for index, block in enumerate(self.blocks):
+            x = block(x, place, None if cache is None else cache.layer(index))
+        if cache is not None:
+            cache.advance(n_token)
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (..., d_model) -> logits (..., V); fp32 where the config caps them."""
+        logits = linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
+
+    def make_cache(self, n_batch: int, n_room: int, *, fixed_shapes: bool = False) -> KeyValueCache:
+        """An empty cache for n_batch sequences of up to n_room tokens, of the weights' own type and device."""
+        weight = self.embedding.weight
+        return KeyValueCache(
+            self.config.n_layer,
+            n_batch,
+            self.config.n_head,
+            n_room,
+            self.config.d_head,
+            dtype=weight.dtype,
+            device=weight.device,
+            fixed_shapes=fixed_shapes,
+        )
+
+
+@torch.no_grad()
+def initialise(model: GPT, generator: torch.Generator) -> None:
+    """Draw every weight, in one place and in the order of `named_parameters`.
+
+    | parameter                                | value                                                             |
+    |------------------------------------------|-------------------------------------------------------------------|
+    | embedding, learned position, untied head | normal, deviation 0.02                                            |
+    | matrices                                 | normal, deviation 0.5 / sqrt(d_in): GPT-2's 0.02 at width 768     |
+    | those that write into the residual       | the same / sqrt(2 n_layer), so that depth does not swell x        |
+    | the latter and an untied head            | zero, with zero_init_projections: each block starts as identity   |
+    | norm weights, biases                     | one, zero                                                         |
+
+    Numbers come from a CPU generator in fp32, so that a seed means the same model on every device.
+    """
+    writes_residual = ("attention.output.weight", "mlp.down.weight")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            continue
+        deviation = 0.02
+        if name.startswith("blocks."):
+            deviation = 0.5 / math.sqrt(parameter.shape[1])
+        if name.endswith(writes_residual):
+            deviation /= math.sqrt(2 * model.config.n_layer)
+        if model.config.zero_init_projections and name.endswith((*writes_residual, "head.weight")):
+            deviation = 0.0
+        parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))

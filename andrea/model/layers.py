@@ -1,0 +1,64 @@
+"""What stands between the attentions: norms and MLPs, on x (B, T, d_model)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from andrea.config import ModelConfig
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":  # Zhang and Sennrich 2019, arXiv 1910.07467
+        return nn.RMSNorm(config.d_model, config.norm_epsilon)
+    return nn.LayerNorm(config.d_model, config.norm_epsilon, bias=config.bias)
+
+
+def make_mlp(config: ModelConfig) -> nn.Module:
+    if config.mlp == "swiglu":
+        return SwiGLU(config.d_model, config.d_mlp, config.bias)
+    return MLP(config.d_model, config.d_mlp, config.bias, {"relu2": relu_squared, "gelu": gelu}[config.mlp])
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))): widen to d_mlp, keep what is active, return to d_model."""
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_mlp, bias)
+        self.down = nn.Linear(d_mlp, d_model, bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202, eq. 6)."""
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_mlp, bias)
+        self.up = nn.Linear(d_model, d_mlp, bias)
+        self.down = nn.Linear(d_mlp, d_model, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
+    return functional.relu(x).square()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The tanh form of GELU, as GPT-2 has it (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return functional.gelu(x, approximate="tanh")
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """Logits (…) bent smoothly into -cap .. cap, in fp32 (Gemma 2, arXiv 2408.00118, section 2)."""
+    return cap * torch.tanh(logits.float() / cap)

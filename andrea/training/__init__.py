@@ -1,0 +1,1 @@
+"""The room that trains: loss, optimizer, schedule, the trainer, and where its figures go."""

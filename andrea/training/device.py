@@ -1,0 +1,100 @@
+"""What to run on and how: device, threads, precision, torch.compile. Each choice comes with its reason, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from andrea.config import UserError
+
+# Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets; MFU is shown only for a card that is listed.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "A10G": 70e12,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why, for the line shown at the start."""
+
+    value: str
+    why: str
+
+
+def choose_device(asked: str) -> torch.device:
+    """`auto` is the first of cuda, mps, cpu that is there. Raises UserError for a device that is not."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind, _, index = asked.partition(":")
+    if kind == "auto":
+        return torch.device(next(name for name, is_there in there.items() if is_there))
+    if not there[kind] or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
+        raise UserError(f"device={asked} is not on this machine; there: {', '.join(k for k, v in there.items() if v)}")
+    return torch.device(asked)
+
+
+def choose_threads(asked: int | str) -> int:
+    """CPU threads for torch: one per core this process may use, as hyper-threads do not help matrix products."""
+    if asked != "auto":
+        return int(asked)
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, torch.get_num_threads())
+
+
+def choose_precision(asked: str, device: torch.device) -> Choice:
+    """bf16 where the device multiplies in it, fp16 with a loss scale on older cards, else fp32."""
+    if asked == "fp16" and device.type != "cuda":
+        raise UserError(f"precision=fp16 needs a CUDA card, got device={device.type}; use precision=bf16 or fp32")
+    if asked != "auto":
+        return Choice(asked, "as asked")
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return Choice("bf16", "the card multiplies in bf16")
+        return Choice("fp16", "the card is older than bf16; the loss is scaled")
+    if device.type == "cpu" and cpu_multiplies_bf16():
+        return Choice("bf16", "this CPU multiplies in bf16")
+    return Choice("fp32", "this device gains nothing from bf16")
+
+
+def cpu_multiplies_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def choose_compile(asked: str, device: torch.device, total_flops: float) -> Choice:
+    """torch.compile pays when the run is long enough to earn back the minute it takes."""
+    if asked != "auto":
+        return Choice(asked, "as asked")
+    if device.type == "mps":
+        return Choice("off", "torch.compile is not reliable on mps")
+    if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")):
+        return Choice("off", "no C++ compiler found; install g++ to train faster")
+    worth_flops = 1e13 if device.type == "cpu" else 1e16
+    if total_flops < worth_flops:
+        return Choice("off", "the run is too short to earn back the compile time")
+    return Choice("on", "faster after about a minute of compiling")
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
+    """Matrix products in the chosen precision; weights stay fp32."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak in FLOP/s, or None where it is not known: then no MFU is shown."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

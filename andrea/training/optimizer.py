@@ -1,0 +1,172 @@
+"""Muon for the blocks' matrices, AdamW for the rest; every parameter in exactly one group; updates gated on the device.
+
+A step takes the flag `finite`, a 0-dim bool tensor on the device: where it is false nothing changes, neither weights
+nor state, and no host ever waits to find out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from andrea.config import OptimizerConfig
+
+# The first pattern that matches a parameter's whole name decides its group.
+GROUP_OF_NAME = (
+    (re.compile(r"embedding\.weight"), "embedding"),
+    (re.compile(r"head\.weight"), "head"),
+    (re.compile(r"position\.weight"), "head"),
+    (re.compile(r"blocks\.\d+\.(attention|mlp)\.\w+\.weight"), "matrix"),
+    (re.compile(r".*(norm\.weight|\.bias)"), "vector"),
+)
+RATES_KNOWN_AT_WIDTH = 768  # AdamW's rates are given at this d_model and scaled by (d_model / 768)^-0.5
+
+
+def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Parameters by group and name; each is in exactly one group, and matrices are matrices."""
+    groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in ("embedding", "head", "matrix", "vector")}
+    for name, parameter in model.named_parameters():
+        group = next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
+        assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
+        assert (parameter.ndim == 1) == (group == "vector"), f"{name} of shape {tuple(parameter.shape)} is in group {group}"
+        groups[group][name] = parameter
+    return groups
+
+
+class Optimizer:
+    """AdamW over embeddings, head and vectors, with Muon (or AdamW again) over the blocks' matrices."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, d_model: int, bf16: bool) -> None:
+        groups = group_parameters(model)
+        width_scale = (d_model / RATES_KNOWN_AT_WIDTH) ** -0.5
+        everywhere = config.kind == "adamw"
+        peaks = {
+            "embedding": (config.embedding_learning_rate or config.learning_rate) * width_scale,
+            "head": config.learning_rate * width_scale,
+            "vector": config.learning_rate * width_scale,
+            "matrix": (config.matrix_learning_rate or config.learning_rate) * (width_scale if everywhere else 1.0),
+        }
+        decays = {
+            "matrix": config.weight_decay,
+            "embedding": config.weight_decay if everywhere else 0.0,
+            "head": config.weight_decay if everywhere else 0.0,
+            "vector": 0.0,
+        }
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": list(members.values()), "lr": peaks[group], "peak": peaks[group], "weight_decay": decays[group]}
+                for group, members in groups.items()
+                if members and (everywhere or group != "matrix")
+            ],
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+        self.muon = None
+        if not everywhere and groups["matrix"]:
+            self.muon = Muon(groups["matrix"], peaks["matrix"], config.momentum or 0.0, config.weight_decay, bf16)
+        self.clip_norm = config.clip_norm
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.names)
+
+    def clip(self) -> Tensor:
+        """Scale all gradients so that their global norm is at most clip_norm; returns the norm before, 0-dim."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.clip_norm is not None:
+            torch._foreach_mul_(gradients, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def step(self, rate: float, finite: Tensor) -> None:
+        """One update at `rate` times the peak rates, or none where the 0-dim flag `finite` is false."""
+        for group in self.adamw.param_groups:
+            group["lr"] = group["peak"] * rate
+        # torch's fused kernels read this attribute: where it is 1 they leave weights, moments and step counts alone
+        self.adamw.found_inf = (~finite).to(torch.float32)
+        self.adamw.step()
+        if self.muon is not None:
+            self.muon.step(rate, finite)
+
+    def zero_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The whole state as `parameter/quantity`."""
+        tensors = {
+            f"{self.names[parameter]}/{quantity}": value
+            for parameter, quantities in self.adamw.state.items()
+            for quantity, value in quantities.items()
+        }
+        if self.muon is not None:
+            tensors |= {f"{name}/momentum": buffer for name, buffer in self.muon.momentum_buffers().items()}
+        return tensors
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `state_tensors`; every parameter's state must be there, and nothing else."""
+        expected = dict(tensors)
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                name = self.names[parameter]
+                self.adamw.state[parameter] = {
+                    "step": expected.pop(f"{name}/step").to(parameter.device),
+                    "exp_avg": expected.pop(f"{name}/exp_avg").to(parameter.device),
+                    "exp_avg_sq": expected.pop(f"{name}/exp_avg_sq").to(parameter.device),
+                }
+        if self.muon is not None:
+            for name, buffer in self.muon.momentum_buffers().items():
+                buffer.copy_(expected.pop(f"{name}/momentum"))
+        assert not expected, f"optimizer state that no parameter owns: {sorted(expected)[:3]}"
+
+
+class Muon:
+    """Momentum, orthogonalised by Newton–Schulz (Jordan et al. 2024, "Muon"), matrices of one shape at a time."""
+
+    def __init__(self, matrices: dict[str, nn.Parameter], peak: float, momentum: float, weight_decay: float, bf16: bool) -> None:
+        self.peak, self.momentum, self.weight_decay = peak, momentum, weight_decay
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        by_shape: dict[tuple, list[str]] = defaultdict(list)
+        for name, matrix in matrices.items():
+            by_shape[tuple(matrix.shape)].append(name)
+        self.stacks = [
+            (names, [matrices[name] for name in names], torch.zeros(len(names), *shape, device=matrices[names[0]].device))
+            for shape, names in by_shape.items()
+        ]  # (names, matrices, momentum (n, rows, columns))
+
+    @torch.no_grad()
+    def step(self, rate: float, finite: Tensor) -> None:
+        for _, matrices, momentum in self.stacks:
+            gradient = torch.stack([matrix.grad for matrix in matrices])  # (n, rows, columns)
+            momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
+            nesterov = gradient.lerp_(momentum, self.momentum)
+            update = orthogonalise(nesterov.to(self.dtype))
+            rows, columns = update.shape[1:]
+            size = max(1.0, rows / columns) ** 0.5 * self.peak * rate
+            for matrix, change in zip(matrices, update.to(torch.float32), strict=True):
+                moved = matrix * (1 - self.peak * rate * self.weight_decay) - size * change
+                matrix.copy_(torch.where(finite, moved, matrix))
+
+    def momentum_buffers(self) -> dict[str, Tensor]:
+        """Momentum by parameter name, as views of the stacks."""
+        return {name: buffer for names, _, stack in self.stacks for name, buffer in zip(names, stack, strict=True)}
+
+
+def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+    """The nearest (semi-)orthogonal matrices to (n, rows, columns), roughly: singular values end in about 0.7..1.2.
+
+    Quintic Newton–Schulz with the coefficients of Jordan et al. (2024), which trade exactness for slope at zero.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = matrices.size(-2) <= matrices.size(-1)
+    x = matrices if wide else matrices.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + torch.baddbmm(b * gram, gram, gram, beta=1.0, alpha=c) @ x
+    return x if wide else x.mT

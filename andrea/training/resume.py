@@ -1,0 +1,101 @@
+"""Going on with a run: which checkpoint, with which configuration, and what may change on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from andrea.checkpoint import Checkpoint, checkpoints_of, locate, newest_run, newest_whole
+from andrea.config import TrainingRun, UserError
+from andrea.training.loggers import read_lines
+
+# What makes a run this run: with another value it would be a different one.
+FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",
+         "train.tokens_per_step")  # fmt: skip
+# Says where to look, not what to train; never taken from the saved run.
+OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
+
+
+def find_resume(run: TrainingRun) -> Checkpoint | None:
+    """The checkpoint that `resume` means, or None for a fresh start. Raises UserError where one was named and is not there."""
+    if not run.resume:
+        return None
+    if run.resume != "auto":
+        return locate(run.resume, Path(run.runs_dir), key="resume")
+    folder = Path(run.runs_dir) / run.name if run.name else newest_run(Path(run.runs_dir))
+    return newest_whole(folder) if folder is not None and folder.is_dir() else None
+
+
+def is_done(checkpoint: Checkpoint, steps: int) -> bool:
+    return checkpoint.step >= steps
+
+
+def run_folder_of(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path.parent.parent
+
+
+def merge(saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any]) -> tuple[dict, list[str]]:
+    """The saved configuration with what was typed laid over it, and a line for each key that changed.
+
+    A typed group replaces the saved one key by key, but for what the saved run had settled of an `auto`.
+    """
+    before, now = flatten(saved), flatten(composed)
+    typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
+    after = dict(before)
+    for key in typed:
+        settled = now[key] == "auto" and key not in typed_values
+        if not settled:
+            after[key] = now[key]
+    merged = unflatten(after)
+    changed = {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
+    for key in sorted(changed):
+        if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
+            raise UserError(
+                f"resume goes on with the same run, which has {key}={before.get(key)}, got {after[key]}; leave {key} out, "
+                f"or start a new run from its weights with init_from=…"
+            )
+    return merged, [f"{key}: {before.get(key)} → {after[key]}" for key in sorted(changed)]
+
+
+def same(value: Any) -> Any:
+    """A typed '1e-3' and a saved 0.001 are the same value."""
+    try:
+        return float(value) if not isinstance(value, (bool, dict, list)) and value is not None else json.dumps(value)
+    except ValueError:
+        return str(value)
+
+
+def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def unflatten(flat: dict[str, Any]) -> dict:
+    nested: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        *groups, last = dotted.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return nested
+
+
+def measured_pace(runs_dir: Path, model_name: str) -> tuple[float, str] | None:
+    """(tokens per second, run's name) of the newest run of this model on record, or None."""
+    for folder in sorted(Path(runs_dir).glob("*/"), key=lambda path: path.stat().st_mtime, reverse=True):
+        if not checkpoints_of(folder):
+            continue
+        state = json.loads((checkpoints_of(folder)[-1] / "state.json").read_text(encoding="utf-8"))
+        if state.get("config", {}).get("model", {}).get("name") != model_name:
+            continue
+        paces = [r["train/tokens_per_second"] for r in read_lines(folder / "metrics.jsonl") if "train/tokens_per_second" in r]
+        if paces:
+            return sorted(paces)[len(paces) // 2], folder.name
+    return None

@@ -1,0 +1,44 @@
+"""The loss scale that keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, section 3.2).
+
+torch's GradScaler reads its flag on the host before every update; this one stays on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+GROWTH_INTERVAL = 2000  # finite steps until the scale doubles
+SMALLEST = 1.0  # backing off below this is no longer about fp16's range: the run itself has failed
+
+
+class LossScale:
+    """A power of two on the loss in fp16; exactly 1, and doing nothing, in other precisions."""
+
+    def __init__(self, device: torch.device, active: bool) -> None:
+        self.active = active
+        self.factor = torch.full((), 2.0**16 if active else 1.0, device=device)
+        self.finite_steps = torch.zeros((), device=device)
+
+    def unscale(self, parameters: list[nn.Parameter]) -> None:
+        if self.active:
+            torch._foreach_div_([p.grad for p in parameters if p.grad is not None], self.factor)
+
+    def update(self, finite: Tensor) -> None:
+        """Halve after a step that overflowed, double after many that did not."""
+        if self.active:
+            self.finite_steps = torch.where(finite, self.finite_steps + 1, 0.0)
+            grow = self.finite_steps >= GROWTH_INTERVAL
+            self.factor = torch.where(finite, torch.where(grow, self.factor * 2, self.factor), self.factor / 2)
+            self.finite_steps = torch.where(grow, 0.0, self.finite_steps)
+
+    def may_back_off(self) -> bool:
+        """Whether an overflow is still explained by the scale. Waits for the device."""
+        return self.active and float(self.factor) >= SMALLEST
+
+    def state(self) -> list[float]:
+        return [float(self.factor), float(self.finite_steps)]
+
+    def load_state(self, state: list[float]) -> None:
+        self.factor.fill_(state[0])
+        self.finite_steps.fill_(state[1])

@@ -1,0 +1,24 @@
+"""The learning rate as a share of its peak: a function of the step alone, never of the clock."""
+
+from __future__ import annotations
+
+import math
+
+from andrea.config import OptimizerConfig
+
+
+def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
+    """The share of the peak rate in the update that makes step `step` + 1 of `steps`; 0 <= step < steps.
+
+    Warm-up is linear, min(1, (step + 1) / warmup_steps). Then either the cosine of Loshchilov & Hutter (2017, eq. 5),
+    or the peak, held until the last `decay_fraction` of the run and then falling linearly; both end at `final_fraction`.
+    """
+    warmup = min(config.warmup_steps, steps)
+    rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    if config.schedule == "cosine":
+        done = min(1.0, max(0, step - warmup) / max(1, steps - 1 - warmup))
+        fall = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        decay_steps = max(1, round((config.decay_fraction or 0.0) * steps))
+        fall = min(1.0, (steps - step) / decay_steps)
+    return rise * (config.final_fraction + (1 - config.final_fraction) * fall)

@@ -1,0 +1,313 @@
+"""The trainer: one paragraph that trains, and the sentences it is made of.
+
+N sequences in a step, T tokens each; a micro-batch is B of the N.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from andrea.checkpoint import best_of, checkpoints_of, keep_newest, replace_text, write_checkpoint
+from andrea.config import TrainingRun
+from andrea.model.gpt import GPT
+from andrea.text.loader import Loader, validation_batches
+from andrea.text.prepare import Corpus
+from andrea.training.console import Console
+from andrea.training.device import autocast
+from andrea.training.loggers import Logger, RunFolder
+from andrea.training.loss import IGNORED, evaluate, summary
+from andrea.training.optimizer import Optimizer
+from andrea.training.scaler import LossScale
+from andrea.training.schedule import rate_at
+
+
+@dataclass
+class Progress:
+    """Where a run stands; the whole of it is in every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0  # of training steps alone: compiling, evaluating and saving stand outside the clock
+    val_loss: float | None = None
+    val_bpb: float | None = None
+    best_bpb: float | None = None
+
+
+@dataclass
+class Trainer:
+    """Everything a run needs, made by `andrea.training.start`; `train()` returns the exit code."""
+
+    run: TrainingRun
+    folder: Path
+    corpus: Corpus
+    model: GPT
+    loss_sum: Callable[[Tensor, Tensor], Tensor]  # tokens, targets (B, T) -> nats; compiled or not
+    optimizer: Optimizer
+    scale: LossScale
+    device: torch.device
+    precision: str
+    micro_batch: int
+    flops_per_token: float
+    peak_flops: float | None
+    progress: Progress
+    loggers: list[Logger]
+    console: Console
+    write_sample: Callable[[GPT, int], dict[str, str]]  # model, seed -> {"prompt", "text"}
+    facts: dict[str, Any]  # what a checkpoint says besides progress: configuration, fingerprint, wandb id
+
+    def __post_init__(self) -> None:
+        self.loader = Loader(self.corpus.sources, self.run.model.sequence_length, self.run.seed)
+        self.bytes_of_token = torch.from_numpy(self.corpus.tokenizer.byte_lengths())
+        self.unread: list[tuple[int, Tensor, Tensor, Tensor]] = []  # figures the host has not waited for yet
+        self.last_figures: dict[str, float] = {}
+        self.interval_steps, self.interval_seconds = 0, 0.0  # since the last record
+        self.stop_signal: int | None = None
+        self.started = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------ the paragraph
+
+    def train(self) -> int:
+        """Train to the last step, to the time limit, to a signal or to a non-finite figure; returns the exit code."""
+        run, progress = self.run, self.progress
+        with self.signals_noted():
+            self.console.start()
+            while progress.step < run.steps and not self.out_of_time() and not self.stop_signal:
+                clock = time.perf_counter()
+                tokens, targets = self.loader.batch(progress.step * run.sequences_per_step, run.sequences_per_step)
+                self.unread.append((progress.step + 1, *self.update(tokens, targets)))
+                progress.step += 1
+                progress.tokens += run.tokens_per_step
+                progress.flops += run.tokens_per_step * self.flops_per_token
+                record = self.due(run.train.log_every)
+                evaluation = self.due(run.train.eval_every) or progress.step == run.steps
+                saving = self.due(run.train.save_every) or progress.step == run.steps
+                if not self.read_figures(all_of_them=record or evaluation or saving):
+                    return self.stop_not_finite()
+                progress.seconds += time.perf_counter() - clock
+                self.show_step(time.perf_counter() - clock)
+                if record or evaluation:
+                    self.log(self.training_figures() | (self.evaluate() if evaluation else {}))
+                if self.due(run.train.sample_every) or progress.step == run.steps:
+                    self.sample()
+                if saving:
+                    self.save()
+            if not self.read_figures(all_of_them=True):
+                return self.stop_not_finite()
+            return self.conclude()
+
+    def update(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One optimizer step on (N, T) tokens: (loss in nats per token, gradient norm, finite), 0-dim, on the device.
+
+        The update happens where loss and gradient are finite, and nothing changes where they are not.
+        """
+        count = int((targets != IGNORED).sum())
+        nats = self.accumulate(tokens, targets, count)
+        self.scale.unscale(self.optimizer.parameters)
+        norm = self.optimizer.clip()
+        finite = torch.isfinite(norm) & torch.isfinite(nats)
+        self.optimizer.step(rate_at(self.progress.step, self.run.steps, self.run.optimizer), finite)
+        self.optimizer.zero_gradients()
+        self.scale.update(finite)
+        return nats / count, norm, finite
+
+    def accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> Tensor:
+        """Forward and backward over all micro-batches; the summed loss, 0-dim. Too little memory: halve, do it again."""
+        while True:
+            try:
+                nats = torch.zeros((), device=self.device)
+                for micro_tokens, micro_targets in micro_batches(tokens, targets, self.micro_batch):
+                    micro_nats = self.loss_sum(micro_tokens.to(self.device), micro_targets.to(self.device))
+                    (micro_nats * self.scale.factor / count).backward()
+                    nats += micro_nats.detach()
+                return nats
+            except torch.OutOfMemoryError:
+                if self.micro_batch == 1:
+                    raise
+                self.micro_batch = (self.micro_batch + 1) // 2
+                self.optimizer.zero_gradients()
+            torch.cuda.empty_cache()
+            self.console.say(f"out of memory: the step is done again with train.micro_batch={self.micro_batch}")
+
+    # ------------------------------------------------------------------------------------------------ the sentences
+
+    def due(self, every: int | str) -> bool:
+        assert isinstance(every, int), "auto is settled before the trainer is made"
+        return self.progress.step % every == 0
+
+    def out_of_time(self) -> bool:
+        limit = self.run.train.max_minutes
+        return limit is not None and time.monotonic() - self.started > 60 * limit
+
+    def read_figures(self, all_of_them: bool) -> bool:
+        """Read losses and flags off the device, all but the newest where waiting would stall it; False: not finite.
+
+        An fp16 step that only overshot its loss scale is no failure: the scale has backed off and the run goes on.
+        """
+        newest_may_wait = self.device.type != "cpu" and not all_of_them
+        while len(self.unread) > int(newest_may_wait):
+            step, loss, norm, finite = self.unread.pop(0)
+            self.last_figures = {"step": step, "loss": float(loss), "norm": float(norm)}
+            if not bool(finite) and not self.scale.may_back_off():
+                return False
+        return True
+
+    def show_step(self, step_seconds: float) -> None:
+        done, rate = self.progress.step, rate_at(self.progress.step - 1, self.run.steps, self.run.optimizer)
+        self.interval_steps += 1
+        self.interval_seconds += step_seconds
+        pace = self.interval_seconds / self.interval_steps
+        self.console.step(done, self.last_figures["loss"], rate, self.run.tokens_per_step / pace, (self.run.steps - done) * pace)
+
+    def training_figures(self) -> dict[str, float]:
+        """The figures of the step just made; speed is the mean since the last record."""
+        pace = self.interval_seconds / self.interval_steps
+        self.interval_steps, self.interval_seconds = 0, 0.0
+        tokens_per_second = self.run.tokens_per_step / pace
+        figures = {
+            "train/loss": self.last_figures["loss"],
+            "train/gradient_norm": self.last_figures["norm"],
+            "train/rate": rate_at(self.progress.step - 1, self.run.steps, self.run.optimizer),
+            "train/epoch": self.progress.tokens / self.loader.tokens_per_epoch,
+            "train/tokens_per_second": tokens_per_second,
+            "train/seconds_per_step": pace,
+        }
+        if self.peak_flops:
+            figures["train/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
+        return figures
+
+    def evaluate(self, whole: bool = False) -> dict[str, float]:
+        """Validation loss and bits per byte over all sources and, where there are several, of each."""
+        whole = whole or self.progress.step == self.run.steps
+        self.console.waiting(f"step {self.progress.step}: evaluating …")
+        self.model.eval()
+        parts = {
+            source.name: evaluate(
+                self.loss_sum,
+                validation_batches(source.val, self.run.model.sequence_length, self.micro_batch),
+                self.bytes_of_token,
+                self.device,
+                None if whole else self.run.train.eval_tokens,
+            )
+            for source in self.corpus.sources
+        }
+        self.model.train()
+        total = summary(*(sum(part[key] for part in parts.values()) for key in ("nats", "tokens", "bytes")))
+        self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
+        figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
+        if len(parts) > 1:
+            figures |= {f"val/{name}/{key}": part[key] for name, part in parts.items() for key in ("loss", "bpb")}
+        return figures
+
+    def sample(self) -> None:
+        if not self.run.train.sample_tokens:
+            return
+        self.console.waiting(f"step {self.progress.step}: writing a sample …")
+        self.model.eval()
+        written = self.write_sample(self.model, self.run.seed + self.progress.step)
+        self.model.train()
+        for logger in self.loggers:
+            logger.sample(self.axes() | written)
+
+    def axes(self) -> dict[str, float]:
+        progress = self.progress
+        return {"step": progress.step, "tokens": progress.tokens, "flops": progress.flops, "seconds": progress.seconds}
+
+    def log(self, figures: dict[str, Any]) -> None:
+        record = self.axes() | figures
+        for logger in self.loggers:
+            logger.record(record)
+
+    def save(self) -> Path:
+        """Write a checkpoint, mark it if it is the best so far, drop the oldest."""
+        progress = self.progress
+        self.console.waiting(f"step {progress.step}: saving …")
+        for logger in self.loggers:
+            if isinstance(logger, RunFolder):
+                logger.flush()
+        better = progress.val_bpb is not None and (progress.best_bpb is None or progress.val_bpb < progress.best_bpb)
+        if better:
+            progress.best_bpb = progress.val_bpb
+        path = write_checkpoint(
+            self.folder / "checkpoints",
+            self.facts | vars(progress) | {"loss_scale": self.scale.state(), "torch_random": torch.get_rng_state().tolist()},
+            self.model.state_dict(),
+            self.optimizer.state_tensors(),
+            self.corpus.tokenizer,
+        )
+        if better or best_of(self.folder) is None:
+            replace_text(self.folder / "checkpoints" / "best", path.name + "\n")
+        keep_newest(self.folder, self.run.train.keep)
+        return path
+
+    # ---------------------------------------------------------------------------------------------------- the ends
+
+    def conclude(self) -> int:
+        """Done, out of time or interrupted: save, say so, and what to type next. Exit code 0, or 128 + the signal."""
+        progress, done = self.progress, self.progress.step == self.run.steps
+        path = self.folder / "checkpoints" / f"step-{progress.step:08d}"
+        if not done:
+            if not self.stop_signal and progress.step:
+                self.log(self.evaluate(whole=True))
+                self.sample()
+            if path not in checkpoints_of(self.folder):
+                self.save()
+        why = "done" if done else "interrupted" if self.stop_signal else "stopped"
+        self.log({"event": why, "val/loss": progress.val_loss, "val/bpb": progress.val_bpb, "checkpoint": str(path)})
+        self.console.stop()
+        bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
+        self.console.say(f"{why} at step {progress.step} of {self.run.steps}{bits} · {path}")
+        resume = f"python train.py name={self.folder.name} resume=auto"
+        self.console.say(f"next: python sample.py checkpoint={path}" if done else f"go on with: {resume}")
+        return 128 + self.stop_signal if self.stop_signal and not done else 0
+
+    def stop_not_finite(self) -> int:
+        """Nothing non-finite has reached the weights; say where, and what to try. Exit code 3."""
+        figures, saved = self.last_figures, checkpoints_of(self.folder)
+        last = saved[-1] if saved else "none"
+        rate = "matrix_learning_rate" if self.run.optimizer.kind == "muon" else "learning_rate"
+        self.console.stop()
+        self.console.say(
+            f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}: not finite, "
+            f"not applied. Last good checkpoint: {last}. Try optimizer.{rate}={getattr(self.run.optimizer, rate) / 2:g}"
+            f" or precision=fp32"
+        )
+        return 3
+
+    @contextmanager
+    def signals_noted(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM let the step finish and the run save; a second one ends it where it stands."""
+
+        def note(number: int, frame: Any) -> None:
+            if self.stop_signal:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+            self.console.waiting("interrupted: finishing the step and saving (once more to quit at once) …")
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self.console.stop()
+
+
+def micro_batches(tokens: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut (N, T) into pieces of exactly (size, T), the last one filled up with rows that predict nothing."""
+    for start in range(0, len(tokens), size):
+        micro_tokens, micro_targets = tokens[start : start + size], targets[start : start + size]
+        missing = size - len(micro_tokens)
+        if missing:
+            micro_tokens = torch.cat([micro_tokens, micro_tokens[-1:].expand(missing, -1)])
+            micro_targets = torch.cat([micro_targets, torch.full_like(micro_targets[-1:], IGNORED).expand(missing, -1)])
+        yield micro_tokens, micro_targets

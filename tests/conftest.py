@@ -1,0 +1,75 @@
+"""What several test files share: a small corpus of real text, and a model that trains in seconds."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process a core
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A model of this size learns something within twenty steps and a second or two.
+TINY = [
+    "model.d_model=32", "model.n_layer=2", "model.n_head=2", "model.d_mlp=64", "model.sequence_length=32",
+    "tokenizer=byte", "logger=none", "compile=off", "threads=1",
+    "train.steps=12", "train.tokens_per_step=256", "train.log_every=2", "train.eval_every=4", "train.save_every=4",
+    "train.sample_tokens=8",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def settings_restored():
+    """Training settles process-wide switches of torch; each test starts from the defaults."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a dozen real text files, about 60 kB: modules of the standard library."""
+    folder = tmp_path_factory.mktemp("notes")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("abc", "bisect", "copy", "dis", "fnmatch", "glob", "heapq", "keyword", "queue", "sched", "stat", "types"):
+        (folder / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes()[:5000])
+    return folder
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[str]], int]]:
+    """`script("train")` is train.py's main, to be called with a command line, in this process."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(name).main
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path, notes: Path, script) -> Callable[..., int]:
+    """Trains the tiny model on the notes under tmp_path/runs; more words override the defaults. Returns the exit code."""
+
+    def train(*words: str) -> int:
+        places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "data=text", f"data.path={notes}"]
+        given = {word.split("=")[0] for word in words}
+        defaults = [word for word in places + TINY if word.split("=")[0] not in given]
+        return script("train")([*defaults, *words])
+
+    return train
+
+
+def run_script(main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str, str]:
+    """Run a script's main behind the border: exit code, standard output, standard error."""
+    from andrea.command_line import run
+
+    with pytest.raises(SystemExit) as left:
+        run(main, words)
+    captured = capsys.readouterr()
+    return int(left.value.code or 0), captured.out, captured.err
+
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,68 @@
+"""The key/value cache: what is written is what comes back, in both forms of its length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from andrea.attention import KeyValueCache
+
+LAYERS, B, H, ROOM, D = 2, 3, 5, 11, 7
+
+
+def make(fixed_shapes=False):
+    return KeyValueCache(LAYERS, B, H, ROOM, D, fixed_shapes=fixed_shapes)
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_appended_keys_and_values_come_back_in_order(fixed_shapes):
+    cache = make(fixed_shapes)
+    keys, values = torch.randn(LAYERS, B, H, 6, D), torch.randn(LAYERS, B, H, 6, D)
+    for start, stop in ((0, 3), (3, 4), (4, 6)):
+        for layer in range(LAYERS):
+            got = cache.layer(layer).append(keys[layer, :, :, start:stop], values[layer, :, :, start:stop])
+            assert torch.equal(got[0][:, :, :stop], keys[layer, :, :, :stop])
+            assert torch.equal(got[1][:, :, :stop], values[layer, :, :, :stop])
+            assert got[0].shape[2] == (ROOM if fixed_shapes else stop)
+            assert not got[0][:, :, stop:].any()
+        cache.advance(stop - start)
+    assert cache.length == 6
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_cleared_it_starts_again_at_zero(fixed_shapes):
+    cache = make(fixed_shapes)
+    cache.layer(0).append(torch.ones(B, H, 4, D), torch.ones(B, H, 4, D))
+    cache.advance(4)
+    cache.clear()
+    assert cache.length == 0
+    new = torch.randn(B, H, 2, D)
+    assert torch.equal(cache.layer(0).append(new, new)[0][:, :, :2], new)
+
+
+def test_a_tensor_length_stays_the_same_tensor():
+    """A compiled step holds on to it."""
+    cache = make(fixed_shapes=True)
+    length = cache.length
+    cache.advance(3)
+    cache.clear()
+    cache.advance(2)
+    assert cache.length is length and length.dtype == torch.int64 and length.item() == 2
+
+
+def test_what_does_not_fit_is_an_error():
+    cache = make()
+    cache.advance(ROOM - 1)
+    with pytest.raises(AssertionError, match="12 tokens do not fit a cache with room for 11"):
+        cache.layer(0).append(torch.zeros(B, H, 2, D), torch.zeros(B, H, 2, D))
+    fixed = make(fixed_shapes=True)
+    fixed.advance(ROOM - 1)
+    with pytest.raises(IndexError):
+        fixed.layer(0).append(torch.zeros(B, H, 2, D), torch.zeros(B, H, 2, D))
+
+
+def test_room_type_and_device():
+    cache = KeyValueCache(1, B, H, ROOM, D, dtype=torch.bfloat16, device="meta")
+    assert cache.n_room == ROOM
+    assert cache.keys[0].shape == cache.values[0].shape == (B, H, ROOM, D)
+    assert cache.keys[0].dtype == torch.bfloat16 and cache.keys[0].device.type == "meta"

@@ -1,0 +1,129 @@
+"""Multi-head attention as the specification has it (sections 3 and 4), judged against head-by-head arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from andrea.attention import MultiHeadAttention, ScaledDotProduct, attend, causal, key_padding
+from andrea.attention.cache import KeyValueCache
+
+B, T, S, H, D = 2, 7, 11, 3, 5
+D_MODEL = H * D
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return MultiHeadAttention(D_MODEL, H, compatibility=ScaledDotProduct(), **options).double()
+
+
+def vectors(n_token, width=D_MODEL):
+    return torch.randn(B, n_token, width, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_sum_over_heads_equals_the_concatenated_form(bias):
+    """Figure 8: each head has its own rows of W_Q, W_K, W_V and its own columns of W_O."""
+    attention, x = make(mask=causal(), bias=bias), vectors(T)
+    total = attention.output.bias if bias else 0
+    for head in range(H):
+        own = slice(head * D, (head + 1) * D)
+        query, key, value = (
+            nn.functional.linear(x, part.weight[own], part.bias[own] if bias else None)
+            for part in (attention.query, attention.key, attention.value)
+        )
+        total = total + attend(query, key, value, mask=causal()) @ attention.output.weight[:, own].T
+    torch.testing.assert_close(attention(x), total)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_equals_torchs_own_module_with_the_same_weights(is_causal):
+    attention, x = make(mask=causal() if is_causal else None, bias=True), vectors(T)
+    theirs = nn.MultiheadAttention(D_MODEL, H, batch_first=True).double()
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in (attention.query, attention.key, attention.value)]))
+        theirs.in_proj_bias.copy_(torch.cat([part.bias for part in (attention.query, attention.key, attention.value)]))
+        theirs.out_proj.load_state_dict(attention.output.state_dict())
+    hidden_from = torch.ones(T, T, dtype=torch.bool).triu(1) if is_causal else None
+    torch.testing.assert_close(attention(x), theirs(x, x, x, attn_mask=hidden_from, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("position", [0, 3, T - 2])
+def test_the_future_changes_nothing_bitwise(position):
+    """Figure 3, through the whole module on the reference path."""
+    attention, x = make(mask=causal(), implementation="reference"), vectors(T)
+    before = attention(x)
+    x[:, position + 1 :] += 1
+    assert torch.equal(attention(x)[:, : position + 1], before[:, : position + 1])
+
+
+def test_without_a_mask_order_means_nothing():
+    attention, x, order = make(), vectors(T), torch.randperm(T)
+    torch.testing.assert_close(attention(x[:, order]), attention(x)[:, order])
+
+
+def test_cross_attention_takes_a_context_of_another_width_and_length():
+    attention, x, context = make(d_context=17), vectors(T), vectors(S, 17)
+    output = attention(x, context)
+    assert output.shape == (B, T, D_MODEL)
+    order = torch.randperm(S)
+    torch.testing.assert_close(attention(x, context[:, order]), output)  # a memory is a set
+
+
+def test_cross_attention_never_sees_padding():
+    lengths = torch.tensor([4, 0])
+    attention = make(mask=key_padding(lengths[:, None]), d_context=17)
+    x, context = vectors(T), vectors(S, 17)
+    output = attention(x, context)
+    context[0, 4:] = 1e3
+    torch.testing.assert_close(attention(x, context), output)
+    torch.testing.assert_close(output[0], make(d_context=17)(x[:1], context[:1, :4])[0])
+    assert (output[1] == 0).all()  # nothing to retrieve
+
+
+def test_implementations_agree():
+    x = vectors(T)
+    outputs = [make(mask=causal(), implementation=name)(x) for name in ("reference", "sdpa", "auto")]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
+
+
+def test_normalised_queries_and_keys_do_not_feel_their_length():
+    attention, x = make(mask=causal(), qk_norm_epsilon=1e-12), vectors(T)
+    before = attention(x)
+    with torch.no_grad():
+        attention.query.weight *= 37
+        attention.key.weight *= 0.1
+    torch.testing.assert_close(attention(x), before)
+
+
+def test_place_is_given_queries_and_keys_and_nothing_else():
+    attention, x = make(mask=causal()), vectors(T)
+    placed = []
+    attention(x, place=lambda tensor: placed.append(tensor) or tensor)
+    query, key = attention.heads(attention.query(x)) / D**0.5, attention.heads(attention.key(x))
+    torch.testing.assert_close(placed, [query, key])  # lowered first: the scale is in the query
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_with_a_cache_a_token_at_a_time(fixed_shapes):
+    attention, x = make(mask=causal()), vectors(T)
+    cache = KeyValueCache(1, B, H, S, D, dtype=torch.float64, fixed_shapes=fixed_shapes)
+    outputs = []
+    for chunk in x.split([3, 1, 1, 2], dim=1):
+        outputs.append(attention(chunk, cache=cache.layer(0)))
+        cache.advance(chunk.shape[1])
+    torch.testing.assert_close(torch.cat(outputs, dim=1), attention(x))
+
+
+@pytest.mark.parametrize(("d_model", "n_head", "d_head"), [(384, 12, 32), (768, 12, 64), (1536, 24, 64), (4096, 32, 128)])
+def test_head_widths(d_model, n_head, d_head):
+    """Figure 4."""
+    with torch.device("meta"):
+        assert MultiHeadAttention(d_model, n_head, compatibility=ScaledDotProduct()).d_head == d_head
+
+
+def test_a_head_width_that_is_not_whole_is_refused():
+    with pytest.raises(ValueError, match="n_head=5 does not divide d_model=12"):
+        MultiHeadAttention(12, 5, compatibility=ScaledDotProduct())

@@ -1,0 +1,41 @@
+"""Train a GPT: `python train.py [key=value …]`; `python train.py --help` lists the keys."""
+
+import sys
+
+from andrea.command_line import compose, help_text, read, run
+from andrea.config import TrainingRun, parse
+
+USAGE = "python train.py [key=value …]     for example: python train.py model=andrea-120m data=text data.path=notes/"
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(help_text("train", USAGE))
+        return 0
+    line = read(TrainingRun, argv)
+    composed = compose(TrainingRun, "train", line)
+    config = parse(TrainingRun, composed)  # a wrong command line ends here, before torch is loaded
+
+    from andrea.training import plan, resume
+    from andrea.training.start import start
+
+    if config.dry_run:
+        print(plan.describe(config))
+        return 0
+    checkpoint = resume.find_resume(config)
+    if checkpoint is not None:
+        merged, changes = resume.merge(checkpoint.state["config"], composed, line.groups, line.values)
+        config = parse(TrainingRun, merged)
+        if resume.is_done(checkpoint, config.steps):
+            print(f"already done: {checkpoint.path} is step {checkpoint.step} of {config.steps}")
+            return 0
+        print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
+        for change in changes:
+            print(f"  changed {change}")
+    elif config.resume:
+        print("nothing to resume yet: starting")
+    return start(config, checkpoint)
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])
