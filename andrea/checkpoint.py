@@ -56,7 +56,9 @@ class Checkpoint:
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Optimizer state by `parameter/quantity`, on the CPU."""
         if not (self.path / "optimizer.safetensors").exists():
-            raise UserError(f"{self.path} holds weights only and cannot be resumed; start from them with init_from={self.path}")
+            raise UserError(
+                f"{self.path} holds weights only and cannot be resumed; start from them with init_from={self.path}"
+            )
         return _load_tensors(self.path / "optimizer.safetensors")
 
     def tokenizer(self) -> Tokenizer:
@@ -81,14 +83,19 @@ def write_checkpoint(
     remove_unfinished(checkpoints)
     beside.mkdir(parents=True)
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model_tensors.items()}, beside / "model.safetensors")
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in model_tensors.items()},
+            beside / "model.safetensors",
+        )
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer_tensors.items()},
             beside / "optimizer.safetensors",
         )
         tokenizer.save(beside)
         write_json(beside / "state.json", {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity})
-        files = {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(beside.iterdir())}
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(beside.iterdir())
+        }
         write_json(beside / "manifest.json", {"format_version": FORMAT_VERSION, "files": files})
         for path in beside.iterdir():
             flush_to_disk(path)
@@ -131,12 +138,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def check_file(folder: Path, name: str, expected: Any) -> None:
     if not FILE_NAME.fullmatch(name) or (folder / name).is_symlink() or not isinstance(expected, dict):
-        raise Damaged(f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a plain file of it")
+        raise Damaged(
+            f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a plain file of it"
+        )
     if not (folder / name).is_file():
         raise Damaged(f"{folder} is damaged: {name} is missing; use an older checkpoint")
     size = (folder / name).stat().st_size
     if size != expected.get("bytes"):
-        raise Damaged(f"{folder} is damaged: {name} has {size} bytes instead of {expected.get('bytes')}; use an older checkpoint")
+        raise Damaged(
+            f"{folder} is damaged: {name} has {size} bytes instead of {expected.get('bytes')}; use an older checkpoint"
+        )
     if file_sha256(folder / name) != expected.get("sha256"):
         raise Damaged(f"{folder} is damaged: the sha256 of {name} is not the one written; use an older checkpoint")
 
@@ -166,7 +177,9 @@ def newest_run(runs_dir: Path) -> Path | None:
     return max(runs, key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
 
 
-def locate(asked: str | None, runs_dir: Path, key: str = "checkpoint", report: Callable[[str], None] = print) -> Checkpoint:
+def locate(
+    asked: str | None, runs_dir: Path, key: str = "checkpoint", report: Callable[[str], None] = print
+) -> Checkpoint:
     """The checkpoint a user means: a checkpoint folder, a run folder or a run's name; None is the newest run's newest.
 
     Raises UserError (or Damaged) naming `key` and what was looked for.
@@ -174,12 +187,16 @@ def locate(asked: str | None, runs_dir: Path, key: str = "checkpoint", report: C
     if not asked:
         run = newest_run(runs_dir)
         if run is None:
-            raise UserError(f"no checkpoint under runs_dir={runs_dir}; train one with `python train.py`, or name one with {key}=…")
+            raise UserError(
+                f"no checkpoint under runs_dir={runs_dir}; train one with `python train.py`, or name one with {key}=…"
+            )
     else:
         run = next((path for path in (Path(asked), Path(runs_dir) / asked) if path.is_dir()), None)
         if run is None:
             names = [path.name for path in Path(runs_dir).glob("*") if checkpoints_of(path)]
-            raise UserError(f"{key}={asked} is neither a folder nor a run under runs_dir={runs_dir}{nearest(asked, names)}")
+            raise UserError(
+                f"{key}={asked} is neither a folder nor a run under runs_dir={runs_dir}{nearest(asked, names)}"
+            )
         if not checkpoints_of(run) and not (run / "checkpoints").is_dir():
             return read_checkpoint(run)
     found = newest_whole(run, report)

@@ -91,7 +91,9 @@ def compose(kind: type, config_name: str, line: CommandLine) -> dict:
 
     try:
         with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-            composed = hydra_compose(config_name, overrides=[f"{group}={choice}" for group, choice in line.groups.items()])
+            composed = hydra_compose(
+                config_name, overrides=[f"{group}={choice}" for group, choice in line.groups.items()]
+            )
         plain = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"configs/{config_name}.yaml or a group it names cannot be read: {error}") from error

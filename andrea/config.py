@@ -50,7 +50,15 @@ class ModelConfig:
     recipe_tokens_per_step: int
 
     def check(self, path: str) -> None:
-        for key in ("d_model", "n_layer", "n_head", "d_mlp", "sequence_length", "recipe_steps", "recipe_tokens_per_step"):
+        for key in (
+            "d_model",
+            "n_layer",
+            "n_head",
+            "d_mlp",
+            "sequence_length",
+            "recipe_steps",
+            "recipe_tokens_per_step",
+        ):
             positive(f"{path}.{key}", getattr(self, key))
         positive(f"{path}.rotary_base", self.rotary_base)
         positive(f"{path}.norm_epsilon", self.norm_epsilon)
@@ -92,7 +100,9 @@ class SourceConfig:
         if self.weight is not None:
             positive(f"{path}.weight", self.weight)
         if self.kind in ("text", "shards") and not self.path:
-            raise UserError(f"{path}.path is missing: {path}.kind={self.kind} reads a file or a folder; set {path}.path=…")
+            raise UserError(
+                f"{path}.path is missing: {path}.kind={self.kind} reads a file or a folder; set {path}.path=…"
+            )
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,9 @@ class OptimizerConfig:
             raise UserError(f"{path}.matrix_learning_rate and {path}.momentum must be numbers with optimizer=muon")
         if self.schedule == "constant_then_decay":
             if self.decay_fraction is None:
-                raise UserError(f"{path}.decay_fraction is missing: {path}.schedule=constant_then_decay needs a number in 0..1")
+                raise UserError(
+                    f"{path}.decay_fraction is missing: {path}.schedule=constant_then_decay needs a number in 0..1"
+                )
             between(f"{path}.decay_fraction", self.decay_fraction, 0.0, 1.0)
 
 
@@ -193,7 +205,16 @@ class TrainConfig:
     max_minutes: float | None
 
     def check(self, path: str) -> None:
-        for key in ("steps", "tokens_per_step", "micro_batch", "log_every", "eval_every", "save_every", "keep", "sample_every"):
+        for key in (
+            "steps",
+            "tokens_per_step",
+            "micro_batch",
+            "log_every",
+            "eval_every",
+            "save_every",
+            "keep",
+            "sample_every",
+        ):
             if getattr(self, key) != "auto":
                 positive(f"{path}.{key}", getattr(self, key))
         at_least(f"{path}.sample_tokens", self.sample_tokens, 0)
@@ -233,9 +254,13 @@ class TrainingRun:
         if self.threads != "auto":
             positive("threads", self.threads)
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..", "wandb")):
-            raise UserError(f"name={self.name!r} is not a folder name: no '/', and not 'wandb'; folders go to runs_dir=…")
+            raise UserError(
+                f"name={self.name!r} is not a folder name: no '/', and not 'wandb'; folders go to runs_dir=…"
+            )
         if self.resume and self.init_from:
-            raise UserError("resume and init_from exclude each other: resume=… goes on with a run, init_from=… starts a new one")
+            raise UserError(
+                "resume and init_from exclude each other: resume=… goes on with a run, init_from=… starts a new one"
+            )
         if self.tokens_per_step < self.model.sequence_length:
             raise UserError(
                 f"train.tokens_per_step={self.tokens_per_step} is less than one sequence of "
@@ -297,7 +322,9 @@ class SamplingRun:
             if getattr(self, key) is not None:
                 between(key, getattr(self, key), 0.0, 1.0)
         if self.top_p == 0:
-            raise UserError("top_p=0 leaves no token to choose; use a number above 0, or temperature=0 for the likeliest")
+            raise UserError(
+                "top_p=0 leaves no token to choose; use a number above 0, or temperature=0 for the likeliest"
+            )
         if any(not stop for stop in self.stop):
             raise UserError("stop='' is empty and would stop at once; name a text, or leave stop out")
 
@@ -317,7 +344,9 @@ def at_least(key: str, value: float, least: float) -> None:
 
 def between(key: str, value: float, low: float, high: float, upper_open: bool = False) -> None:
     if not (low <= value < high if upper_open else low <= value <= high):
-        raise UserError(f"{key}={value} must be from {low:g} to {high:g}{', the upper end left out' if upper_open else ''}")
+        raise UserError(
+            f"{key}={value} must be from {low:g} to {high:g}{', the upper end left out' if upper_open else ''}"
+        )
 
 
 def device_name(key: str, value: str) -> None:
@@ -341,7 +370,9 @@ def parse(kind: type, values: Any, path: str = "") -> Any:
     `path` is the dotted key of `values` ('' at the top), used in messages. Raises UserError.
     """
     if not isinstance(values, dict):
-        raise UserError(f"{path}={values!r} is not a set of keys: {path} is a group; choose one with {path}=NAME or set {path}.KEY=…")
+        raise UserError(
+            f"{path}={values!r} is not a set of keys: {path} is a group; choose one with {path}=NAME or set {path}.KEY=…"
+        )
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
@@ -435,7 +466,14 @@ def describe(hint: Any) -> str:
         return " or ".join(describe(choice) for choice in arguments)
     if origin is Literal:
         return ", ".join(map(str, arguments))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Text: "text", type(None): "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Text: "text",
+        type(None): "null",
+    }
     return names.get(hint, "a group of keys" if dataclasses.is_dataclass(hint) else "a list")
 
 

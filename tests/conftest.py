@@ -37,7 +37,20 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a dozen real text files, about 60 kB: modules of the standard library."""
     folder = tmp_path_factory.mktemp("notes")
     library = Path(sysconfig.get_paths()["stdlib"])
-    for name in ("abc", "bisect", "copy", "dis", "fnmatch", "glob", "heapq", "keyword", "queue", "sched", "stat", "types"):
+    for name in (
+        "abc",
+        "bisect",
+        "copy",
+        "dis",
+        "fnmatch",
+        "glob",
+        "heapq",
+        "keyword",
+        "queue",
+        "sched",
+        "stat",
+        "types",
+    ):
         (folder / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes()[:5000])
     return folder
 
@@ -62,7 +75,9 @@ def tiny_run(tmp_path: Path, notes: Path, script) -> Callable[..., int]:
     return train
 
 
-def run_script(main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str, str]:
+def run_script(
+    main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture
+) -> tuple[int, str, str]:
     """Run a script's main behind the border: exit code, standard output, standard error."""
     from andrea.command_line import run
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from andrea.attention import DotProduct, ScaledDotProduct, attend, attend_reference, attention_weights, causal, choose
-from andrea.attention import key_padding
+from andrea.attention import (
+    DotProduct,
+    ScaledDotProduct,
+    attend,
+    attend_reference,
+    attention_weights,
+    causal,
+    choose,
+    key_padding,
+)
 
 MASKS = {"none": None, "causal": causal(), "padding": causal() & key_padding(torch.tensor([[5], [0]]))}
 
 
 def tensors(n_query, n_key, dtype, lead=(2, 3), requires_grad=False):
+    torch.manual_seed(n_query)
     shapes = ((n_query, 7), (n_key, 7), (n_key, 11))
     return [torch.randn(*lead, *shape, dtype=torch.float64).to(dtype).requires_grad_(requires_grad) for shape in shapes]
 
@@ -86,9 +95,26 @@ def test_weights_are_the_references_own():
 
 
 def test_choose_tells_what_runs_and_why():
-    assert choose("auto")[0] == "sdpa"
-    assert choose("reference") == ("reference", "asked for by name")
-    assert all(why for _, why in map(choose, ("auto", "sdpa", "reference")))
+    query, key, _ = tensors(5, 13, torch.float32)
+    assert choose("auto", query, key) == (
+        "sdpa",
+        "torch's fused kernels serve every compatibility function that lowers",
+    )
+    for name in ("sdpa", "reference"):
+        assert choose(name, query, key) == (name, "asked for by name")
+
+
+@pytest.mark.parametrize(
+    ("n_key", "training", "expected"),
+    [(512, True, "reference"), (513, True, "sdpa"), (512, False, "sdpa")],
+)
+def test_short_training_compiled_for_a_cpu_is_written_out(n_key, training, expected):
+    @torch.compile(backend="eager", fullgraph=True, dynamic=False)
+    def is_reference(query, key):
+        return query.new_zeros(()) + (choose("auto", query, key)[0] == "reference")
+
+    query, key, _ = tensors(3, n_key, torch.float32, lead=(), requires_grad=training)
+    assert is_reference(query, key).item() == (expected == "reference")
 
 
 def test_an_unknown_implementation_is_refused():

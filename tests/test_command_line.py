@@ -15,7 +15,9 @@ from andrea.command_line import CommandLine, compose, configure, help_text, lay_
 from andrea.config import SamplingRun, TrainingRun, UserError, parse
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
-BASE = {kind: compose(kind, name, CommandLine({}, {})) for kind, name in ((TrainingRun, "train"), (SamplingRun, "sample"))}
+BASE = {
+    kind: compose(kind, name, CommandLine({}, {})) for kind, name in ((TrainingRun, "train"), (SamplingRun, "sample"))
+}
 
 
 def quick(kind: type, words: list[str]):
@@ -35,7 +37,9 @@ def test_paths_and_stops_arrive_as_they_were_typed(text: str) -> None:
     assert quick(SamplingRun, [f"stop=a{text}", "stop=b"]).stop == ["a" + text, "b"]
 
 
-@pytest.mark.parametrize("prompt", ["def main(", "привет", "it's", "a, b", "12", "null", "${x}", "{a: b", "🦊", "a\nb", "x" * 10_000, ""])
+@pytest.mark.parametrize(
+    "prompt", ["def main(", "привет", "it's", "a, b", "12", "null", "${x}", "{a: b", "🦊", "a\nb", "x" * 10_000, ""]
+)
 def test_prompts_that_hydras_grammar_would_refuse_or_change(prompt: str) -> None:
     assert configure(SamplingRun, "sample", [f"prompt={prompt}"]).prompt == prompt
 

@@ -60,7 +60,17 @@ def test_values_of_the_right_type(hint: typing.Any, value: typing.Any, expected:
 
 @pytest.mark.parametrize(
     ("hint", "value"),
-    [(int, "1.5"), (int, True), (int, "inf"), (float, "x"), (float, True), (bool, 1), (int, None), (str, {}), (dict[str, str], 3)],
+    [
+        (int, "1.5"),
+        (int, True),
+        (int, "inf"),
+        (float, "x"),
+        (float, True),
+        (bool, 1),
+        (int, None),
+        (str, {}),
+        (dict[str, str], 3),
+    ],
 )
 def test_values_of_a_wrong_type_name_the_key(hint: typing.Any, value: typing.Any) -> None:
     with pytest.raises(UserError, match="some.key"):
@@ -114,7 +124,9 @@ def test_impossible_combinations_are_refused(words: list[str]) -> None:
         make(*words)
 
 
-@pytest.mark.parametrize("words", [["top_p=0"], ["top_p=2"], ["stop="], ["num_samples=0"], ["temperature=-1"], ["top_k=0"]])
+@pytest.mark.parametrize(
+    "words", [["top_p=0"], ["top_p=2"], ["stop="], ["num_samples=0"], ["temperature=-1"], ["top_k=0"]]
+)
 def test_impossible_sampling_is_refused(words: list[str]) -> None:
     with pytest.raises(UserError):
         configure(SamplingRun, "sample", words)

@@ -42,7 +42,9 @@ def test_equals_torchs_own_module_with_the_same_weights(is_causal):
     attention, x = make(mask=causal() if is_causal else None, bias=True), vectors(T)
     theirs = nn.MultiheadAttention(D_MODEL, H, batch_first=True).double()
     with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in (attention.query, attention.key, attention.value)]))
+        theirs.in_proj_weight.copy_(
+            torch.cat([part.weight for part in (attention.query, attention.key, attention.value)])
+        )
         theirs.in_proj_bias.copy_(torch.cat([part.bias for part in (attention.query, attention.key, attention.value)]))
         theirs.out_proj.load_state_dict(attention.output.state_dict())
     hidden_from = torch.ones(T, T, dtype=torch.bool).triu(1) if is_causal else None
@@ -117,7 +119,9 @@ def test_with_a_cache_a_token_at_a_time(fixed_shapes):
     torch.testing.assert_close(torch.cat(outputs, dim=1), attention(x))
 
 
-@pytest.mark.parametrize(("d_model", "n_head", "d_head"), [(384, 12, 32), (768, 12, 64), (1536, 24, 64), (4096, 32, 128)])
+@pytest.mark.parametrize(
+    ("d_model", "n_head", "d_head"), [(384, 12, 32), (768, 12, 64), (1536, 24, 64), (4096, 32, 128)]
+)
 def test_head_widths(d_model, n_head, d_head):
     """Figure 4."""
     with torch.device("meta"):

@@ -13,7 +13,14 @@ from andrea.config import TrainingRun
 from andrea.model.gpt import GPT, initialise
 from andrea.training.optimizer import Muon, Optimizer, group_parameters, orthogonalise
 
-SMALL = ["model.d_model=24", "model.n_layer=2", "model.n_head=3", "model.d_mlp=40", "model.sequence_length=11", "model.recipe_tokens_per_step=11"]
+SMALL = [
+    "model.d_model=24",
+    "model.n_layer=2",
+    "model.n_head=3",
+    "model.d_mlp=40",
+    "model.sequence_length=11",
+    "model.recipe_tokens_per_step=11",
+]
 
 
 def make(*words: str) -> tuple[GPT, Optimizer]:
@@ -51,7 +58,9 @@ def test_a_parameter_of_an_unknown_name_is_an_error() -> None:
 
 def test_rates_scale_with_width_and_decay_is_only_for_matrices() -> None:
     model, optimizer = make("optimizer=muon")
-    peaks = {optimizer.names[p]: (g["peak"], g["weight_decay"]) for g in optimizer.adamw.param_groups for p in g["params"]}
+    peaks = {
+        optimizer.names[p]: (g["peak"], g["weight_decay"]) for g in optimizer.adamw.param_groups for p in g["params"]
+    }
     config = configure(TrainingRun, "train", []).optimizer
     scale = math.sqrt(768 / 24)
     assert peaks["head.weight"] == pytest.approx((config.learning_rate * scale, 0.0))

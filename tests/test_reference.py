@@ -105,6 +105,8 @@ def test_the_softmax_runs_in_fp32_or_in_the_inputs_precision_if_higher():
 
 
 def test_gradients_against_finite_differences():
-    tensors = [torch.randn(2, n, width, dtype=torch.float64, requires_grad=True) for n, width in ((3, 5), (7, 5), (7, 2))]
+    tensors = [
+        torch.randn(2, n, width, dtype=torch.float64, requires_grad=True) for n, width in ((3, 5), (7, 5), (7, 2))
+    ]
     assert torch.autograd.gradcheck(lambda q, k, v: reference(q, k, v, causal()).output, tensors)
     assert torch.autograd.gradgradcheck(lambda q, k, v: reference(q, k, v, causal()).output, tensors)

@@ -5,6 +5,7 @@ T queries, S keys, widths d_k (query, key) and d_v (value), any leading dimensio
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,6 +14,8 @@ from andrea.attention.mask import Causal, Mask, visible_keys
 from andrea.attention.reference import attend_reference
 
 SCALED_DOT_PRODUCT = ScaledDotProduct()
+# Up to so many keys torch.compile's code for the written-out form trains faster on a CPU than the fused kernel does.
+WRITTEN_OUT_KEYS = 512
 
 
 def attend(
@@ -32,7 +35,7 @@ def attend(
     implementation: auto, sdpa (torch's fused kernels) or reference; what is named runs, or a ValueError says why not.
     """
     check_shapes(query, key, value)
-    name, _ = choose(implementation)
+    name, _ = choose(implementation, query, key)
     start = key.shape[-2] - query.shape[-2] if start is None else start
     if name == "reference":
         return attend_reference(query, key, value, compatibility, mask, start).output
@@ -53,10 +56,13 @@ def attention_weights(
     return attend_reference(query, key, key, compatibility, mask, start).weights
 
 
-def choose(implementation: str = "auto") -> tuple[str, str]:
+def choose(implementation: str, query: Tensor, key: Tensor) -> tuple[str, str]:
     """The implementation that will run, and why in a few words."""
     if implementation == "auto":
-        return "sdpa", "torch's scaled_dot_product_attention serves every compatibility function that lowers"
+        compiled_for_cpu = torch.compiler.is_compiling() and query.device.type == "cpu"
+        if compiled_for_cpu and query.requires_grad and key.shape[-2] <= WRITTEN_OUT_KEYS:
+            return "reference", f"training compiled for a CPU, with at most {WRITTEN_OUT_KEYS} keys"
+        return "sdpa", "torch's fused kernels serve every compatibility function that lowers"
     if implementation in ("sdpa", "reference"):
         return implementation, "asked for by name"
     raise ValueError(f"implementation={implementation!r} is unknown; allowed: auto, sdpa, reference")

@@ -89,8 +89,8 @@ def plan_memory(
     """Bytes for fp32 weights and gradients, the optimizer's state and what one micro-batch keeps for its backward.
 
     optimizer: adamw keeps two fp32 numbers a parameter; muon keeps one for the blocks' matrices, two for the rest.
-    Activations are counted by running one forward pass on tensors without memory, as eager code keeps them: compiled
-    code keeps less.
+    Activations are counted by running one forward pass on tensors without memory: what eager code keeps. Compiled code
+    keeps what its compiler decides, mostly less.
     """
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab)

@@ -32,11 +32,9 @@ class Console(Logger):
             self.live.start()
 
     def waiting(self, line: str) -> None:
-        """What takes a while, before or between steps."""
+        """What takes a while between steps; shown on a terminal only."""
         if self.live:
             self.live.update(line, refresh=True)
-        else:
-            self.say(line)
 
     def step(self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_left: float) -> None:
         """Renew the live line, at most a few times a second."""
@@ -58,7 +56,9 @@ class Console(Logger):
         self.tokens_per_second = record.get("train/tokens_per_second", self.tokens_per_second)
         if "val/bpb" in record:
             sources = "".join(
-                f" · {key.split('/')[1]} {value:.4f}" for key, value in record.items() if key.count("/") == 2 and key.endswith("/bpb")
+                f" · {key.split('/')[1]} {value:.4f}"
+                for key, value in record.items()
+                if key.count("/") == 2 and key.endswith("/bpb")
             )
             self.say(
                 f"step {record['step']:>{len(str(self.steps))}}/{self.steps} · validation loss {record['val/loss']:.4f}"
@@ -67,7 +67,9 @@ class Console(Logger):
         elif self.live is None:
             left = (self.steps - record["step"]) * record["train/seconds_per_step"]
             self.say(
-                self.line(record["step"], record["train/loss"], record["train/rate"], record["train/tokens_per_second"], left)
+                self.line(
+                    record["step"], record["train/loss"], record["train/rate"], record["train/tokens_per_second"], left
+                )
             )
 
     def sample(self, sample: dict[str, Any]) -> None:

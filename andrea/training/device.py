@@ -46,10 +46,10 @@ def choose_device(asked: str) -> torch.device:
 
 
 def choose_threads(asked: int | str) -> int:
-    """CPU threads for torch: one per core this process may use, as hyper-threads do not help matrix products."""
+    """Set and return torch's CPU threads; auto is torch's own choice, one per physical core it may use."""
     if asked != "auto":
-        return int(asked)
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, torch.get_num_threads())
+        torch.set_num_threads(int(asked))
+    return torch.get_num_threads()
 
 
 def choose_precision(asked: str, device: torch.device) -> Choice:
@@ -65,6 +65,11 @@ def choose_precision(asked: str, device: torch.device) -> Choice:
     if device.type == "cpu" and cpu_multiplies_bf16():
         return Choice("bf16", "this CPU multiplies in bf16")
     return Choice("fp32", "this device gains nothing from bf16")
+
+
+def weight_dtype(precision: str) -> torch.dtype:
+    """The type weights are converted to where nothing is trained."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
 
 def cpu_multiplies_bf16() -> bool:
@@ -89,7 +94,7 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     """Matrix products in the chosen precision; weights stay fp32."""
     if precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
+    return torch.autocast(device.type, weight_dtype(precision))
 
 
 def peak_flops(device: torch.device) -> float | None:

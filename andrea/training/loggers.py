@@ -84,7 +84,14 @@ class Wandb(Logger):
     """The same records in Weights & Biases; all runs of a runs_dir keep their files in its one `wandb/` folder."""
 
     def __init__(
-        self, config: LoggerConfig, mode: str, runs_dir: Path, name: str, group: str, run_id: str | None, facts: dict[str, Any]
+        self,
+        config: LoggerConfig,
+        mode: str,
+        runs_dir: Path,
+        name: str,
+        group: str,
+        run_id: str | None,
+        facts: dict[str, Any],
     ) -> None:
         import wandb
 
@@ -120,7 +127,9 @@ class Wandb(Logger):
         import wandb
 
         axes = {axis: sample[axis] for axis in ("step", *AXES)}
-        self.run.log({**axes, "sample": wandb.Html(f"<pre>{escape(sample['prompt'] + sample['text'])}</pre>", inject=False)})
+        self.run.log(
+            {**axes, "sample": wandb.Html(f"<pre>{escape(sample['prompt'] + sample['text'])}</pre>", inject=False)}
+        )
 
     def finish(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)

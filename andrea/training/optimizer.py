@@ -31,7 +31,9 @@ def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         group = next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
-        assert (parameter.ndim == 1) == (group == "vector"), f"{name} of shape {tuple(parameter.shape)} is in group {group}"
+        assert (parameter.ndim == 1) == (group == "vector"), (
+            f"{name} of shape {tuple(parameter.shape)} is in group {group}"
+        )
         groups[group][name] = parameter
     return groups
 
@@ -58,7 +60,12 @@ class Optimizer:
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.adamw = torch.optim.AdamW(
             [
-                {"params": list(members.values()), "lr": peaks[group], "peak": peaks[group], "weight_decay": decays[group]}
+                {
+                    "params": list(members.values()),
+                    "lr": peaks[group],
+                    "peak": peaks[group],
+                    "weight_decay": decays[group],
+                }
                 for group, members in groups.items()
                 if members and (everywhere or group != "matrix")
             ],
@@ -128,14 +135,20 @@ class Optimizer:
 class Muon:
     """Momentum, orthogonalised by Newton–Schulz (Jordan et al. 2024, "Muon"), matrices of one shape at a time."""
 
-    def __init__(self, matrices: dict[str, nn.Parameter], peak: float, momentum: float, weight_decay: float, bf16: bool) -> None:
+    def __init__(
+        self, matrices: dict[str, nn.Parameter], peak: float, momentum: float, weight_decay: float, bf16: bool
+    ) -> None:
         self.peak, self.momentum, self.weight_decay = peak, momentum, weight_decay
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         by_shape: dict[tuple, list[str]] = defaultdict(list)
         for name, matrix in matrices.items():
             by_shape[tuple(matrix.shape)].append(name)
         self.stacks = [
-            (names, [matrices[name] for name in names], torch.zeros(len(names), *shape, device=matrices[names[0]].device))
+            (
+                names,
+                [matrices[name] for name in names],
+                torch.zeros(len(names), *shape, device=matrices[names[0]].device),
+            )
             for shape, names in by_shape.items()
         ]  # (names, matrices, momentum (n, rows, columns))
 

@@ -50,7 +50,9 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        return 1024 * next(int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return 1024 * next(
+            int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")
+        )
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

@@ -35,7 +35,9 @@ def run_folder_of(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.parent.parent
 
 
-def merge(saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any]) -> tuple[dict, list[str]]:
+def merge(
+    saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any]
+) -> tuple[dict, list[str]]:
     """The saved configuration with what was typed laid over it, and a line for each key that changed.
 
     A typed group replaces the saved one key by key, but for what the saved run had settled of an `auto`.
@@ -44,7 +46,7 @@ def merge(saved: dict, composed: dict, typed_groups: dict[str, str], typed_value
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:
-        settled = now[key] == "auto" and key not in typed_values
+        settled = now[key] == "auto" and key not in typed_values and key not in OF_THIS_COMMAND
         if not settled:
             after[key] = now[key]
     merged = unflatten(after)
@@ -95,7 +97,9 @@ def measured_pace(runs_dir: Path, model_name: str) -> tuple[float, str] | None:
         state = json.loads((checkpoints_of(folder)[-1] / "state.json").read_text(encoding="utf-8"))
         if state.get("config", {}).get("model", {}).get("name") != model_name:
             continue
-        paces = [r["train/tokens_per_second"] for r in read_lines(folder / "metrics.jsonl") if "train/tokens_per_second" in r]
+        paces = [
+            r["train/tokens_per_second"] for r in read_lines(folder / "metrics.jsonl") if "train/tokens_per_second" in r
+        ]
         if paces:
             return sorted(paces)[len(paces) // 2], folder.name
     return None

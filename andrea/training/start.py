@@ -14,6 +14,7 @@ from torch import Tensor
 
 from andrea.checkpoint import Checkpoint, read_checkpoint, remove_unfinished, replace_text
 from andrea.config import Text, TrainingRun, UserError, to_plain
+from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.text.prepare import Corpus, prepare
@@ -34,6 +35,7 @@ from andrea.training.resume import run_folder_of
 from andrea.training.scaler import LossScale
 from andrea.training.trainer import Progress, Trainer
 
+SAMPLE_TEMPERATURE = 0.8  # of the samples written during training
 WriteSample = Callable[[GPT, int], dict[str, str]]
 
 
@@ -63,7 +65,11 @@ def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
 
     loss, run = make_loss_sum(model, run, device, console, may_do_without_compile)
     write_config(folder, run)
-    facts = {"config": to_plain(run), "data": corpus.fingerprint, "model_parameters": sum(p.numel() for p in model.parameters())}
+    facts = {
+        "config": to_plain(run),
+        "data": corpus.fingerprint,
+        "model_parameters": sum(p.numel() for p in model.parameters()),
+    }
     per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
     loggers, facts["wandb_id"] = open_loggers(run, folder, checkpoint, console, facts | {"flops_per_token": per_token})
 
@@ -87,7 +93,6 @@ def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
 def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Console) -> TrainingRun:
     """Replace every `auto` by what it means here, say what and why, and make torch work that way."""
     threads = choose_threads(run.threads)
-    torch.set_num_threads(threads)
     precision = choose_precision(run.precision, device)
     per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
     compile_ = choose_compile(run.compile, device, run.steps * run.tokens_per_step * per_token)
@@ -108,7 +113,12 @@ def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Cons
         sample_every=eval_every if run.train.sample_every == "auto" else run.train.sample_every,
     )
     run = dataclasses.replace(
-        run, threads=threads, precision=precision.value, compile=compile_.value, deterministic=deterministic, train=train
+        run,
+        threads=threads,
+        precision=precision.value,
+        compile=compile_.value,
+        deterministic=deterministic,
+        train=train,
     )
     parameters = count_parameters(run.model, run.attention, corpus.tokenizer.n_vocab)
     console.say(
@@ -146,7 +156,7 @@ def make_loss_sum(
     if run.compile == "off":
         return eager, run
     compiled = torch.compile(eager, dynamic=False, fullgraph=True)
-    console.waiting("compiling the training step, up to a minute (kept for the next start) …")
+    console.say("compiling the training step, up to a minute (kept for the next start) …")
     clock = time.perf_counter()
     tokens = torch.zeros(run.train.micro_batch, run.model.sequence_length, dtype=torch.int64, device=device)
     try:
@@ -185,7 +195,9 @@ def read_weights(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None
     weights = source.model_tensors()
     with torch.device("meta"):
         expected = GPT(run.model, run.attention, corpus.tokenizer.n_vocab).state_dict()
-    if {name: tensor.shape for name, tensor in weights.items()} != {name: tensor.shape for name, tensor in expected.items()}:
+    if {name: tensor.shape for name, tensor in weights.items()} != {
+        name: tensor.shape for name, tensor in expected.items()
+    }:
         raise UserError(
             f"init_from={run.init_from} holds a {source.state['config']['model']['name']}, whose shapes are not those of "
             f"model={run.model.name}; choose model={source.state['config']['model']['name']}"
@@ -216,7 +228,9 @@ def folder_created(folder: Path, key: str) -> None:
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{key}: {folder} cannot be written ({error.strerror}); set {key}=… to a folder that can") from None
+        raise UserError(
+            f"{key}: {folder} cannot be written ({error.strerror}); set {key}=… to a folder that can"
+        ) from None
 
 
 def write_config(folder: Path, run: TrainingRun) -> None:
@@ -247,7 +261,9 @@ def open_loggers(
     run_id = checkpoint.state.get("wandb_id") if checkpoint else None
     if mode != "disabled":
         machine = {"platform": platform.platform(), "torch": torch.__version__}
-        wandb = Wandb(run.logger, mode, Path(run.runs_dir), folder.name, run.model.name, run_id, plain_text(facts) | machine)
+        wandb = Wandb(
+            run.logger, mode, Path(run.runs_dir), folder.name, run.model.name, run_id, plain_text(facts) | machine
+        )
         loggers.append(wandb)
         run_id = wandb.run_id
     return loggers, run_id
@@ -255,14 +271,11 @@ def open_loggers(
 
 def sampler(run: TrainingRun, corpus: Corpus, device: torch.device) -> WriteSample:
     """What writes a sample during training: the generation engine on the model as it is."""
-    from andrea.generation import sample_text
 
     def write(model: GPT, seed: int) -> dict[str, str]:
         prompt = str(run.train.sample_prompt)
+        request = Request(run.train.sample_tokens, seed=seed, sampling=Sampling(temperature=SAMPLE_TEMPERATURE))
         with autocast(device, run.precision):
-            text = sample_text(model, corpus.tokenizer, prompt, max_new_tokens=run.train.sample_tokens, seed=seed)
-        return {"prompt": prompt, "text": text}
+            return {"prompt": prompt, "text": Engine(model, corpus.tokenizer).write(prompt, request)[0]}
 
     return write
-
-

@@ -22,7 +22,6 @@ from andrea.model.gpt import GPT
 from andrea.text.loader import Loader, validation_batches
 from andrea.text.prepare import Corpus
 from andrea.training.console import Console
-from andrea.training.device import autocast
 from andrea.training.loggers import Logger, RunFolder
 from andrea.training.loss import IGNORED, evaluate, summary
 from andrea.training.optimizer import Optimizer
@@ -166,7 +165,9 @@ class Trainer:
         self.interval_steps += 1
         self.interval_seconds += step_seconds
         pace = self.interval_seconds / self.interval_steps
-        self.console.step(done, self.last_figures["loss"], rate, self.run.tokens_per_step / pace, (self.run.steps - done) * pace)
+        self.console.step(
+            done, self.last_figures["loss"], rate, self.run.tokens_per_step / pace, (self.run.steps - done) * pace
+        )
 
     def training_figures(self) -> dict[str, float]:
         """The figures of the step just made; speed is the mean since the last record."""
@@ -239,7 +240,9 @@ class Trainer:
             progress.best_bpb = progress.val_bpb
         path = write_checkpoint(
             self.folder / "checkpoints",
-            self.facts | vars(progress) | {"loss_scale": self.scale.state(), "torch_random": torch.get_rng_state().tolist()},
+            self.facts
+            | vars(progress)
+            | {"loss_scale": self.scale.state(), "torch_random": torch.get_rng_state().tolist()},
             self.model.state_dict(),
             self.optimizer.state_tensors(),
             self.corpus.tokenizer,

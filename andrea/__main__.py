@@ -1,0 +1,45 @@
+"""`python -m andrea COMMAND [key=value …]`: a table of commands, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+
+from andrea.command_line import configure, help_text, run
+from andrea.config import TrainingRun, UserError, nearest
+
+
+def prepare(words: list[str]) -> int:
+    """Write the token shards of data=… with tokenizer=…, as train.py does by itself on first use."""
+    from pathlib import Path
+
+    from andrea.text.prepare import prepare
+
+    config = configure(TrainingRun, "train", words)
+    corpus = prepare(config.data, config.tokenizer, Path(config.data_dir), print)
+    for source in corpus.sources:
+        print(
+            f"{source.name}: {len(source.train):,} training tokens, {len(source.val):,} held out ({source.val_bytes:,} bytes)"
+        )
+    print(f"tokenizer {corpus.tokenizer.identity}, fingerprint {corpus.fingerprint[:12]}")
+    return 0
+
+
+COMMANDS = {"prepare": prepare}
+
+
+def main(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print("python -m andrea COMMAND [key=value …]")
+        for name, command in COMMANDS.items():
+            print(f"  {name:<10} {command.__doc__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise UserError(f"{words[0]!r} is not a command; allowed: {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
+    if {"-h", "--help"} & set(words):
+        print(help_text("train", f"python -m andrea {words[0]} [key=value …]"))
+        return 0
+    return COMMANDS[words[0]](words[1:])
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

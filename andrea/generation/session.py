@@ -1,0 +1,140 @@
+"""What `sample.py` does: find the checkpoint, say what it is, write text to the terminal as it is made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from andrea.checkpoint import Checkpoint, Damaged, locate
+from andrea.config import AttentionConfig, ModelConfig, SamplingRun, UserError, parse
+from andrea.generation.engine import Engine, Request
+from andrea.generation.sampling import Sampling
+from andrea.model.gpt import GPT
+from andrea.text.tokenizer import Tokenizer
+
+
+def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
+    """Print what was loaded, then the samples; the exit code. Raises UserError."""
+    prompt = read_prompt(run.prompt)
+    checkpoint = locate(run.checkpoint, Path(run.runs_dir), report=lambda line: print(line, file=sys.stderr))
+    tokenizer = checkpoint.tokenizer()
+    model = load_model(checkpoint, tokenizer).to(device=device, dtype=dtype)
+    engine = Engine(model, tokenizer)
+    request = Request(
+        max_new_tokens=run.max_new_tokens,
+        num_samples=run.num_samples,
+        seed=run.seed,
+        stop=tuple(run.stop),
+        sampling=Sampling(run.temperature, run.top_k, run.top_p, run.min_p, run.repetition_penalty),
+    )
+    tokens = engine.encode(prompt)  # a prompt that is too long is refused before anything is shown
+    show(describe(checkpoint, model, tokenizer, device, dtype) + "\n\n")
+    if run.interactive:
+        converse(engine, prompt, request)
+    else:
+        show_samples(engine, prompt, tokens, request)
+    return 0
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, the content of FILE for @FILE, or standard input for -. Raises UserError."""
+    if prompt == "-":
+        content, origin = sys.stdin.buffer.read(), "standard input"
+    elif prompt.startswith("@"):
+        path = Path(prompt[1:])
+        if not path.is_file():
+            raise UserError(
+                f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads one, and a text that begins with @ comes "
+                f"through standard input with prompt=-"
+            )
+        content, origin = path.read_bytes(), str(path)
+    else:
+        return prompt
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
+
+
+def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
+    """The checkpoint's model, fp32, on the CPU. Raises Damaged when configuration, weights and tokenizer disagree."""
+    config = checkpoint.state["config"]
+    try:
+        model_config = parse(ModelConfig, config.get("model"), "model")
+        attention_config = parse(AttentionConfig, config.get("attention"), "attention")
+    except UserError as error:
+        raise Damaged(f"{checkpoint.path} is of a version this program does not read: {error}") from None
+    written = checkpoint.state.get("tokenizer", tokenizer.identity)
+    if written != tokenizer.identity:
+        raise Damaged(f"{checkpoint.path} was trained with tokenizer {written}, its folder holds {tokenizer.identity}")
+    tensors = checkpoint.model_tensors()
+    with torch.device("meta"):
+        model = GPT(model_config, attention_config, tokenizer.n_vocab)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise Damaged(
+                f"{checkpoint.path} does not fit its configuration and its tokenizer {tokenizer.identity}: {name} is "
+                f"{found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} in the model"
+            )
+    model = GPT(model_config, attention_config, tokenizer.n_vocab)  # buffers (rotary tables) are computed, not stored
+    model.load_state_dict(tensors)
+    return model.eval().requires_grad_(False)
+
+
+def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype) -> str:
+    """Model, step, validation figure, tokenizer and where it runs, in two lines."""
+    n_parameter = sum(parameter.numel() for parameter in model.parameters())
+    bits_per_byte = checkpoint.state.get("val_bpb")
+    quality = "not validated yet" if bits_per_byte is None else f"validation {bits_per_byte:.4f} bits per byte"
+    return (
+        f"{checkpoint.path}\n{model.config.name}, {n_parameter / 1e6:.1f}M parameters · step {checkpoint.step} · {quality} · "
+        f"tokenizer {tokenizer.identity} · {device}, {str(dtype).removeprefix('torch.')}"
+    )
+
+
+def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Request) -> None:
+    """The first sample appears as it is written; the others, made in the same batch, follow it."""
+    is_labelled = request.num_samples > 1
+    waiting = [""] * request.num_samples
+    show((label(0) if is_labelled else "") + prompt)
+    for piece in engine.stream(tokens, request):
+        if piece.sample == 0:
+            show(piece.text)
+        else:
+            waiting[piece.sample] += piece.text
+    show("\n")
+    for sample_index in range(1, request.num_samples):
+        show(label(sample_index) + prompt + waiting[sample_index] + "\n")
+
+
+def label(sample_index: int) -> str:
+    return f"--- sample {sample_index + 1} ---\n"
+
+
+def converse(engine: Engine, prompt: str, request: Request) -> None:
+    """One prompt a line until the input ends (Ctrl-D); each starts afresh. A prompt given with prompt= goes first."""
+    if prompt:
+        show_samples(engine, prompt, engine.encode(prompt), request)
+    while True:
+        try:
+            line = input("prompt> ")
+        except EOFError:
+            show("\n")
+            return
+        try:
+            tokens = engine.encode(line)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        show_samples(engine, line, tokens, request)
+
+
+def show(text: str) -> None:
+    """Write to standard output now; what its encoding cannot say becomes '?'."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""From words to batches: sources (corpus), tokens (tokenizer), files of tokens (shards, prepare), batches (loader)."""

@@ -1,0 +1,173 @@
+"""Batches as a pure function of (seed, global sample index): resume state is one integer, ranks need no talk.
+
+T sequence_length. A stream of N tokens is cut into ceil((N-1)/T) windows of T tokens and the T that follow each;
+an epoch is every window of every source once, in an order drawn anew for each epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from andrea.text.shards import TokenStream
+
+NOTHING = -100  # the target where nothing is to be predicted
+BLOCK = 1024  # samples over which a weighted mixture keeps its shares exactly (to 1/BLOCK)
+ROUNDS = 8
+
+
+class TrainingSource(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float | None: ...
+    @property
+    def train(self) -> TokenStream: ...
+
+
+class Loader:
+    """Training batches from one source or a mixture.
+
+    Without weights all windows of all sources make one epoch. With weights each block of samples holds each source
+    in its share, and each source has its own epochs; a weight of None then means: by size, of what the others leave.
+    """
+
+    def __init__(self, sources: Sequence[TrainingSource], sequence_length: int, seed: int) -> None:
+        self.streams = [source.train for source in sources]
+        self.sequence_length, self.seed = sequence_length, seed
+        self.windows = np.array([count_windows(stream, sequence_length) for stream in self.streams])
+        assert self.windows.all(), "prepare leaves every source at least one window"
+        self.tokens_per_epoch = sum(len(stream) - 1 for stream in self.streams)
+        weighted = len(sources) > 1 and any(source.weight is not None for source in sources)
+        self.slots = slots_of(shares([source.weight for source in sources], self.windows)) if weighted else None
+
+    def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
+        """Samples first_sample … first_sample + count - 1: tokens and targets, (count, T) int64 each."""
+        samples = np.arange(first_sample, first_sample + count)
+        which, window = self.place(samples)
+        rows = [read_window(self.streams[s], w, self.sequence_length) for s, w in zip(which, window, strict=True)]
+        tokens, targets = (np.stack(column) for column in zip(*rows, strict=True))
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+    def epoch_of(self, sample: int) -> int:
+        """Epochs done before `sample`, counted in windows of all sources together."""
+        return sample // int(self.windows.sum())
+
+    def place(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(count,) global sample indices -> (count,) source and (count,) window within it."""
+        if self.slots is None:
+            ends = np.cumsum(self.windows)
+            window = self.shuffled(samples, int(ends[-1]), "all")
+            which = np.searchsorted(ends, window, side="right")
+            return which, window - (ends - self.windows)[which]
+        which, nth = self.deal(samples)
+        window = np.empty_like(nth)
+        for source in np.unique(which):
+            here = which == source
+            window[here] = self.shuffled(nth[here], int(self.windows[source]), f"source {source}")
+        return which, window
+
+    def shuffled(self, samples: np.ndarray, size: int, purpose: str) -> np.ndarray:
+        """The window at each sample: every epoch of `size` samples is a permutation of the windows."""
+        window = np.empty_like(samples)
+        epochs = samples // size
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            window[here] = permute(samples[here] % size, size, f"{self.seed} {purpose} epoch {epoch}")
+        return window
+
+    def deal(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(count,) source of each sample, and how many samples of that source came before it."""
+        which, nth = np.empty_like(samples), np.empty_like(samples)
+        blocks = samples // BLOCK
+        quota = np.bincount(self.slots, minlength=len(self.streams))
+        for block in np.unique(blocks):
+            here = blocks == block
+            order = self.slots[permute(np.arange(BLOCK), BLOCK, f"{self.seed} block {block}")]
+            before = np.empty_like(order)
+            for source in range(len(quota)):
+                mine = order == source
+                before[mine] = np.arange(quota[source])
+            position = samples[here] % BLOCK
+            which[here] = order[position]
+            nth[here] = block * quota[order[position]] + before[position]
+        return which, nth
+
+
+def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
+    """(sources,) shares that sum to 1; None: by size, of what the given weights leave of 1."""
+    given = np.array([weight or 0.0 for weight in weights], dtype=np.float64)
+    open_ = np.array([weight is None for weight in weights])
+    if open_.any():
+        given[open_] = max(0.0, 1.0 - given.sum()) * sizes[open_] / sizes[open_].sum()
+    return given / given.sum()
+
+
+def slots_of(share: np.ndarray) -> np.ndarray:
+    """(BLOCK,) source of each slot before shuffling: largest remainders, and at least one slot a source."""
+    exact = share * BLOCK
+    quota = np.floor(exact).astype(np.int64)
+    quota[np.argsort(quota - exact, kind="stable")[: BLOCK - quota.sum()]] += 1
+    while not quota.all():
+        quota[np.argmax(quota)] -= 1
+        quota[np.argmin(quota)] += 1
+    return np.repeat(np.arange(len(share)), quota)
+
+
+def permute(index: np.ndarray, size: int, key: str) -> np.ndarray:
+    """A keyed permutation of 0 … size-1 applied to `index`, holding nothing in memory.
+
+    A balanced Feistel network (Luby and Rackoff 1988) on the next even number of bits; what falls beyond `size` walks
+    on along its cycle (Black and Rogaway 2002). Plain uint64 arithmetic: the same on every machine and version.
+    """
+    half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    digest = hashlib.sha512(key.encode()).digest()
+    keys = np.frombuffer(digest, dtype="<u8")[:ROUNDS]
+
+    def once(value: np.ndarray) -> np.ndarray:
+        left, right = value >> half, value & mask
+        for round_key in keys:
+            left, right = right, left ^ (mix(right + round_key) & mask)
+        return (left << half) | right
+
+    value = once(index.astype(np.uint64))
+    while (beyond := value >= size).any():
+        value[beyond] = once(value[beyond])
+    return value.astype(np.int64)
+
+
+def mix(value: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele et al. 2014): every bit of the result depends on every bit of `value`."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def count_windows(stream: TokenStream, sequence_length: int) -> int:
+    return -(-max(0, len(stream) - 1) // sequence_length)
+
+
+def read_window(stream: TokenStream, window: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Window number `window`: tokens (T,) and targets (T,) int64; beyond the end tokens are 0 and targets NOTHING."""
+    start = int(window) * sequence_length
+    read = stream[start : start + sequence_length + 1]
+    tokens, targets = np.zeros(sequence_length, np.int64), np.full(sequence_length, NOTHING, np.int64)
+    tokens[: len(read) - 1], targets[: len(read) - 1] = read[:-1], read[1:]
+    return tokens, targets
+
+
+def validation_batches(stream: TokenStream, sequence_length: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Disjoint windows in order, (batch, T) each, every token after the first a target once; missing rows are NOTHING."""
+    windows = count_windows(stream, sequence_length)
+    for first in range(0, windows, batch):
+        tokens = np.zeros((batch, sequence_length), np.int64)
+        targets = np.full((batch, sequence_length), NOTHING, np.int64)
+        for row, window in enumerate(range(first, min(first + batch, windows))):
+            tokens[row], targets[row] = read_window(stream, window, sequence_length)
+        yield torch.from_numpy(tokens), torch.from_numpy(targets)

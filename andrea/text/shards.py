@@ -1,0 +1,101 @@
+"""Files of tokens in the layout of llm.c: 256 int32 (magic, version, count, zeros), then `count` uint16, little-endian."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from andrea.config import UserError
+
+MAGIC, VERSION = 20240520, 1
+HEADER_BYTES = 256 * 4
+TOKEN = np.dtype("<u2")
+
+
+class ShardWriter:
+    """Appends tokens to one file; the header gets its count on `close`, which also flushes to the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.count, self.digest = path, 0, hashlib.sha256()
+        self.file = open(path, "wb")  # noqa: SIM115 (closed by `close`)
+        self.file.write(bytes(HEADER_BYTES))
+
+    def append(self, tokens: np.ndarray) -> None:
+        data = np.ascontiguousarray(tokens, dtype=TOKEN).tobytes()
+        self.digest.update(data)
+        self.file.write(data)
+        self.count += len(tokens)
+
+    def close(self) -> tuple[int, str]:
+        """(tokens written, sha256 of the tokens)."""
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = MAGIC, VERSION, self.count
+        self.file.seek(0)
+        self.file.write(header.tobytes())
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return self.count, self.digest.hexdigest()
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """(count,) uint16, memory-mapped. Raises UserError naming the file where it is not a whole shard."""
+    remedy = "copy it again, or delete its folder and prepare the data again"
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(12), dtype="<i4") if size >= HEADER_BYTES else None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); {remedy}") from error
+    if header is None:
+        raise UserError(f"{path} is cut short: {size} bytes, the header alone has {HEADER_BYTES}; {remedy}")
+    magic, version, count = header.tolist()
+    if magic != MAGIC or version != VERSION:
+        raise UserError(
+            f"{path} is not a token shard: it starts with {magic}, {version} instead of {MAGIC}, {VERSION}; "
+            f"data=shards reads llm.c's .bin layout, data=text reads text"
+        )
+    if count < 0 or size != HEADER_BYTES + count * TOKEN.itemsize:
+        held = (size - HEADER_BYTES) // TOKEN.itemsize
+        raise UserError(f"{path} is damaged: its header says {count} tokens, it holds {held}; {remedy}")
+    if count == 0:
+        return np.zeros(0, dtype=TOKEN)
+    return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+class TokenStream:
+    """Shards one after the other as one sequence: `len`, and `[start:stop]` as int64, across the borders of files."""
+
+    def __init__(self, shards: Sequence[np.ndarray]) -> None:
+        self.shards = list(shards)
+        self.ends = np.cumsum([0, *(len(shard) for shard in self.shards)])  # where each shard begins, and the end
+
+    @staticmethod
+    def open(paths: Sequence[Path]) -> TokenStream:
+        """Raises UserError where a file is not a whole shard."""
+        return TokenStream([open_shard(path) for path in paths])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, step = span.indices(len(self))
+        assert step == 1, "a stream is read forwards"
+        read = np.empty(max(0, stop - start), dtype=np.int64)
+        first = int(np.searchsorted(self.ends, start, side="right")) - 1
+        for shard, begin in zip(self.shards[first:], self.ends[first:], strict=False):
+            if begin >= stop:
+                break
+            low, high = max(start, int(begin)), min(stop, int(begin) + len(shard))
+            read[low - start : high - start] = shard[low - begin : high - begin]
+        return read
+
+    def part(self, start: int, stop: int) -> TokenStream:
+        """Tokens start … stop as a stream of their own, nothing copied."""
+        begins = self.ends[:-1]
+        pieces = [shard[max(0, start - b) : max(0, stop - b)] for shard, b in zip(self.shards, begins, strict=True)]
+        return TokenStream([piece for piece in pieces if len(piece)])

@@ -1,0 +1,304 @@
+"""Text to token ids and back. V = n_vocab; one id, end_of_text, stands before every document and adds no bytes.
+
+`ByteTokenizer` needs nothing; `RankTokenizer` is byte-pair encoding through tiktoken, from ranks trained here
+(`train_bpe`) or from GPT-2's (`load_gpt2`). A tokenizer is saved as `tokenizer.json` and `tokenizer.tiktoken`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar, final
+
+import numpy as np
+
+from andrea.config import TokenizerConfig, UserError
+
+DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
+END_OF_TEXT = "<|endoftext|>"
+# Where text may never be merged across (Radford et al. 2019): words with their leading blank, numbers, signs, blanks.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sha256 of its content)
+    "vocab.bpe": (
+        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
+    "encoder.json": (
+        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+}
+# tiktoken's regular expressions recurse on very long runs without a boundary; longer texts are encoded in parts.
+LONGEST_PART_CHARACTERS = 1 << 18
+
+
+class Tokenizer(ABC):
+    kind: str
+    n_vocab: int
+    end_of_text: int
+    identity: str  # kind, size and the first 8 hex digits of the content's sha256: bpe-4096-1a2b3c4d
+
+    @abstractmethod
+    def encode_array(self, text: str) -> np.ndarray:
+        """(n,) uint16 ids of ordinary text: what looks like a special token is text; lone surrogates become U+FFFD."""
+
+    @abstractmethod
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of every id, V entries; end_of_text has none."""
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_array(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
+        """One (n,) uint16 array a text, in the order of `texts`; the same for any number of threads."""
+        if threads == 1 or len(texts) == 1:
+            return [self.encode_array(text) for text in texts]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self.encode_array, texts))
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        table = self.token_bytes()
+        return b"".join(table[token] for token in ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are no whole character become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        """(V,) int64: bytes of every id, 0 for end_of_text."""
+        return np.array([len(entry) for entry in self.token_bytes()], dtype=np.int64)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and the ranks where there are any, for `load_tokenizer`."""
+        (folder / DESCRIPTION).write_text(json.dumps(self.description(), indent=1) + "\n", encoding="utf-8")
+
+    def description(self) -> dict[str, str | int]:
+        return {
+            "kind": self.kind,
+            "n_vocab": self.n_vocab,
+            "end_of_text": self.end_of_text,
+            "identity": self.identity,
+        }
+
+
+@final
+class ByteTokenizer(Tokenizer):
+    """One token a byte of UTF-8, and end_of_text: V = 257."""
+
+    def __init__(self) -> None:
+        self.kind, self.n_vocab, self.end_of_text = "byte", 257, 256
+        self.identity = f"byte-257-{hashlib.sha256(bytes(range(256))).hexdigest()[:8]}"
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
+
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([value]) for value in range(256)] + [b""]
+
+
+@final
+class RankTokenizer(Tokenizer):
+    """Byte-pair encoding from `ranks`, bytes to id 0 … V-2, all 256 single bytes among them; end_of_text is V-1."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("bpe", "gpt2")
+
+    def __init__(self, kind: str, ranks: dict[bytes, int], pattern: str = PATTERN) -> None:
+        import tiktoken
+
+        assert kind in self.KINDS and sorted(ranks.values()) == list(range(len(ranks))), "ranks are 0 … V-2"
+        self.kind, self.pattern, self.ranks = kind, pattern, ranks
+        self.end_of_text, self.n_vocab = len(ranks), len(ranks) + 1
+        self.rank_file = b"".join(
+            base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+        )
+        self.digest = hashlib.sha256(self.rank_file).hexdigest()
+        content = hashlib.sha256(f"{pattern}\n{self.digest}".encode()).hexdigest()
+        self.identity = f"{kind}-{self.n_vocab}-{content[:8]}"
+        self.encoding = tiktoken.Encoding(
+            self.identity, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.end_of_text}
+        )
+
+    def encode_array(self, text: str) -> np.ndarray:
+        text = without_surrogates(text)
+        parts = [
+            self.encoding.encode_to_numpy(text[start : start + LONGEST_PART_CHARACTERS], disallowed_special=())
+            for start in range(0, len(text), LONGEST_PART_CHARACTERS)
+        ]
+        return np.concatenate(parts, dtype=np.uint16, casting="unsafe") if parts else np.zeros(0, np.uint16)
+
+    def token_bytes(self) -> list[bytes]:
+        return [*sorted(self.ranks, key=lambda token: self.ranks[token]), b""]
+
+    def save(self, folder: Path) -> None:
+        (folder / RANKS).write_bytes(self.rank_file)
+        super().save(folder)
+
+    def description(self) -> dict[str, str | int]:
+        return super().description() | {"pattern": self.pattern, "sha256": self.digest}
+
+
+def without_surrogates(text: str) -> str:
+    """`text` as it can be written in UTF-8: pairs of surrogates joined, a lone one (a byte that was no text) U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
+    """Byte-pair encoding (Sennrich et al. 2016) on UTF-8 bytes, V = n_vocab, or fewer where the texts give no more pairs."""
+    from tokenizers import Regex, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Trainable
+
+    trainable = Trainable(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainable.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level])
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab - 1,
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+        max_token_length=64,  # a line of dashes need not become one token
+    )
+    trainable.train_from_iterator(map(without_surrogates, texts), trainer)
+    byte_of = visible_bytes()
+    ranks = {bytes([value]): value for value in range(256)}
+    for pair in json.loads(trainable.to_str())["model"]["merges"]:
+        first, second = pair.split(" ") if isinstance(pair, str) else pair
+        ranks.setdefault(bytes(byte_of[character] for character in first + second), len(ranks))
+    return RankTokenizer("bpe", ranks)
+
+
+def visible_bytes() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: character to byte; printable bytes stand for themselves."""
+    printable = [value for value in range(256) if chr(value).isprintable() and chr(value) != " "]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+
+
+# --------------------------------------------------------------------------------------------------------- loading
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """What `save` wrote to `folder`. Raises UserError naming the file where it is missing or damaged."""
+    path = folder / DESCRIPTION
+    try:
+        description = json.loads(path.read_bytes())
+        kind, identity = description["kind"], description["identity"]
+        if kind in RankTokenizer.KINDS:
+            found: Tokenizer = RankTokenizer(kind, read_ranks(folder / RANKS), description["pattern"])
+        elif kind == "byte":
+            found = ByteTokenizer()
+        else:
+            raise ValueError(f"unknown kind {kind}")
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): {folder} holds no tokenizer") from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); copy it again, or prepare the data again") from error
+    if found.description() != description:
+        raise UserError(f"{path} says {identity}, but {RANKS} beside it is {found.identity}: one of them was changed")
+    return found
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """A rank file: a line a token, base64 of its bytes, a blank, its id. Raises UserError, OSError."""
+    try:
+        fields = [line.split() for line in path.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
+    except (ValueError, binascii.Error) as error:
+        raise UserError(f"{path} is not a rank file (lines of base64 and a number); check tokenizer.path") from error
+    bytes_known = sum(len(token) == 1 for token in ranks)
+    if bytes_known != 256 or sorted(ranks.values()) != list(range(len(fields))):
+        raise UserError(f"{path} is damaged: it must number all 256 single bytes and each token once; copy it again")
+    if len(ranks) >= 1 << 16:
+        raise UserError(f"{path} holds {len(ranks)} tokens; token shards have two bytes a token: at most 65535 and end-of-text")
+    return ranks
+
+
+def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer that `config` names; None where it is yet to be trained on the corpus. Raises UserError."""
+    if config.kind == "byte":
+        return ByteTokenizer()
+    if config.kind == "gpt2":
+        return load_gpt2(config.path)
+    if not config.path:
+        return None
+    found = from_path(Path(config.path).expanduser(), "bpe")
+    if config.vocab_size is not None and found.n_vocab != config.vocab_size:
+        raise UserError(
+            f"tokenizer.path={config.path} holds {found.n_vocab} tokens, not tokenizer.vocab_size={config.vocab_size}; "
+            f"set tokenizer.vocab_size={found.n_vocab}"
+        )
+    return found
+
+
+def from_path(path: Path, kind: str) -> Tokenizer:
+    """A vocabulary on disk: a rank file, or a folder that `save` wrote (a checkpoint, prepared data)."""
+    if not path.exists():
+        raise UserError(f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}")
+    if path.is_file():
+        return RankTokenizer(kind, read_ranks(path))
+    if not (path / DESCRIPTION).exists():
+        raise UserError(f"tokenizer.path={path} holds no {DESCRIPTION}; name a checkpoint, prepared data or a rank file")
+    found = load_tokenizer(path)
+    if found.kind != kind:
+        raise UserError(f"tokenizer.path={path} holds {found.identity}; choose tokenizer={found.kind} instead of {kind}")
+    return found
+
+
+def load_gpt2(path: str | None) -> Tokenizer:
+    """GPT-2's vocabulary from tiktoken's cache or the network, or from `path`. Raises UserError with what to put where."""
+    if path is None:
+        return download_gpt2()
+    folder = Path(path).expanduser()
+    if folder.is_file() or (folder / DESCRIPTION).exists() or not folder.exists():
+        found = from_path(folder, "gpt2")
+    else:
+        found = from_pair(folder)
+    if found.n_vocab != 50257:
+        raise UserError(f"tokenizer.path={path} holds {found.n_vocab} tokens, GPT-2 has 50257; choose tokenizer=bpe for it")
+    return found
+
+
+def from_pair(folder: Path) -> Tokenizer:
+    """GPT-2's published pair of files, under their own names or those of tiktoken's cache."""
+    contents = {}
+    for name, (cached_name, sha256) in GPT2_FILES.items():
+        found = [folder / choice for choice in (cached_name, name) if (folder / choice).is_file()]
+        if not found:
+            raise UserError(f"tokenizer.path={folder} lacks {name} (or {cached_name}, its name in tiktoken's cache)")
+        contents[name] = found[0].read_bytes()
+        if hashlib.sha256(contents[name]).hexdigest() != sha256:
+            raise UserError(f"{found[0]} is damaged: its sha256 is not that of GPT-2's {name}; copy it again")
+    byte_of = visible_bytes()
+    merges = [line.split() for line in contents["vocab.bpe"].decode().split("\n")[1:-1]]
+    tokens = [*byte_of, *(first + second for first, second in merges)]
+    return RankTokenizer("gpt2", {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(tokens)})
+
+
+def download_gpt2() -> Tokenizer:
+    import requests
+    import tiktoken
+
+    try:
+        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except (OSError, ValueError, requests.RequestException) as error:
+        names = " and ".join(cached for cached, _ in GPT2_FILES.values())
+        raise UserError(
+            f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); put "
+            f"vocab.bpe and encoder.json (in the cache: {names}) into a folder and set tokenizer.path=FOLDER"
+        ) from error
+    return RankTokenizer("gpt2", ranks)

@@ -1,0 +1,147 @@
+"""What the benches share: the model's shape, interleaved timing, the table and the JSON record."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import yaml
+
+from andrea.config import AttentionConfig, ModelConfig, parse
+from andrea.model.gpt import GPT, initialise
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Add what both benches take, and read the command line."""
+    parser.add_argument("--model", default="andrea-120m", help="a file of configs/model, without .yaml")
+    parser.add_argument("--vocabulary", type=int, default=50257, help="tokens in the vocabulary")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads, on both sides")
+    parser.add_argument("--pairs", type=int, default=5, help="interleaved rounds; the median is reported")
+    parser.add_argument("--output", type=Path, help="JSON file; default bench/results/NAME-MODEL-DEVICE-DATE.json")
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    return chosen
+
+
+def model_config(name: str, sequence_length: int | None = None) -> ModelConfig:
+    values = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+    if sequence_length is not None:
+        values["sequence_length"] = sequence_length
+    return parse(ModelConfig, values, "model")
+
+
+def make_andrea(config: ModelConfig, n_vocab: int, device: str) -> GPT:
+    values = yaml.safe_load((ROOT / "configs" / "attention" / "scaled_dot.yaml").read_text(encoding="utf-8"))
+    model = GPT(config, parse(AttentionConfig, values, "attention"), n_vocab)
+    initialise(model, torch.Generator().manual_seed(0))
+    return model.to(device)
+
+
+def make_hugging_face(config: ModelConfig, n_vocab: int, device: str) -> torch.nn.Module:
+    """GPT2LMHeadModel of the same widths, depth and head; no dropout, as this project has none."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=n_vocab,
+            n_positions=config.sequence_length,
+            n_embd=config.d_model,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_inner=config.d_mlp,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            tie_word_embeddings=config.tied_head,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ).to(device)
+
+
+def same_size(andrea: torch.nn.Module, other: torch.nn.Module) -> dict[str, int]:
+    """Parameters of both; they must agree within 2 %."""
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (andrea, other)]
+    assert abs(counts[0] / counts[1] - 1) < 0.02, f"the two models differ by more than 2 %: {counts}"
+    return {"andrea": counts[0], "hugging_face": counts[1]}
+
+
+def interleave(runs: dict[str, Callable[[], int]], pairs: int, device: str) -> dict[str, list[float]]:
+    """Tokens per second of each run, one after another in each of `pairs` rounds, after one round that does not count.
+
+    A run returns the number of tokens it did. Neighbours in time share what else the machine is doing.
+    """
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    for round_index in range(pairs + 1):
+        for name, run in runs.items():
+            synchronise(device)
+            start = time.perf_counter()
+            n_token = run()
+            synchronise(device)
+            seconds = time.perf_counter() - start
+            if round_index > 0:
+                speeds[name].append(n_token / seconds)
+            print(f"round {round_index}: {name}: {n_token / seconds:.1f} tokens/s, {seconds:.2f} s", flush=True)
+    return speeds
+
+
+def synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def report(bench: str, chosen: argparse.Namespace, speeds: dict[str, list[float]], baseline: str, facts: dict) -> None:
+    """Print the table and write the JSON. A ratio is the median over rounds of (this / baseline) in the same round."""
+    rows = {}
+    for name, each in speeds.items():
+        ratios = [mine / base for mine, base in zip(each, speeds[baseline], strict=True)]
+        rows[name] = {
+            "tokens_per_second": statistics.median(each),
+            "ratio": statistics.median(ratios),
+            "ratio_lowest": min(ratios),
+            "ratio_highest": max(ratios),
+            "rounds": each,
+        }
+    print(f"\n{'':34}{'tokens/s':>12}{'ratio':>8}{'lowest':>8}{'highest':>9}")
+    for name, row in rows.items():
+        numbers = (row["tokens_per_second"], row["ratio"], row["ratio_lowest"], row["ratio_highest"])
+        print(f"{name:34}{numbers[0]:12.1f}{numbers[1]:8.2f}{numbers[2]:8.2f}{numbers[3]:9.2f}")
+    now = datetime.datetime.now(datetime.UTC)
+    settings = {key: value for key, value in vars(chosen).items() if key != "output"}
+    record = {"bench": bench, "date": now.isoformat(timespec="seconds"), "machine": machine(chosen.device)}
+    record |= {"settings": settings, "baseline": baseline, **facts, "results": rows}
+    kind = chosen.device.partition(":")[0]
+    path = chosen.output or RESULTS / f"{bench}-{chosen.model}-{kind}-{now:%Y%m%d-%H%M%S}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {path}")
+
+
+def machine(device: str) -> dict:
+    import transformers
+
+    processor = platform.processor() or platform.machine()
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        names = [line.partition(":")[2].strip() for line in cpu_info.read_text().splitlines() if "model name" in line]
+        processor = names[0] if names else processor
+    return {
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "bf16": torch.cpu._is_avx512_bf16_supported(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

@@ -1,0 +1,26 @@
+"""Let a trained model write: `python sample.py prompt="def main("`; `python sample.py --help` lists the keys."""
+
+import sys
+
+from andrea.command_line import configure, help_text, run
+from andrea.config import SamplingRun
+
+USAGE = 'python sample.py [key=value …]     for example: python sample.py prompt="def main(" num_samples=3'
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(help_text("sample", USAGE))
+        return 0
+    config = configure(SamplingRun, "sample", argv)
+
+    from andrea.generation.session import sample
+    from andrea.training.device import choose_device, choose_precision, choose_threads, weight_dtype
+
+    device = choose_device(config.device)
+    choose_threads(config.threads)
+    return sample(config, device, weight_dtype(choose_precision(config.precision, device).value))
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

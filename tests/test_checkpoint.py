@@ -1,0 +1,182 @@
+"""Whole or not at all: what is written is believed, whatever is not whole is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from andrea import checkpoint as module
+from andrea.checkpoint import (
+    Damaged,
+    best_of,
+    checkpoints_of,
+    keep_newest,
+    locate,
+    newest_run,
+    newest_whole,
+    read_checkpoint,
+    remove_unfinished,
+    replace_text,
+    write_checkpoint,
+)
+from andrea.config import UserError
+from andrea.text.tokenizer import ByteTokenizer
+
+
+def write(run: Path, step: int, **more: object) -> Path:
+    state = {"step": step, "tokens": step * 100, "config": {"model": {"name": "m"}}, **more}
+    weights = {"w": torch.arange(6.0).view(2, 3) + step, "v": torch.zeros(3).bfloat16()}
+    return write_checkpoint(run / "checkpoints", state, weights, {"w/momentum": torch.ones(2, 3)}, ByteTokenizer())
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 60, note="é")
+    assert path.name == "step-00000060"
+    found = read_checkpoint(path)
+    assert (found.step, found.state["note"]) == (60, "é")
+    assert torch.equal(found.model_tensors()["w"], torch.arange(6.0).view(2, 3) + 60)
+    assert found.model_tensors()["v"].dtype == torch.bfloat16
+    assert torch.equal(found.optimizer_tensors()["w/momentum"], torch.ones(2, 3))
+    assert found.tokenizer().identity == found.state["tokenizer"] == ByteTokenizer().identity
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"])
+def test_one_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "run", 1)
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(Damaged, match="step-00000001"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "state.json"])
+def test_a_truncated_or_missing_file_is_noticed(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "run", 1)
+    (path / name).write_bytes((path / name).read_bytes()[:-7])
+    with pytest.raises(Damaged):
+        read_checkpoint(path)
+    (path / name).unlink()
+    with pytest.raises(Damaged):
+        read_checkpoint(path)
+
+
+def edit(path: Path, **changes: object) -> None:
+    manifest = json.loads(path.read_text())
+    manifest.update(changes)
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_manifest_that_climbs_out_or_lies_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    for wrong, said in [
+        ({"../../state.json": files["state.json"], **files}, "plain file"),
+        ({**files, "state.json": 3}, "plain file"),
+        ({"state.json": files["state.json"]}, "does not list"),
+        ([], "does not list"),
+        ("x", "cannot be read"),
+    ]:
+        edit(path / "manifest.json", files=wrong)
+        with pytest.raises(Damaged, match=said):
+            read_checkpoint(path)
+    edit(path / "manifest.json", files=files, format_version=99)
+    with pytest.raises(Damaged, match="version 99"):
+        read_checkpoint(path)
+
+
+def test_a_foreign_folder_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(Damaged, match="other is not a whole checkpoint"):
+        read_checkpoint(tmp_path / "other")
+    with pytest.raises(Damaged, match="no such folder"):
+        read_checkpoint(tmp_path / "absent")
+
+
+def test_a_state_without_its_figures_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    (path / "state.json").write_text("[1]")
+    content = {"bytes": 3, "sha256": module.file_sha256(path / "state.json")}
+    edit(
+        path / "manifest.json",
+        files={**json.loads((path / "manifest.json").read_text())["files"], "state.json": content},
+    )
+    with pytest.raises(Damaged, match="lacks step"):
+        read_checkpoint(path)
+
+
+def test_tensors_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    (path / "model.safetensors").write_bytes(b"\xff" * 7 + b"\x7f" + b"{}")  # a header that claims 2^62 bytes
+    with pytest.raises(Damaged, match="model.safetensors is damaged"):
+        module.Checkpoint(path, {"step": 1}).model_tensors()
+
+
+def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    found = read_checkpoint(path)
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(UserError, match="init_from"):
+        found.optimizer_tensors()
+
+
+def test_a_failed_write_leaves_what_was_there_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    write(run, 1)
+
+    def disk_is_full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "flush_to_disk", disk_is_full)
+    with pytest.raises(OSError, match="No space"):
+        write(run, 2)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
+    assert newest_whole(run).step == 1
+
+
+def test_finding_the_newest_passes_over_the_damaged(tmp_path: Path) -> None:
+    run, said = tmp_path / "runs" / "a", []
+    for step in (5, 9, 10):
+        write(run, step)
+    (run / "checkpoints" / "step-00000010" / "state.json").unlink()
+    (run / "checkpoints" / ".writing-step-00000011-1").mkdir()
+    assert newest_whole(run, said.append).step == 9 and "step-00000010" in said[0]
+    assert [path.name for path in checkpoints_of(run)] == ["step-00000005", "step-00000009", "step-00000010"]
+    remove_unfinished(run / "checkpoints")
+    assert not list((run / "checkpoints").glob(".*"))
+    for asked in (None, "a", str(run), str(run / "checkpoints" / "step-00000009")):
+        assert locate(asked, tmp_path / "runs", report=said.append).step == 9
+    assert newest_run(tmp_path / "runs") == run
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint under"):
+        locate(None, tmp_path)
+    write(tmp_path / "first", 1)
+    with pytest.raises(UserError, match="did you mean first"):
+        locate("frist", tmp_path)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        locate("empty", tmp_path)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step)
+    replace_text(tmp_path / "checkpoints" / "best", "step-00000002\n")
+    keep_newest(tmp_path, 2)
+    assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["2", "4", "5"]
+    assert best_of(tmp_path) == "step-00000002"
+    replace_text(tmp_path / "checkpoints" / "best", "../../etc")
+    assert best_of(tmp_path) is None
+
+
+def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    (path / "state.json").unlink()
+    assert read_checkpoint(write(tmp_path, 3)).step == 3

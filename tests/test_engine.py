@@ -1,0 +1,199 @@
+"""The engine: cached equals uncached, the window slides as stated, texts stream whole, samples are reproducible."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from andrea.config import AttentionConfig, ModelConfig, UserError
+from andrea.generation import Engine, Request, Sampling, next_logits_uncached, window_start
+from andrea.generation.engine import Window, step
+from andrea.generation.text_stream import TextStream, longest_overlap
+from andrea.model.gpt import GPT, initialise
+from andrea.text.tokenizer import ByteTokenizer
+
+CONFIG = ModelConfig(
+    name="tiny", d_model=24, n_layer=2, n_head=3, d_mlp=29, sequence_length=11, position="rotary", rotary_base=10000.0,
+    norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=False, qk_norm=True, logit_softcap=15.0,
+    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=11,
+)  # fmt: skip
+LIKE_GPT2 = dataclasses.replace(
+    CONFIG,
+    position="learned",
+    norm="layernorm",
+    mlp="gelu",
+    bias=True,
+    tied_head=True,
+    qk_norm=False,
+    logit_softcap=None,
+)
+ATTENTION = AttentionConfig("scaled_dot", "auto")
+TOKENIZER = ByteTokenizer()
+
+
+def make_model(config: ModelConfig = CONFIG) -> GPT:
+    model = GPT(config, ATTENTION, TOKENIZER.n_vocab)
+    initialise(model, torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)  # logits far enough apart to tell tokens apart
+    return model
+
+
+def favour(model: GPT, token: int) -> GPT:
+    """The same model, certain that `token` comes next."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embedding.weight[:, 0] = 1.0
+        model.final_norm.weight.fill_(1.0)
+        model.head.weight[token, 0] = 3.0
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------- the window
+
+
+@pytest.mark.parametrize("sequence_length", [1, 2, 7, 8])
+def test_window_holds_some_tokens_and_never_too_many(sequence_length):
+    starts = [window_start(n_token, sequence_length) for n_token in range(1, 5 * sequence_length + 3)]
+    for n_token, start in enumerate(starts, start=1):
+        assert 1 <= n_token - start <= sequence_length
+    assert starts == sorted(starts) and set(starts[:sequence_length]) == {0}
+
+
+def test_window_start_by_hand():
+    assert [window_start(n_token, 4) for n_token in range(1, 10)] == [0, 0, 0, 0, 2, 2, 4, 4, 6]
+
+
+@pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2], ids=["andrea", "gpt2"])
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_cached_and_uncached_logits_are_equal_while_the_window_slides(config, fixed_shapes):
+    model = make_model(config)
+    tokens = torch.randint(0, 257, (2, 37), generator=torch.Generator().manual_seed(3))
+    window = Window(model, step, 2, fixed_shapes=fixed_shapes)
+    for n_token in range(5, 38):
+        cached = window.next_logits(tokens[:, :n_token])
+        torch.testing.assert_close(cached, next_logits_uncached(model, tokens[:, :n_token]), atol=2e-5, rtol=2e-5)
+
+
+def test_greedy_stream_equals_uncached_generation():
+    model = make_model()
+    request = Request(max_new_tokens=29, sampling=Sampling(temperature=0))
+    tokens = [72, 101, 5]
+    pieces = [piece.token for piece in Engine(model, TOKENIZER).stream(tokens, request)]
+    for _ in range(len(pieces)):
+        tokens.append(int(next_logits_uncached(model, torch.tensor([tokens])).argmax()))
+    assert pieces == tokens[3:] and len(pieces) == 29
+
+
+def test_compiled_step_equals_eager():
+    model = make_model()
+    request = Request(max_new_tokens=17, sampling=Sampling(temperature=0))
+    eager, compiled = (Engine(model, TOKENIZER, compiled=on).stream([1, 2, 3], request) for on in (False, True))
+    assert [piece.token for piece in eager] == [piece.token for piece in compiled]
+
+
+def test_converting_leaves_the_model_alone_and_stays_near():
+    model = make_model()
+    engine = Engine(model, TOKENIZER, dtype=torch.bfloat16)
+    assert model.embedding.weight.dtype == torch.float32 and engine.model.embedding.weight.dtype == torch.bfloat16
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    low, full = (next_logits_uncached(each, tokens).double() for each in (engine.model, model))
+    exact = next_logits_uncached(make_model().double(), tokens)
+    assert (full - exact).abs().max() < (low - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+# ---------------------------------------------------------------------------------------------------- the samples
+
+
+def test_a_sample_depends_on_its_own_seed_alone():
+    engine = Engine(make_model(), TOKENIZER)
+    three = engine.write("ab", Request(max_new_tokens=19, num_samples=3, seed=5))
+    assert len(set(three)) == 3
+    for index, text in enumerate(three):
+        assert engine.write("ab", Request(max_new_tokens=19, seed=5 + index)) == [text]
+
+
+def test_prompt_follows_end_of_text_where_there_is_room():
+    engine = Engine(make_model(), TOKENIZER)
+    assert engine.encode("") == [TOKENIZER.end_of_text]
+    assert engine.encode("ab") == [TOKENIZER.end_of_text, 97, 98]
+    assert engine.encode("x" * 11) == [120] * 11
+    assert engine.write("x" * 11, Request(max_new_tokens=2, sampling=Sampling(temperature=0)))
+
+
+def test_prompt_longer_than_the_window_is_refused_by_name():
+    with pytest.raises(UserError, match=r"prompt has 12 tokens.*model\.sequence_length=11"):
+        Engine(make_model(), TOKENIZER).encode("x" * 12)
+
+
+def test_end_of_text_ends_a_sample():
+    engine = Engine(favour(make_model(), TOKENIZER.end_of_text), TOKENIZER)
+    pieces = list(engine.stream([65], Request(max_new_tokens=5, num_samples=2, sampling=Sampling(temperature=0))))
+    assert [(piece.sample, piece.text, piece.ended) for piece in pieces] == [
+        (0, "", "end_of_text"),
+        (1, "", "end_of_text"),
+    ]
+
+
+def test_stop_string_ends_a_sample_and_is_not_shown():
+    engine = Engine(favour(make_model(), ord("a")), TOKENIZER)
+    request = Request(max_new_tokens=9, stop=("aaa",), sampling=Sampling(temperature=0))
+    pieces = list(engine.stream([65], request))
+    assert [(piece.text, piece.ended) for piece in pieces] == [("", None), ("", None), ("", "stop")]
+
+
+def test_length_ends_a_sample_and_shows_what_waited():
+    engine = Engine(favour(make_model(), ord("a")), TOKENIZER)
+    request = Request(max_new_tokens=3, stop=("aaaa",), sampling=Sampling(temperature=0))
+    pieces = list(engine.stream([65], request))
+    assert "".join(piece.text for piece in pieces) == "aaa" and pieces[-1].ended == "length"
+
+
+def test_one_sample_may_end_before_another():
+    engine = Engine(make_model(), TOKENIZER)
+    plain = engine.write("ab", Request(max_new_tokens=13, num_samples=2, seed=2))
+    stop = plain[0][2]
+    cut = engine.write("ab", Request(max_new_tokens=13, num_samples=2, seed=2, stop=(stop,)))
+    assert cut == [text.split(stop)[0] for text in plain]
+
+
+# ------------------------------------------------------------------------------------------------------- the text
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    text=st.text(alphabet="abé漢🙂", max_size=20),
+    stop=st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=3), max_size=2),
+)
+def test_text_stream_is_the_text_up_to_the_first_stop(text, stop):
+    stream = TextStream(TOKENIZER, stop)
+    shown = ""
+    for byte in text.encode():
+        if not stream.stopped:
+            shown += stream.push(byte)
+            assert "\ufffd" not in shown and text.startswith(shown)
+    assert stream.push(ord("a")) == "" if stream.stopped else True
+    cut = min((text.find(word) for word in stop if word in text), default=len(text))
+    if stream.stopped:
+        # What stops first in time: the string completed first, not the one that begins first.
+        ends = min(text.find(word) + len(word) for word in stop if word in text)
+        cut = min(text[:ends].find(word) for word in stop if word in text[:ends])
+        assert shown == text[:cut] and stream.finish() == ""
+    else:
+        assert shown + stream.finish() == text and cut == len(text)
+
+
+def test_bytes_that_are_no_utf8_are_replaced_once_they_are_known_to_be_wrong():
+    stream = TextStream(TOKENIZER)
+    assert [stream.push(byte) for byte in b"\xf0\x9fa"] == ["", "", "\ufffda"]
+    assert stream.push(0xE6) == "" and stream.finish() == "\ufffd"
+
+
+def test_longest_overlap():
+    assert [longest_overlap(text, "aab") for text in ("", "a", "xaa", "aab", "aaa")] == [0, 1, 2, 0, 2]

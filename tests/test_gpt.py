@@ -1,0 +1,218 @@
+"""The model as a whole: causality, cache, initialisation, compilation, and GPT-2's own logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+
+from andrea.config import AttentionConfig, ModelConfig, parse
+from andrea.model import GPT, initialise
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+ATTENTION = AttentionConfig("scaled_dot", "auto")
+B, V = 2, 37
+
+
+def read_config(name):
+    return parse(ModelConfig, yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text()), "model")
+
+
+SMALL = {"d_model": 30, "n_layer": 2, "n_head": 3, "d_mlp": 44, "sequence_length": 23, "zero_init_projections": False}
+TINY = replace(read_config("andrea-nano"), **SMALL)
+TINY_GPT2 = replace(read_config("gpt2"), **SMALL)
+VARIANTS = {
+    "nano": TINY,
+    "gpt2": TINY_GPT2,
+    "no position": replace(TINY, position="none"),
+    "swiglu": replace(TINY, mlp="swiglu", bias=True, tied_head=True),
+}
+
+
+def make(config, attention=ATTENTION, seed=0):
+    model = GPT(config, attention, V)
+    initialise(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def some_tokens(n_token=17):
+    return torch.randint(V, (B, n_token), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shapes_and_causality_bitwise(variant):
+    """Figure 3, through every layer, on the reference path."""
+    model, tokens = make(VARIANTS[variant], AttentionConfig("scaled_dot", "reference")), some_tokens()
+    hidden = model(tokens)
+    assert hidden.shape == (B, 17, 30)
+    assert model.logits(hidden).shape == (B, 17, V)
+    changed = tokens.clone()
+    changed[:, 11:] = (changed[:, 11:] + 1) % V
+    after = model(changed)
+    assert torch.equal(after[:, :11], hidden[:, :11])
+    assert not torch.equal(after[:, 11:], hidden[:, 11:])
+
+
+@pytest.mark.parametrize("compatibility", ["scaled_dot", "dot"])
+def test_fast_and_reference_attention_give_the_same_logits(compatibility):
+    tokens = some_tokens()
+    logits = []
+    for implementation in ("reference", "sdpa"):
+        model = make(replace(TINY, qk_norm=False), AttentionConfig(compatibility, implementation)).double()
+        logits.append(model.logits(model(tokens)))
+    torch.testing.assert_close(*logits)
+
+
+def test_the_scale_is_what_tells_dot_from_scaled_dot():
+    """With sqrt(d_head) divided out of the query projection the plain dot product gives the scaled one's logits."""
+    config, tokens = replace(TINY, qk_norm=False), some_tokens()
+    scaled, dot = make(config).double(), make(config, AttentionConfig("dot", "auto")).double()
+    assert not torch.allclose(scaled(tokens), dot(tokens), rtol=1e-6)
+    with torch.no_grad():
+        for block in dot.blocks:
+            block.attention.query.weight /= config.d_head**0.5
+    torch.testing.assert_close(scaled(tokens), dot(tokens))
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_and_uncached_logits_are_equal(variant, fixed_shapes):
+    model, tokens = make(VARIANTS[variant]).double(), some_tokens()
+    cache = model.make_cache(B, 19, fixed_shapes=fixed_shapes)
+    pieces = [model.logits(model(chunk, cache)) for chunk in tokens.split([7, 1, 1, 3, 1, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model.logits(model(tokens)))
+    assert cache.length == 17
+
+
+def test_the_cache_follows_the_weights_type():
+    model = make(TINY).to(torch.bfloat16)
+    cache = model.make_cache(B, 19)
+    assert cache.keys[0].dtype == torch.bfloat16 and len(cache.keys) == TINY.n_layer
+    assert model(some_tokens(), cache).dtype == torch.bfloat16
+
+
+def test_bf16_autocast_trains_fp32_weights():
+    model, tokens = make(TINY), some_tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model.logits(model(tokens))
+    exact = model.logits(model(tokens))
+    assert (logits - exact).abs().max() < 0.02 * exact.abs().max()
+    cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_whole_in_training_and_never_again_while_decoding(variant):
+    """Traced by dynamo and differentiated ahead of time; generating C++ is left to the runs themselves."""
+    model, tokens = make(VARIANTS[variant]), some_tokens()
+    whole = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
+
+    @torch.compile(**whole)
+    def loss(tokens):
+        return cross_entropy(model.logits(model(tokens)).flatten(0, 1), tokens.flatten())
+
+    with torch.autocast("cpu", torch.bfloat16):
+        loss(tokens).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+    torch._dynamo.reset()
+    decode = torch.compile(lambda tokens, cache: model.logits(model(tokens, cache)), **whole)
+    cache = model.make_cache(B, 19, fixed_shapes=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        decoded = [decode(token.clone(), cache) for token in tokens.split(1, dim=1)]
+        torch.testing.assert_close(torch.cat(decoded, dim=1), model.logits(model(tokens)))
+
+
+# ------------------------------------------------------------------------------------------------ initialisation
+
+
+def test_every_weight_is_drawn_and_the_seed_decides():
+    first, second, third = make(TINY), GPT(TINY, ATTENTION, V), make(TINY, seed=1)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.fill_(torch.nan)
+    initialise(second, torch.Generator().manual_seed(0))
+    for (name, one), two, other in zip(first.named_parameters(), second.parameters(), third.parameters(), strict=True):
+        assert torch.equal(one, two), name
+        assert one.dim() == 1 or not torch.equal(one, other), name
+
+
+def test_deviations_follow_the_table():
+    config = replace(TINY_GPT2, d_model=60, d_mlp=240, n_layer=2, sequence_length=300)
+    weights = dict(make(config).named_parameters())
+    expected = {
+        "embedding.weight": 0.02,
+        "position.weight": 0.02,
+        "blocks.0.attention.query.weight": 0.5 / 60**0.5,
+        "blocks.1.attention.output.weight": 0.5 / 60**0.5 / 2,
+        "blocks.0.mlp.up.weight": 0.5 / 60**0.5,
+        "blocks.1.mlp.down.weight": 0.5 / 240**0.5 / 2,
+    }
+    for name, deviation in expected.items():
+        assert weights[name].std().item() == pytest.approx(deviation, rel=0.1), name
+    assert all((weight == 1).all() for name, weight in weights.items() if name.endswith("norm.weight"))
+    assert all((weight == 0).all() for name, weight in weights.items() if name.endswith("bias"))
+
+
+def test_zero_initialised_projections_make_each_block_the_identity():
+    model, tokens = make(replace(TINY, zero_init_projections=True, tied_head=False)), some_tokens()
+    torch.testing.assert_close(model(tokens), model.final_norm(model.embedding(tokens)))
+    assert not model.logits(model(tokens)).any()  # every token equally likely
+    assert all(block.attention.query.weight.any() and block.mlp.up.weight.any() for block in model.blocks)
+
+
+def test_a_tied_head_is_the_embedding():
+    tied, untied = make(replace(TINY, tied_head=True)), make(replace(TINY, tied_head=False))
+    assert "head.weight" not in dict(tied.named_parameters())
+    assert dict(untied.named_parameters())["head.weight"].shape == (V, 30)
+    hidden = torch.randn(B, 30)
+    expected = 15 * torch.tanh(hidden @ tied.embedding.weight.T / 15)
+    torch.testing.assert_close(tied.logits(hidden), expected)
+
+
+# ------------------------------------------------------------------------------------------------ GPT-2
+
+
+def load_gpt2(model, theirs):
+    """Hugging Face's GPT-2 weights by our names; its Conv1D keeps matrices (d_in, d_out)."""
+    ours = {"embedding.weight": theirs["transformer.wte.weight"], "position.weight": theirs["transformer.wpe.weight"]}
+    names = {"attention_norm": "ln_1", "attention.output": "attn.c_proj", "mlp_norm": "ln_2"}
+    names |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    for kind in ("weight", "bias"):
+        ours[f"final_norm.{kind}"] = theirs[f"transformer.ln_f.{kind}"]
+        for layer in range(model.config.n_layer):
+            for our_name, their_name in names.items():
+                ours[f"blocks.{layer}.{our_name}.{kind}"] = theirs[f"transformer.h.{layer}.{their_name}.{kind}"].T
+            fused = theirs[f"transformer.h.{layer}.attn.c_attn.{kind}"]
+            for part, values in zip(("query", "key", "value"), fused.chunk(3, dim=-1), strict=True):
+                ours[f"blocks.{layer}.attention.{part}.{kind}"] = values.T
+    model.load_state_dict(ours)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gpt2_gives_hugging_faces_logits():
+    transformers = pytest.importorskip("transformers")
+    config = TINY_GPT2
+    their_config = transformers.GPT2Config(
+        vocab_size=V,
+        n_positions=config.sequence_length,
+        n_embd=config.d_model,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_inner=config.d_mlp,
+    )
+    theirs = transformers.GPT2LMHeadModel(their_config).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # biases and norms too, at a size that makes every term count
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    ours, tokens = GPT(config, ATTENTION, V).double(), some_tokens()
+    load_gpt2(ours, theirs.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(ours(tokens)), theirs(tokens).logits)

@@ -1,0 +1,129 @@
+"""Sampling rules on hand-solved cases and as properties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from andrea.generation.sampling import (
+    Sampling,
+    choose,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalise_repetition,
+)
+
+# Five tokens of probability 0.4, 0.3, 0.15, 0.1, 0.05, in mixed order.
+PROBABILITIES = [0.1, 0.4, 0.05, 0.3, 0.15]
+LOGITS = torch.tensor([PROBABILITIES]).log()
+NOTHING = torch.empty(1, 0, dtype=torch.int64)
+
+
+def kept(logits: torch.Tensor) -> list[int]:
+    return logits[0].isfinite().nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "expected"),
+    [(1, [1]), (2, [1, 3]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4]), (None, [0, 1, 2, 3, 4])],
+)
+def test_top_k(top_k, expected):
+    assert kept(keep_top_k(LOGITS, top_k)) == expected
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"),
+    [
+        (1e-9, [1]),
+        (0.39, [1]),
+        (0.41, [1, 3]),
+        (0.71, [1, 3, 4]),
+        (0.86, [0, 1, 3, 4]),
+        (0.99, [0, 1, 2, 3, 4]),
+        (1.0, [0, 1, 2, 3, 4]),
+        (None, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_top_p(top_p, expected):
+    assert kept(keep_top_p(LOGITS, top_p)) == expected
+
+
+@pytest.mark.parametrize(
+    ("min_p", "expected"),
+    [(None, [0, 1, 2, 3, 4]), (0.0, [0, 1, 2, 3, 4]), (0.2, [0, 1, 3, 4]), (0.3, [1, 3, 4]), (0.7, [1, 3]), (1.0, [1])],
+)
+def test_min_p(min_p, expected):
+    assert kept(keep_min_p(LOGITS, min_p)) == expected
+
+
+def test_repetition_penalty_lowers_only_what_was_there():
+    logits = torch.tensor([[2.0, -3.0, 1.0, -1.0], [4.0, 0.0, -2.0, 6.0]])
+    history = torch.tensor([[0, 1, 0], [3, 2, 3]])
+    expected = torch.tensor([[1.0, -6.0, 1.0, -1.0], [4.0, 0.0, -4.0, 3.0]])
+    assert torch.equal(penalise_repetition(logits, history, 2.0), expected)
+    assert penalise_repetition(logits, history, 1.0) is logits
+
+
+def test_rules_treat_rows_apart():
+    logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
+    assert keep_top_k(logits, 1).isfinite().tolist() == [[False, False, True], [True, False, False]]
+    assert keep_top_p(logits, 0.1).isfinite().tolist() == [[False, False, True], [True, False, False]]
+
+
+@pytest.mark.parametrize(
+    "uniform, token", [(0.0, 0), (0.09, 0), (0.11, 1), (0.49, 1), (0.51, 2), (0.56, 3), (0.86, 4), (1 - 2**-24, 4)]
+)
+def test_draw_walks_the_cumulated_probability(uniform, token):
+    assert draw(LOGITS, torch.tensor([uniform])).tolist() == [token]
+
+
+def test_draw_never_takes_an_impossible_token():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(2, 5)
+    assert draw(logits, torch.tensor([0.0, 1 - 2**-24])).tolist() == [1, 3]
+
+
+def test_temperature_zero_is_argmax_and_a_tiny_one_nearly():
+    uniform = torch.tensor([1 - 2**-24])
+    assert choose(LOGITS, NOTHING, Sampling(temperature=0), uniform).tolist() == [1]
+    assert choose(LOGITS * 1e4, NOTHING, Sampling(temperature=1e-36), uniform).tolist() == [1]
+
+
+def test_temperature_zero_reads_the_penalty():
+    history = torch.tensor([[1]])
+    assert choose(LOGITS, history, Sampling(temperature=0, repetition_penalty=5.0), torch.zeros(1)).tolist() == [3]
+
+
+def test_frequencies_follow_probability_and_temperature():
+    uniform = (torch.arange(10_007) + 0.5) / 10_007  # every part of [0, 1) once
+    logits = LOGITS.expand(10_007, -1)
+    history = torch.empty(10_007, 0, dtype=torch.int64)
+    for temperature in (0.5, 1.0, 2.0):
+        tokens = choose(logits, history, Sampling(temperature=temperature), uniform)
+        weights = torch.tensor(PROBABILITIES) ** (1 / temperature)
+        frequencies = torch.bincount(tokens, minlength=5) / 10_007
+        assert torch.allclose(frequencies, weights / weights.sum(), atol=2e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    temperature=st.floats(0, 5),
+    top_k=st.none() | st.integers(1, 20),
+    top_p=st.none() | st.floats(1e-6, 1),
+    min_p=st.none() | st.floats(0, 1),
+    penalty=st.floats(0.1, 10),
+    uniform=st.floats(0, 1 - 2**-24),
+)
+def test_any_setting_chooses_a_possible_token(seed, temperature, top_k, top_p, min_p, penalty, uniform):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 13, generator=generator).bfloat16() * 30
+    logits[:, 7] = -torch.inf
+    history = torch.randint(0, 13, (3, 5), generator=generator)
+    sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
+    tokens = choose(logits, history, sampling, torch.full((3,), uniform))
+    assert tokens.shape == (3,) and tokens.dtype == torch.int64
+    assert ((tokens >= 0) & (tokens < 13) & (tokens != 7)).all()

@@ -1,0 +1,302 @@
+"""The whole of training, on a tiny model and real text: it learns, stops, saves, resumes, refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, run_script
+
+from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
+from andrea.training.device import Choice
+from andrea.training.loggers import read_lines
+from andrea.training.loss import IGNORED
+from andrea.training.trainer import Trainer, micro_batches
+
+TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step"}
+
+
+def metrics(run: Path) -> list[dict]:
+    return [
+        {key: value for key, value in record.items() if key not in TIMINGS}
+        for record in read_lines(run / "metrics.jsonl")
+    ]
+
+
+def tensors_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def only_run(tmp_path: Path) -> Path:
+    return next(path for path in (tmp_path / "runs").iterdir() if (path / "config.yaml").exists())
+
+
+def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Path) -> None:
+    assert tiny_run("name=a", "train.steps=30") == 0
+    run = tmp_path / "runs" / "a"
+    records = read_lines(run / "metrics.jsonl")
+    losses = [record["train/loss"] for record in records if "train/loss" in record]
+    assert losses[0] > 5 and losses[-1] < 4
+    assert all({"step", "tokens", "flops", "seconds"} <= record.keys() for record in records)
+    done, last = records[-1], checkpoints_of(run)[-1]
+    assert done["event"] == "done" and done["checkpoint"] == str(last) and last.name == "step-00000030"
+    assert done["val/bpb"] == [record["val/bpb"] for record in records if "val/bpb" in record][-2]
+    assert {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} <= {
+        p.name for p in last.iterdir()
+    }
+    assert (run / "config.yaml").exists() and best_of(run) is not None
+    assert [sample["step"] for sample in read_lines(run / "samples.jsonl")][-1] == 30
+    assert len(checkpoints_of(run)) <= 4  # keep=3, and the best
+
+
+def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(tiny_run, tmp_path: Path) -> None:
+    tiny_run("name=whole")
+    with pytest.MonkeyPatch.context() as patch:
+        update = Trainer.update
+
+        def interrupted(self: Trainer, tokens: torch.Tensor, targets: torch.Tensor):
+            if self.progress.step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return update(self, tokens, targets)
+
+        patch.setattr(Trainer, "update", interrupted)
+        assert tiny_run("name=parts") == 143
+    assert checkpoints_of(tmp_path / "runs" / "parts")[-1].name == "step-00000007"
+    assert metrics(tmp_path / "runs" / "parts")[-1]["event"] == "interrupted"
+    assert tiny_run("name=parts", "resume=auto") == 0
+    whole, parts = (newest_whole(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert tensors_equal(whole.model_tensors(), parts.model_tensors())
+    assert tensors_equal(whole.optimizer_tensors(), parts.optimizer_tensors())
+    ours, theirs = (metrics(tmp_path / "runs" / name) for name in ("parts", "whole"))
+    assert [{**record, "checkpoint": None} for record in ours] == [{**record, "checkpoint": None} for record in theirs]
+
+
+def test_resume_auto_starts_goes_on_and_says_when_it_is_done(tiny_run, tmp_path: Path, capsys) -> None:
+    assert tiny_run("name=a", "resume=auto", "train.steps=4") == 0
+    assert "nothing to resume yet" in capsys.readouterr().out
+    assert tiny_run("name=a", "resume=auto", "train.steps=4") == 0
+    assert "already done" in capsys.readouterr().out
+    assert tiny_run("resume=auto", "train.steps=8") == 0  # the newest run, where no name is given
+    out = capsys.readouterr().out
+    assert "step 4" in out and "changed train.steps: 4 → 8" in out
+    assert [record["step"] for record in read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")][-1] == 8
+
+
+def test_a_run_that_would_become_another_is_refused(tiny_run) -> None:
+    tiny_run("name=a", "train.steps=4")
+    with pytest.raises(ValueError, match="model.n_layer.*init_from"):
+        tiny_run("name=a", "resume=auto", "train.steps=8", "model.n_layer=3")
+    with pytest.raises(ValueError, match="exists"):
+        tiny_run("name=a")
+
+
+def test_changed_data_are_noticed_on_resume(tiny_run, notes: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in notes.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    tiny_run("name=a", f"data.path={copy}", "train.steps=4")
+    for path in copy.iterdir():
+        path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(ValueError, match="data are not those"):
+        tiny_run("name=a", f"data.path={copy}", "train.steps=8", "resume=auto")
+
+
+def test_weights_alone_start_a_new_run(tiny_run, tmp_path: Path) -> None:
+    tiny_run("name=a", "train.steps=4")
+    source = checkpoints_of(tmp_path / "runs" / "a")[-1]
+    assert tiny_run("name=b", f"init_from={source}", "train.steps=1", "optimizer.learning_rate=1e-9",
+                    "optimizer.embedding_learning_rate=1e-9", "optimizer.matrix_learning_rate=1e-9") == 0  # fmt: skip
+    started, ended = read_checkpoint(source).model_tensors(), newest_whole(tmp_path / "runs" / "b").model_tensors()
+    assert all(torch.allclose(started[name], ended[name], atol=1e-6) for name in started)
+    with pytest.raises(ValueError, match="shapes"):
+        tiny_run("name=c", f"init_from={source}", "model.n_layer=1")
+    with pytest.raises(ValueError, match="tokenizer"):
+        tiny_run("name=c", f"init_from={source}", "tokenizer=bpe", "tokenizer.vocab_size=300")
+
+
+def test_the_time_limit_stops_cleanly_and_the_run_goes_on(tiny_run, tmp_path: Path) -> None:
+    assert tiny_run("name=a", "train.steps=100000", "train.max_minutes=0.02") == 0
+    run = tmp_path / "runs" / "a"
+    last = read_lines(run / "metrics.jsonl")[-1]
+    assert last["event"] == "stopped" and last["val/bpb"] > 0 and 0 < last["step"] < 100000
+    assert newest_whole(run).step == last["step"]
+
+
+def test_nothing_changes_with_the_micro_batch(tiny_run, tmp_path: Path) -> None:
+    for size in (8, 3):
+        tiny_run(f"name=of{size}", f"train.micro_batch={size}", "precision=fp32")
+    first, second = (
+        [r["train/loss"] for r in metrics(tmp_path / "runs" / f"of{size}") if "train/loss" in r] for size in (8, 3)
+    )
+    assert first == pytest.approx(second, rel=1e-3)
+
+
+@pytest.mark.parametrize("where", ["weight", "gradient"])
+def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_path: Path, capsys) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        accumulate, seen = Trainer.accumulate, {}
+
+        def poisoned(self: Trainer, tokens: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+            if self.progress.step == 5 and where == "weight":
+                with torch.no_grad():
+                    self.model.blocks[0].mlp.up.weight[0, 0] = float("nan")
+            nats = accumulate(self, tokens, targets, count)
+            if self.progress.step == 5 and where == "gradient":
+                self.model.blocks[1].mlp.down.weight.grad[0, 0] = float("inf")
+            seen["model"] = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            seen["trainer"] = self
+            return nats
+
+        patch.setattr(Trainer, "accumulate", poisoned)
+        assert tiny_run("name=a") == 3
+    after = seen["trainer"].model.state_dict()
+    assert all(
+        torch.equal(
+            after[name],
+            tensor,
+        )
+        or where == "weight"
+        and "mlp.up" in name
+        for name, tensor in seen["model"].items()
+    )
+    out = capsys.readouterr().out
+    assert "step 6" in out and "gradient norm" in out and "step-00000004" in out and "Try optimizer." in out
+    assert newest_whole(tmp_path / "runs" / "a").step == 4
+
+
+def test_out_of_memory_halves_the_micro_batch_and_does_the_step_again(tiny_run, tmp_path: Path, capsys) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        post_init = Trainer.__post_init__
+
+        def with_a_small_device(self: Trainer) -> None:
+            post_init(self)
+            roomy = self.loss_sum
+
+            def small(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                if len(tokens) > 2:
+                    raise torch.OutOfMemoryError("as a card with too little memory says")
+                return roomy(tokens, targets)
+
+            self.loss_sum = small
+
+        patch.setattr(Trainer, "__post_init__", with_a_small_device)
+        assert tiny_run("name=small", "precision=fp32") == 0
+    assert "train.micro_batch=2" in capsys.readouterr().out
+    tiny_run("name=roomy", "precision=fp32")
+    small, roomy = (
+        [r["train/loss"] for r in metrics(tmp_path / "runs" / n) if "train/loss" in r] for n in ("small", "roomy")
+    )
+    assert small == pytest.approx(roomy, rel=1e-3)
+
+
+def test_several_sources_are_scored_each(tiny_run, notes: Path, tmp_path: Path) -> None:
+    sources = f"{{one: {{kind: text, path: '{notes}', weight: 0.7}}, two: {{kind: text, path: '{notes / 'dis.py'}'}}}}"
+    assert tiny_run("name=a", "data=mixture", "data.path=", f"data.sources={sources}", "train.eval_tokens=200") == 0
+    record = next(record for record in metrics(tmp_path / "runs" / "a") if "val/bpb" in record)
+    assert {"val/one/bpb", "val/two/bpb", "val/one/loss"} <= record.keys()
+
+
+def test_the_plan_is_printed_and_nothing_is_written(tiny_run, tmp_path: Path, capsys) -> None:
+    assert tiny_run("dry_run=true") == 0
+    out = capsys.readouterr().out
+    for word in ("parameters", "embedding", "FLOPs per token", "gradients", "optimizer", "activations", "tokens per step",
+                 "micro-batch", "steps", "expected time", "not measured yet"):  # fmt: skip
+        assert word in out
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "data").exists()
+    tiny_run("name=a", "train.steps=4")
+    tiny_run("dry_run=true", "train.micro_batch=2")
+    assert "measured in a" in capsys.readouterr().out
+
+
+def test_help_lists_the_keys(script, capsys) -> None:
+    assert script("train")(["--help"]) == 0
+    assert "train.py [key=value" in capsys.readouterr().out
+
+
+def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
+    tokens = torch.arange(21).view(7, 3)
+    pieces = list(micro_batches(tokens, tokens.clone(), 3))
+    assert {len(part) for part, _ in pieces} == {3}
+    kept = torch.cat([targets for _, targets in pieces])
+    assert torch.equal(kept[kept != IGNORED], tokens.flatten())
+
+
+def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = ["compile=on", "logger=wandb", "train.steps=4", "train.eval_every=2", "train.save_every=2"]
+    tiny_run("name=a", *words)
+    tiny_run("name=b", "train.steps=2", *[word for word in words if "steps" not in word])
+    tiny_run("name=b", "resume=auto", *words)
+    first, second = (newest_whole(tmp_path / "runs" / name) for name in "ab")
+    # b's first half knew another number of steps, so its schedule differs from a's; its data and wandb run do not
+    assert (
+        first.state["wandb_id"]
+        != second.state["wandb_id"]
+        == read_checkpoint(checkpoints_of(tmp_path / "runs" / "b")[0]).state["wandb_id"]
+    )
+    tiny_run("name=c", *words)
+    assert tensors_equal(first.model_tensors(), newest_whole(tmp_path / "runs" / "c").model_tensors())
+
+
+def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("andrea.training.start.choose_compile", lambda *asked: Choice("on", "for the test"))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/bin/false"))
+    torch._dynamo.reset()
+    assert tiny_run("name=a", "compile=auto", "train.steps=2", "model.d_mlp=60") == 0
+    assert "training goes on without it" in capsys.readouterr().out
+    assert (
+        json.loads((checkpoints_of(tmp_path / "runs" / "a")[-1] / "state.json").read_text())["config"]["compile"]
+        == "off"
+    )
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 0.9])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Path, notes: Path, tiny_run) -> None:
+    """kill -9 at some moment, then the same command line again: the same weights as undisturbed, bit for bit."""
+    tiny_run("name=whole", "train.save_every=1", "train.eval_every=100", "train.sample_tokens=0")
+    words = [sys.executable, str(ROOT / "train.py"), *TINY, "data=text", f"data.path={notes}", f"runs_dir={tmp_path / 'runs'}",
+             f"data_dir={tmp_path / 'data'}", "name=killed", "train.save_every=1", "train.eval_every=100", "train.sample_tokens=0",
+             "resume=auto"]  # fmt: skip
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = tmp_path / "runs" / "killed" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while not checkpoints.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(moment * 0.5)
+    process.kill()
+    process.wait()
+    for path in checkpoints_of(tmp_path / "runs" / "killed"):
+        read_checkpoint(path)  # whatever a reader would look at is whole
+    assert subprocess.run(words, stdout=subprocess.DEVNULL).returncode == 0
+    whole, killed = (newest_whole(tmp_path / "runs" / name) for name in ("whole", "killed"))
+    assert tensors_equal(whole.model_tensors(), killed.model_tensors())
+    assert tensors_equal(whole.optimizer_tensors(), killed.optimizer_tensors())
+
+
+def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, notes: Path) -> None:
+    words = [sys.executable, str(ROOT / "train.py"), *[w for w in TINY if not w.startswith("train.steps")], "data=text",
+             f"data.path={notes}", f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=a",
+             "train.steps=100000"]  # fmt: skip
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait() == 130
+    assert "resume=auto" in rest and newest_whole(tmp_path / "runs" / "a").step > 0
+
+
+def test_a_user_error_reaches_the_terminal_as_one_line(script, capsys) -> None:
+    code, out, err = run_script(script("train"), ["train.setps=3"], capsys)
+    assert code == 2 and err.count("\n") == 1 and "did you mean train.steps" in err
