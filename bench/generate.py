@@ -42,7 +42,7 @@ def main() -> None:
     chosen = arguments(parser)
     config = model_config(chosen.model)
     dtype = DTYPES[chosen.precision]
-    andrea = make_andrea(config, chosen.vocabulary, chosen.device).to(dtype).eval().requires_grad_(False)
+    andrea = make_andrea(config, chosen.vocabulary, chosen.device).to(dtype)
     peer = make_hugging_face(config, chosen.vocabulary, chosen.device).to(dtype).eval().requires_grad_(False)
     facts = {"parameters": same_size(andrea, peer)}
     tokens = torch.randint(chosen.vocabulary, (1, chosen.prompt_tokens), generator=torch.Generator().manual_seed(1))
@@ -66,11 +66,11 @@ def main() -> None:
         )
         return written.shape[1] - tokens.shape[1]
 
-    eager = Engine(andrea, tokenizer)
+    eager = Engine(andrea, tokenizer, dtype=dtype)
     name = f"andrea, {chosen.precision}"
     runs = {"hugging face, " + chosen.precision: theirs, name: lambda: ours(eager)}
     if chosen.compiled:
-        engine = Engine(andrea, tokenizer, compiled=True)
+        engine = Engine(andrea, tokenizer, dtype=dtype, compiled=True)
         start = time.perf_counter()
         ours(engine)
         facts["compile_seconds"] = time.perf_counter() - start

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
+from andrea.generation.packing import PackedGPT, can_pack
 from andrea.generation.sampling import Sampling, choose
 from andrea.generation.text_stream import TextStream
 from andrea.model.gpt import GPT
@@ -48,9 +49,10 @@ class Piece:
 
 
 class Engine:
-    """Writes text with a model; the model's weights stay as they are.
+    """Writes text with a model.
 
-    dtype: the weights are converted to it once (a copy); None uses the model itself, which may go on training.
+    dtype: None writes with the model itself, which may go on training. Else its weights are converted once, into a copy
+    that is laid out for decoding where the device has a layout for it.
     compiled: the decoding step runs through torch.compile with its weights frozen in: slower to start, faster after.
     """
 
@@ -58,13 +60,15 @@ class Engine:
         self, model: GPT, tokenizer: Tokenizer, *, dtype: torch.dtype | None = None, compiled: bool = False
     ) -> None:
         assert model.n_vocab == tokenizer.n_vocab, (model.n_vocab, tokenizer.n_vocab)
-        same = dtype is None or dtype == model.embedding.weight.dtype
-        self.model = model if same else copy.deepcopy(model).to(dtype)
         self.tokenizer = tokenizer
+        self.device = model.embedding.weight.device
+        self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
         self.step = step
+        self.compiled = compiled
         if compiled:
             self.step = torch.compile(step, fullgraph=True, dynamic=False, options={"freezing": True})
-        self.compiled = compiled
+        elif dtype is not None and can_pack(self.model):
+            self.model = PackedGPT(self.model)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, after the end-of-text that precedes every document, where there is room for it.
@@ -89,10 +93,9 @@ class Engine:
 
     def stream(self, prompt: list[int], request: Request) -> Iterator[Piece]:
         """Go on from the prompt's tokens (at least one); yields every sample's piece of each step as it is made."""
-        device = self.model.embedding.weight.device
         n_sample, n_prompt = request.num_samples, len(prompt)
-        tokens = torch.empty(n_sample, n_prompt + request.max_new_tokens, dtype=torch.int64, device=device)
-        tokens[:, :n_prompt] = torch.tensor(prompt, device=device)
+        tokens = torch.empty(n_sample, n_prompt + request.max_new_tokens, dtype=torch.int64, device=self.device)
+        tokens[:, :n_prompt] = torch.tensor(prompt, device=self.device)
         texts = [TextStream(self.tokenizer, request.stop) for _ in range(n_sample)]
         generators = [torch.Generator().manual_seed(request.seed + sample) for sample in range(n_sample)]
         window = Window(self.model, self.step, n_sample, fixed_shapes=self.compiled)
@@ -100,7 +103,7 @@ class Engine:
         for n_token in range(n_prompt, tokens.shape[1]):
             logits = window.next_logits(tokens[:, :n_token])  # (B, V)
             uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators])
-            tokens[:, n_token] = choose(logits, tokens[:, :n_token], request.sampling, uniform.to(device))
+            tokens[:, n_token] = choose(logits, tokens[:, :n_token], request.sampling, uniform.to(self.device))
             chosen = tokens[:, n_token].tolist()
             is_last = n_token == tokens.shape[1] - 1
             for sample in list(writing):
@@ -123,7 +126,7 @@ class Engine:
 class Window:
     """The model's view of growing sequences: what the cache holds, and where it begins."""
 
-    def __init__(self, model: GPT, step, n_sample: int, *, fixed_shapes: bool) -> None:
+    def __init__(self, model: GPT | PackedGPT, step, n_sample: int, *, fixed_shapes: bool) -> None:
         self.model = model
         self.step = step
         self.cache = model.make_cache(n_sample, model.config.sequence_length, fixed_shapes=fixed_shapes)
@@ -145,7 +148,7 @@ class Window:
         return step(self.model, new, self.cache)
 
 
-def step(model: GPT, tokens: Tensor, cache) -> Tensor:
+def step(model: GPT | PackedGPT, tokens: Tensor, cache) -> Tensor:
     """New tokens (B, T) and the cache of those before -> logits (B, V) of the token after them."""
     return model.logits(model(tokens, cache)[:, -1])
 

@@ -20,8 +20,8 @@ def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
     prompt = read_prompt(run.prompt)
     checkpoint = locate(run.checkpoint, Path(run.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
-    model = load_model(checkpoint, tokenizer).to(device=device, dtype=dtype)
-    engine = Engine(model, tokenizer)
+    model = load_model(checkpoint, tokenizer).to(device)
+    engine = Engine(model, tokenizer, dtype=dtype)
     request = Request(
         max_new_tokens=run.max_new_tokens,
         num_samples=run.num_samples,
@@ -46,8 +46,8 @@ def read_prompt(prompt: str) -> str:
         path = Path(prompt[1:])
         if not path.is_file():
             raise UserError(
-                f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads one, and a text that begins with @ comes "
-                f"through standard input with prompt=-"
+                f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads one, and a text that begins with @ "
+                f"comes through standard input with prompt=-"
             )
         content, origin = path.read_bytes(), str(path)
     else:
@@ -91,7 +91,8 @@ def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, device: t
     bits_per_byte = checkpoint.state.get("val_bpb")
     quality = "not validated yet" if bits_per_byte is None else f"validation {bits_per_byte:.4f} bits per byte"
     return (
-        f"{checkpoint.path}\n{model.config.name}, {n_parameter / 1e6:.1f}M parameters · step {checkpoint.step} · {quality} · "
+        f"{checkpoint.path}\n"
+        f"{model.config.name}, {n_parameter / 1e6:.1f}M parameters · step {checkpoint.step} · {quality} · "
         f"tokenizer {tokenizer.identity} · {device}, {str(dtype).removeprefix('torch.')}"
     )
 

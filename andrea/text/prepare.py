@@ -174,24 +174,26 @@ def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, made_fro
 
 
 def make(jobs: list[Job], config: TokenizerConfig, given: Tokenizer | None, data_dir: Path, report: Report) -> None:
-    sizes = {}
-    for job in jobs:
-        if isinstance(job.source, Source) and not job.folder.exists():
-            report(f"{job.source.name}: reading {len(job.source.files):,} files, {job.source.bytes / 1e6:.1f} MB")
-            sizes[job.source.name] = job.source.check(report)
     if given is None and config.kind == "gpt2":
         given = configured_tokenizer(config)
+    usable, verified = {}, {}  # whatever is wrong with the input shows here, before anything is written
+    for job in jobs:
+        if isinstance(job.source, ShardSource):
+            assert given is not None, "describe_tokenizer refuses to train on shards"
+            verified[job.folder] = verify_shards(job.source, given, report)
+        elif not job.folder.exists():
+            report(f"{job.source.name}: reading {len(job.source.files):,} files, {job.source.bytes / 1e6:.1f} MB")
+            usable[job.folder] = job.source.check(report)
     with writing(data_dir), locked(data_dir, report):
         left = [job for job in jobs if not job.folder.exists()]  # another process may have made some meanwhile
-        for job in left:
-            job.partial.mkdir(exist_ok=True)
         tokenizer = given or find_or_train(jobs, config, report)
         for job in left:
+            job.partial.mkdir(exist_ok=True)
             tokenizer.save(job.partial)
             if isinstance(job.source, Source):
-                meta = encode_source(job.source, tokenizer, job.partial, sizes[job.source.name], report)
+                meta = encode_source(job.source, tokenizer, job.partial, usable[job.folder], report)
             else:
-                meta = verify_shards(job.source, tokenizer, report)
+                meta = verified[job.folder]
             finish(job, tokenizer, meta, report)
 
 

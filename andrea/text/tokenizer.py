@@ -24,6 +24,8 @@ DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
 # Where text may never be merged across (Radford et al. 2019): words with their leading blank, numbers, signs, blanks.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# The same for training, which would take hours on one endless word.
+TRAINING_PATTERN = PATTERN.replace("+", "{1,64}")
 GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sha256 of its content)
     "vocab.bpe": (
         "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
@@ -164,7 +166,7 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
 
     trainable = Trainable(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainable.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level])
+    trainable.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"), byte_level])
     trainer = trainers.BpeTrainer(
         vocab_size=n_vocab - 1,
         initial_alphabet=byte_level.alphabet(),

@@ -1,0 +1,114 @@
+"""Batches: pure functions of (seed, sample), every token once an epoch, shares of a mixture kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from andrea.text.loader import BLOCK, NOTHING, Loader, count_windows, permute, shares, slots_of, validation_batches
+from andrea.text.shards import TokenStream
+
+
+@dataclass(frozen=True)
+class Made:
+    name: str
+    weight: float | None
+    train: TokenStream
+
+
+def made(start: int, count: int, weight: float | None = None) -> Made:
+    """A source whose tokens are start, start + 1, …"""
+    return Made(f"from {start}", weight, TokenStream([np.arange(start, start + count, dtype=np.uint16)]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 700), key=st.text(max_size=5))
+def test_permute_is_a_permutation(size: int, key: str) -> None:
+    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+def test_permute_is_stable_and_keyed() -> None:
+    """Runs resume on other machines and versions: the order is written down here."""
+    assert permute(np.arange(11), 11, "key").tolist() == permute(np.arange(11)[::-1], 11, "key")[::-1].tolist()
+    assert permute(np.arange(101), 101, "a").tolist() != permute(np.arange(101), 101, "b").tolist()
+    assert permute(np.arange(7), 7, "1337 all epoch 0").tolist() == ORDER
+
+
+ORDER = [3, 2, 1, 0, 6, 5, 4]
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(2, 97), length=st.integers(1, 13), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+def test_every_token_is_a_target_once_an_epoch(tokens: int, length: int, seed: int, epoch: int) -> None:
+    loader = Loader([made(0, tokens)], length, seed)
+    windows = count_windows(loader.streams[0], length)
+    _, targets = loader.batch(epoch * windows, windows)
+    assert sorted(targets[targets != NOTHING].tolist()) == list(range(1, tokens))
+    assert loader.tokens_per_epoch == tokens - 1
+    assert loader.epoch_of(epoch * windows) == epoch and loader.epoch_of(epoch * windows + windows - 1) == epoch
+
+
+def test_targets_follow_tokens() -> None:
+    tokens, targets = Loader([made(100, 30)], 7, seed=3).batch(0, 11)
+    assert tokens.shape == targets.shape == (11, 7) and tokens.dtype == targets.dtype == torch.int64
+    told = targets != NOTHING
+    assert torch.equal(targets[told], tokens[told] + 1)
+
+
+@pytest.mark.parametrize("weights", [(None, None), (0.7, None), (0.2, 0.8)])
+def test_samples_are_a_pure_function_of_their_index(weights: tuple[float | None, float | None]) -> None:
+    sources = [made(0, 211, weights[0]), made(500, 97, weights[1])]
+    whole = Loader(sources, 5, seed=1).batch(0, 60)
+    parts = [Loader(sources, 5, seed=1).batch(first, 20) for first in (0, 20, 40)]
+    assert torch.equal(whole[0], torch.cat([tokens for tokens, _ in parts]))
+    assert not torch.equal(whole[0], Loader(sources, 5, seed=2).batch(0, 60)[0])
+    assert not torch.equal(whole[0], Loader(sources, 5, seed=1).batch(60, 60)[0])
+
+
+def test_a_mixture_without_weights_sees_all_tokens_once_an_epoch() -> None:
+    loader = Loader([made(0, 31), made(100, 57), made(200, 2)], 5, seed=4)
+    windows = 6 + 12 + 1
+    targets = loader.batch(windows, windows)[1]
+    expected = [*range(1, 31), *range(101, 157), 201]
+    assert sorted(targets[targets != NOTHING].tolist()) == expected and loader.tokens_per_epoch == len(expected)
+
+
+def test_a_weighted_mixture_keeps_its_shares_and_each_source_its_epochs() -> None:
+    sources = [made(0, 41, 0.75), made(1000, 5001, 0.25)]
+    tokens, targets = Loader(sources, 5, seed=4).batch(0, BLOCK)
+    first = tokens[:, 0] < 1000
+    assert int(first.sum()) == BLOCK * 3 // 4
+    told = targets[first][: 8 * 3]  # three epochs of the first source, eight windows each
+    assert sorted(told.flatten().tolist()) == sorted([*range(1, 41)] * 3)
+    beyond = Loader(sources, 5, seed=4).batch(BLOCK, BLOCK)[0]
+    assert not torch.equal(beyond, tokens) and int((beyond[:, 0] < 1000).sum()) == BLOCK * 3 // 4
+    second = torch.cat([tokens[~first], beyond[beyond[:, 0] >= 1000]])[:, 0]
+    assert len(second.unique()) == len(second)  # 512 of 1000 windows: none twice
+
+
+def test_shares() -> None:
+    sizes = np.array([10, 30, 60])
+    assert shares([None, None, None], sizes) == pytest.approx([0.1, 0.3, 0.6])
+    assert shares([0.5, None, None], sizes) == pytest.approx([0.5, 0.5 / 3, 1 / 3])
+    assert shares([1.0, 2.0, 1.0], sizes) == pytest.approx([0.25, 0.5, 0.25])
+
+
+@given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=17))
+def test_slots_fill_a_block_and_leave_no_source_out(weights: list[float]) -> None:
+    share = np.array(weights) / sum(weights)
+    quota = np.bincount(slots_of(share), minlength=len(share))
+    assert quota.sum() == BLOCK and quota.min() >= 1
+    assert np.all(np.abs(quota - share * BLOCK) <= len(share) + 1)
+
+
+@pytest.mark.parametrize("tokens", [2, 6, 7, 30, 31, 32])
+def test_validation_scores_every_token_once_in_order(tokens: int) -> None:
+    batches = list(validation_batches(made(0, tokens).train, sequence_length=5, batch=3))
+    assert all(part.shape == (3, 5) for pair in batches for part in pair)
+    targets = torch.cat([targets.flatten() for _, targets in batches])
+    assert targets[targets != NOTHING].tolist() == list(range(1, tokens))

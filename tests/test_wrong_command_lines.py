@@ -1,0 +1,174 @@
+"""Wrong command lines: one line that names the key and the remedy, exit code 2, and nothing half-written left behind.
+And prompts that must work, whatever characters they hold.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, run_script
+
+from andrea.checkpoint import checkpoints_of
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
+    """A folder with a trained run, `runs/good`, and one of everything that can be wrong."""
+    place = tmp_path_factory.mktemp("place")
+    words = [*TINY, f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}", "data=text", f"data.path={notes}"]
+    train = [sys.executable, str(ROOT / "train.py"), *words]
+    subprocess.run([*train, "name=good", "train.steps=4"], check=True, stdout=subprocess.DEVNULL)
+    good = checkpoints_of(place / "runs" / "good")[-1]
+    for name in ("truncated", "foreign"):
+        shutil.copytree(good, place / name)
+    weights = place / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (place / "foreign" / "manifest.json").write_text("{}")
+    (place / "empty").mkdir()
+    (place / "file").write_text("a file where a folder is wanted")
+    (place / "binary").mkdir()
+    (place / "binary" / "picture.txt").write_bytes(bytes(range(256)) * 40)
+    (place / "blank").mkdir()
+    (place / "blank" / "blank.txt").write_text("")
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, 9999
+    (place / "short.bin").write_bytes(header.tobytes() + b"\1\0" * 50)
+    header[0] = 7
+    (place / "magic.bin").write_bytes(header.tobytes() + b"\1\0" * 9999)
+    (place / "no_ranks").mkdir()
+    return place
+
+
+def files_under(place: Path) -> set[Path]:
+    """Everything there, but for prepared data that are whole: they serve the next run."""
+    whole = {meta.parent for meta in (place / "data").glob("*/meta.json")}
+    return {path for path in place.rglob("*") if not whole & {path, path.parent}}
+
+
+TEXT = ["data=text", "data.path={notes}"]
+# what is typed, what the line must name: the key to change (or the folder that is wrong)
+TRAIN_WRONG = [
+    (["train.setps=3"], "train.steps"),
+    (["modle=gpt2"], "model"),
+    (["model=andrea-120"], "andrea-120m"),
+    (["optimiser=muon"], "optimizer"),
+    (["optimizer=moun"], "muon"),
+    (["model.d_modle=64"], "model.d_model"),
+    (["train"], "key=value"),
+    (["train.steps=many"], "train.steps"),
+    (["train.steps=1.5"], "train.steps"),
+    (["seed=1e400"], "seed"),
+    (["precision=bf61"], "bf16"),
+    (["deterministic=perhaps"], "deterministic"),
+    (["optimizer.learning_rate=fast"], "optimizer.learning_rate"),
+    (["model.n_head=5", "model.d_model=64"], "model.n_head"),
+    (["train.steps=0"], "train.steps"),
+    (["train.tokens_per_step=-256"], "train.tokens_per_step"),
+    (["model.sequence_length=0"], "model.sequence_length"),
+    (["train.micro_batch=0"], "train.micro_batch"),
+    (["optimizer.learning_rate=nan"], "optimizer.learning_rate"),
+    (["train.tokens_per_step=100"], "train.tokens_per_step"),
+    (["data=text", "data.path="], "data.path"),
+    (["data=text", "data.path={place}/absent"], "data.path"),
+    (["data=text", "data.path={place}/empty"], "data.path"),
+    (["data=text", "data.path={place}/blank"], "data.path"),
+    (["data=text", "data.path={place}/binary"], "data.path"),
+    (["data=shards", "data.path={place}/short.bin", "tokenizer=byte"], "short.bin"),
+    (["data=shards", "data.path={place}/magic.bin", "tokenizer=byte"], "magic.bin"),
+    (["data=shards", "data.path={place}/empty", "tokenizer=byte"], "data.path"),
+    ([*TEXT, "tokenizer=gpt2", "tokenizer.path={place}/no_ranks"], "tokenizer.path"),
+    ([*TEXT, "tokenizer=bpe", "tokenizer.path={place}/absent"], "tokenizer.path"),
+    ([*TEXT, "name=good"], "name"),
+    ([*TEXT, "name=good", "resume=auto", "train.steps=9", "model.d_mlp=32"], "model.d_mlp"),
+    ([*TEXT, "name=good", "resume=auto", "train.steps=9", "tokenizer.kind=bpe"], "tokenizer.vocab_size"),
+    ([*TEXT, "resume={place}/absent"], "resume"),
+    ([*TEXT, "resume={place}/truncated"], "truncated"),
+    ([*TEXT, "init_from={place}/foreign"], "foreign"),
+    ([*TEXT, "init_from={place}/runs/good", "resume=auto"], "init_from"),
+    ([*TEXT, "tokenizer=bpe", "tokenizer.vocab_size=300", "init_from={good}"], "tokenizer"),
+    ([*TEXT, "runs_dir={place}/file"], "runs_dir"),
+    ([*TEXT, "data_dir={place}/file"], "data_dir"),
+    ([*TEXT, "device=cuda:99"], "device"),
+]  # fmt: skip
+SAMPLE_WRONG = [
+    (["tempreature=1"], "temperature"),
+    (["temperature=hot"], "temperature"),
+    (["num_samples=0"], "num_samples"),
+    (["top_p=1.5"], "top_p"),
+    (["checkpoint={place}/absent"], "checkpoint"),
+    (["checkpoint={place}/truncated"], "truncated"),
+    (["checkpoint={place}/foreign"], "foreign"),
+    (["checkpoint={place}/empty"], "empty"),
+    (["runs_dir={place}/empty"], "runs_dir"),
+    (["prompt=@{place}/absent"], "prompt"),
+    (["prompt=" + "x" * 100], "prompt"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "named"), [("train", *case) for case in TRAIN_WRONG] + [("sample", *c) for c in SAMPLE_WRONG]
+)
+def test_one_line_and_exit_code_2(
+    name: str, typed: list[str], named: str, place: Path, notes: Path, script, capsys, tmp_path
+) -> None:
+    good = checkpoints_of(place / "runs" / "good")[-1]
+    words = [word.format(place=place, notes=notes, good=good) for word in typed]
+    defaults = [f"runs_dir={place / 'runs'}"]
+    if name == "train":
+        defaults += [*TINY, f"data_dir={place / 'data'}"]
+    given = {word.split("=")[0] for word in words}
+    before = files_under(place)
+    code, _, err = run_script(
+        script(name), [word for word in defaults if word.split("=")[0] not in given] + words, capsys
+    )
+    assert code == 2
+    assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
+    assert files_under(place) - before == set()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="a read-only bind mount takes root")
+@pytest.mark.parametrize("key", ["runs_dir", "data_dir"])
+def test_a_path_that_cannot_be_written_is_named(key: str, tmp_path: Path, notes: Path) -> None:
+    """chmod does not stop root, a read-only mount does: in a mount namespace of its own, so that it ends by itself."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    words = [*TINY, f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "data=text", f"data.path={notes}"]
+    command = [sys.executable, str(ROOT / "train.py"), *words, f"{key}={locked / 'below'}"]
+    mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    tried = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, str(locked), *command], capture_output=True, text=True
+    )
+    if "unshare" in tried.stderr or "mount:" in tried.stderr:
+        pytest.skip(f"no mounts on this machine: {tried.stderr.strip()}")
+    assert tried.returncode == 2 and tried.stderr.count("\n") == 1 and key in tried.stderr, tried.stderr
+    assert list(locked.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["def main(", "привет", "it's", "a, b", "12", "🦊", "a\nb", "null", "${x}", "=", ""],
+    ids=lambda prompt: repr(prompt),
+)
+def test_prompts_that_must_work(prompt: str, place: Path, script, capsys) -> None:
+    words = [f"runs_dir={place / 'runs'}", f"prompt={prompt}", "max_new_tokens=3", "device=cpu"]
+    code, out, err = run_script(script("sample"), words, capsys)
+    assert (code, err) == (0, "") and prompt in out
+
+
+def test_a_prompt_of_ten_kilobytes_works_where_the_model_is_long_enough(
+    place: Path, tmp_path: Path, tiny_run, script, capsys
+) -> None:
+    tiny_run(
+        "name=long", "model.sequence_length=16384", "train.tokens_per_step=16384", "train.steps=1", "model.n_layer=1"
+    )
+    prompt = "0123456789" * 1024
+    code, out, _ = run_script(
+        script("sample"), [f"runs_dir={tmp_path / 'runs'}", f"prompt={prompt}", "max_new_tokens=2"], capsys
+    )
+    assert code == 0 and prompt in out
