@@ -56,7 +56,10 @@ def test_few_documents_are_cut_at_a_line_near_the_last_tenth(tmp_path: Path) -> 
 
 
 @settings(max_examples=40, deadline=None)
-@given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1), piece=st.integers(4, 29))
+@given(
+    text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
+    piece=st.integers(4, 29),
+)
 def test_cut_or_not_every_byte_comes_once(tmp_path_factory, text: str, piece: int) -> None:
     path = tmp_path_factory.mktemp("corpus") / "a.txt"
     path.write_bytes(text.encode())
@@ -76,7 +79,11 @@ def test_ten_documents_of_which_none_is_held_out_are_cut_too(tmp_path: Path) -> 
 
 
 def test_what_is_no_text_is_left_out_and_reported(tmp_path: Path) -> None:
-    bad = {f"bad{n}.txt": b"\xff\xfe broken" for n in range(5)} | {"nul.py": b"a\0b", "empty.md": b"", "half.txt": "é".encode()[:1]}
+    bad = {f"bad{n}.txt": b"\xff\xfe broken" for n in range(5)} | {
+        "nul.py": b"a\0b",
+        "empty.md": b"",
+        "half.txt": "é".encode()[:1],
+    }
     source = Source("mine", "text", folder_of(tmp_path, {"good.txt": b"good\ntext\n", "image.png": b"\x89PNG", **bad}))
     said: list[str] = []
     assert source.check(said.append) == 10
@@ -110,7 +117,16 @@ def test_a_missing_path_is_named(tmp_path: Path) -> None:
 def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     texts = [f"text {n} é\n" for n in range(40)]
     lines = [json.dumps({"text": text, "id": n}) for n, text in enumerate(texts)]
-    wrong = ["", "{", "[]", '{"text": 3}', '{"title": "x"}', '{"text": ""}', '{"text": "\\ud800"}', '{"text": "a\\u0000"}']
+    wrong = [
+        "",
+        "{",
+        "[]",
+        '{"text": 3}',
+        '{"title": "x"}',
+        '{"text": ""}',
+        '{"text": "\\ud800"}',
+        '{"text": "a\\u0000"}',
+    ]
     path = tmp_path / "a.jsonl"
     path.write_bytes(("\n".join(lines + wrong) + "\n").encode() + b'\xff\n"')
     source = Source("s", "text", path)
@@ -124,10 +140,12 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
 
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
+    pytest.importorskip("pyarrow.parquet")
 
     texts = [f"row {n}\n" for n in range(300)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": [*texts, None, ""], "n": list(range(302))}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": [*texts, None, ""], "n": list(range(302))}), tmp_path / "a.parquet"
+    )
     pyarrow.parquet.write_table(pyarrow.table({"words": ["x"]}), tmp_path / "b.parquet")
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
     source = Source("s", "text", tmp_path)

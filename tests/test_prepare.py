@@ -52,7 +52,7 @@ def test_tokens_are_the_text_with_an_end_of_text_before_each_document(notes: Pat
     found = prepare(text_config(notes), tokenizer, tmp_path, quiet)
     (source,) = found.sources
     whole = [*source.train[:], *source.val[:]]
-    assert found.tokenizer.decode_bytes(source.train[:]).count(b"") and whole[0] == found.tokenizer.end_of_text
+    assert whole.count(found.tokenizer.end_of_text) in (12, 24)  # 12 documents, cut or not
     texts = sorted(path.read_bytes() for path in notes.iterdir())
     for stream, size in ((source.train, source.train_bytes), (source.val, source.val_bytes)):
         assert stream[0:1].tolist() == [found.tokenizer.end_of_text]
@@ -98,7 +98,9 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("after", range(0, 18, 2))
-def test_going_on_after_a_stop_ends_with_the_same_bytes(notes, tmp_path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_going_on_after_a_stop_ends_with_the_same_bytes(
+    notes, tmp_path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     """Stops at the n-th time something is put on the disk, without any tidying up."""
     monkeypatch.setattr(module, "SHARD_TOKENS", 4001)
     monkeypatch.setattr(module, "GROUP_BYTES", 1501)
@@ -183,7 +185,11 @@ def test_existing_shards(tmp_path: Path) -> None:
     shard(tmp_path / "shards" / "web_train_000002.bin", list(range(40, 50)))
     shard(tmp_path / "shards" / "web_val_000000.bin", [256, 65, 66])
     (source,) = shards_corpus(tmp_path).sources
-    assert source.train[:].tolist() == [256, *range(97, 120), *range(40, 50)] and source.val[:].tolist() == [256, 65, 66]
+    assert source.train[:].tolist() == [256, *range(97, 120), *range(40, 50)] and source.val[:].tolist() == [
+        256,
+        65,
+        66,
+    ]
     assert (source.train_bytes, source.val_bytes) == (33, 2)
     assert shards_corpus(tmp_path).sources[0].folder == source.folder
 

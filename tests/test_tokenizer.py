@@ -23,14 +23,18 @@ from andrea.text.tokenizer import (
     train_bpe,
 )
 
-TEXTS = ["def main(self):\n    return self.value\n" * 7, "the cat sat on the mat, and the hat\n" * 11, "привет, мир 12345\n" * 5]
+TEXTS = [
+    "def main(self):\n    return self.value\n" * 7,
+    "the cat sat on the mat, and the hat\n" * 11,
+    "привет, мир 12345\n" * 5,
+]
 CACHE = Path(__file__).parents[2] / "shared" / "data" / "tiktoken-cache"
 needs_cache = pytest.mark.skipif(not CACHE.exists(), reason="GPT-2's vocabulary is not beside the project")
 
 
 @pytest.fixture(scope="module")
 def bpe() -> RankTokenizer:
-    return train_bpe(TEXTS, 331)
+    return train_bpe(TEXTS, 311)
 
 
 @pytest.fixture(params=["byte", "bpe"])
@@ -39,9 +43,9 @@ def tokenizer(request: pytest.FixtureRequest, bpe: RankTokenizer) -> ByteTokeniz
 
 
 def test_sizes(bpe: RankTokenizer) -> None:
-    assert (bpe.n_vocab, bpe.end_of_text, bpe.kind) == (331, 330, "bpe")
+    assert (bpe.n_vocab, bpe.end_of_text, bpe.kind) == (311, 310, "bpe")
     assert (ByteTokenizer().n_vocab, ByteTokenizer().end_of_text) == (257, 256)
-    assert bpe.identity.startswith("bpe-331-") and len(bpe.identity) == len("bpe-331-") + 8
+    assert bpe.identity.startswith("bpe-311-") and len(bpe.identity) == len("bpe-311-") + 8
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,7 +60,7 @@ def test_any_text_comes_back(text: str) -> None:
 
 def _trained(kept: list[RankTokenizer] = []) -> RankTokenizer:  # noqa: B006 (hypothesis takes no module fixture)
     if not kept:
-        kept.append(train_bpe(TEXTS, 331))
+        kept.append(train_bpe(TEXTS, 311))
     return kept[0]
 
 
@@ -65,7 +69,7 @@ def test_merges_shorten_text_of_the_kind_trained_on(bpe: RankTokenizer) -> None:
 
 
 def test_training_is_repeatable(bpe: RankTokenizer) -> None:
-    assert train_bpe(iter(TEXTS), 331).rank_file == bpe.rank_file
+    assert train_bpe(iter(TEXTS), 311).rank_file == bpe.rank_file
 
 
 def test_few_texts_give_fewer_tokens_than_asked() -> None:
@@ -121,7 +125,9 @@ def test_saved_is_loaded(tokenizer: ByteTokenizer | RankTokenizer, tmp_path: Pat
         lambda folder: (folder / "tokenizer.tiktoken").unlink(),
         lambda folder: (folder / "tokenizer.tiktoken").write_bytes(b"\xff\xfe no ranks"),
         lambda folder: (folder / "tokenizer.tiktoken").write_bytes((folder / "tokenizer.tiktoken").read_bytes()[:100]),
-        lambda folder: train_bpe(["zzzzzzz qqqqq"], 259).save(folder) or (folder / "tokenizer.json").write_text(BEFORE[0]),
+        lambda folder: (
+            train_bpe(["zzzzzzz qqqqq"], 259).save(folder) or (folder / "tokenizer.json").write_text(BEFORE[0])
+        ),
     ],
 )
 def test_damage_is_named(bpe: RankTokenizer, tmp_path: Path, damage) -> None:
@@ -147,9 +153,9 @@ def test_rank_files_too_large_for_two_bytes_are_refused(tmp_path: Path) -> None:
 def test_configured(bpe: RankTokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path)
     assert configured_tokenizer(TokenizerConfig("byte", None, None)).n_vocab == 257
-    assert configured_tokenizer(TokenizerConfig("bpe", 331, None)) is None
+    assert configured_tokenizer(TokenizerConfig("bpe", 311, None)) is None
     for path in (tmp_path, tmp_path / "tokenizer.tiktoken"):
-        assert configured_tokenizer(TokenizerConfig("bpe", 331, str(path))).identity == bpe.identity
+        assert configured_tokenizer(TokenizerConfig("bpe", 311, str(path))).identity == bpe.identity
 
 
 def test_wrong_paths_are_named(bpe: RankTokenizer, tmp_path: Path) -> None:
@@ -158,10 +164,10 @@ def test_wrong_paths_are_named(bpe: RankTokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path / "bpe")
     ByteTokenizer().save(tmp_path / "byte")
     wrong = {
-        ("bpe", 4096, "bpe"): "tokenizer.vocab_size=331",
-        ("bpe", 331, "missing"): "does not exist",
-        ("bpe", 331, "empty"): "holds no tokenizer.json",
-        ("bpe", 331, "byte"): "choose tokenizer=byte",
+        ("bpe", 4096, "bpe"): "tokenizer.vocab_size=311",
+        ("bpe", 311, "missing"): "does not exist",
+        ("bpe", 311, "empty"): "holds no tokenizer.json",
+        ("bpe", 311, "byte"): "choose tokenizer=byte",
         ("gpt2", None, "bpe"): "choose tokenizer=bpe",
         ("gpt2", None, "empty"): "vocab.bpe",
         ("gpt2", None, "missing"): "does not exist",

@@ -79,7 +79,9 @@ def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
     found = sha256_of(beside)
     if expected is not None and found != expected:
         beside.unlink()
-        raise UserError(f"{remote.name} was damaged on the way: sha256 {found[:12]}…, not {expected[:12]}…; run again or {by_hand}")
+        raise UserError(
+            f"{remote.name} was damaged on the way: sha256 {found[:12]}…, not {expected[:12]}…; run again or {by_hand}"
+        )
     os.replace(beside, path)
     return path
 

@@ -147,7 +147,9 @@ def check_weights(configs: dict[str, SourceConfig]) -> None:
         )
 
 
-def describe_tokenizer(config: TokenizerConfig, given: Tokenizer | None, sources: list[Source | ShardSource]) -> list[Any]:
+def describe_tokenizer(
+    config: TokenizerConfig, given: Tokenizer | None, sources: list[Source | ShardSource]
+) -> list[Any]:
     """What the tokenizer is made from, for the folder's name."""
     if given is not None:
         return [given.identity]
@@ -225,7 +227,9 @@ def sample(sources: list[Source], total_bytes: int) -> Iterator[str]:
                 yield piece.text
 
 
-def encode_source(source: Source, tokenizer: Tokenizer, folder: Path, total_bytes: int, report: Report) -> dict[str, Any]:
+def encode_source(
+    source: Source, tokenizer: Tokenizer, folder: Path, total_bytes: int, report: Report
+) -> dict[str, Any]:
     """Write both splits as shards into `folder`, going on after the last shard noted in its progress.json."""
     noted = folder / "progress.json"
     empty = {"pieces": 0, "documents": 0, "bytes": 0, "shards": [], "done": False}
@@ -340,12 +344,19 @@ def split_shards(source: ShardSource) -> tuple[TokenStream, TokenStream]:
 
 def finish(job: Job, tokenizer: Tokenizer, meta: dict[str, Any], report: Report) -> None:
     """Write meta.json, which makes the folder whole, and rename it into place."""
-    content = [tokenizer.identity, meta.get("tokens_sha256"), *([s["sha256"] for s in meta["splits"][k]["shards"]] for k in SPLITS)]
+    content = [
+        tokenizer.identity,
+        meta.get("tokens_sha256"),
+        *([s["sha256"] for s in meta["splits"][k]["shards"]] for k in SPLITS),
+    ]
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     head = {"format_version": FORMAT_VERSION, "source": job.source.name, "tokenizer": tokenizer.identity}
     write_whole(job.partial / "meta.json", head | meta | {"fingerprint": fingerprint})
     os.replace(job.partial, job.folder)
-    counts = ", ".join(f"{meta['splits'][s]['bytes'] / 1e6:.2f} MB {name}" for s, name in zip(SPLITS, ("training", "validation"), strict=True))
+    counts = ", ".join(
+        f"{meta['splits'][s]['bytes'] / 1e6:.2f} MB {name}"
+        for s, name in zip(SPLITS, ("training", "validation"), strict=True)
+    )
     report(f"{job.source.name}: {counts} text prepared in {job.folder}")
 
 
@@ -368,7 +379,9 @@ def open_corpus(jobs: list[Job]) -> Corpus:
     for job in jobs:
         source, fingerprint, identity = open_prepared(job)
         if identity != tokenizer.identity:
-            raise UserError(f"{job.folder} was made with {identity}, not {tokenizer.identity}; delete it to make it again")
+            raise UserError(
+                f"{job.folder} was made with {identity}, not {tokenizer.identity}; delete it to make it again"
+            )
         sources.append(source)
         fingerprints.append([source.name, source.weight, fingerprint])
     content = json.dumps([tokenizer.identity, fingerprints])
@@ -383,7 +396,9 @@ def open_prepared(job: Job) -> tuple[PreparedSource, str, str]:
         files = {split: [job.folder / shard["file"] for shard in splits[split]["shards"]] for split in SPLITS}
         sizes = {split: splits[split]["bytes"] for split in SPLITS}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{job.folder} is damaged (meta.json: {error}); delete the folder to prepare it again") from error
+        raise UserError(
+            f"{job.folder} is damaged (meta.json: {error}); delete the folder to prepare it again"
+        ) from error
     if isinstance(job.source, Source):
         train, val = (TokenStream.open(files[split]) for split in SPLITS)
     else:

@@ -166,7 +166,9 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
 
     trainable = Trainable(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainable.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"), byte_level])
+    trainable.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"), byte_level]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=n_vocab - 1,
         initial_alphabet=byte_level.alphabet(),
@@ -226,7 +228,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     if bytes_known != 256 or sorted(ranks.values()) != list(range(len(fields))):
         raise UserError(f"{path} is damaged: it must number all 256 single bytes and each token once; copy it again")
     if len(ranks) >= 1 << 16:
-        raise UserError(f"{path} holds {len(ranks)} tokens; token shards have two bytes a token: at most 65535 and end-of-text")
+        raise UserError(
+            f"{path} holds {len(ranks)} tokens; token shards have two bytes a token: at most 65535 and end-of-text"
+        )
     return ranks
 
 
@@ -250,19 +254,25 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 def from_path(path: Path, kind: str) -> Tokenizer:
     """A vocabulary on disk: a rank file, or a folder that `save` wrote (a checkpoint, prepared data)."""
     if not path.exists():
-        raise UserError(f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}")
+        raise UserError(
+            f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
+        )
     if path.is_file():
         return RankTokenizer(kind, read_ranks(path))
     if not (path / DESCRIPTION).exists():
-        raise UserError(f"tokenizer.path={path} holds no {DESCRIPTION}; name a checkpoint, prepared data or a rank file")
+        raise UserError(
+            f"tokenizer.path={path} holds no {DESCRIPTION}; name a checkpoint, prepared data or a rank file"
+        )
     found = load_tokenizer(path)
     if found.kind != kind:
-        raise UserError(f"tokenizer.path={path} holds {found.identity}; choose tokenizer={found.kind} instead of {kind}")
+        raise UserError(
+            f"tokenizer.path={path} holds {found.identity}; choose tokenizer={found.kind} instead of {kind}"
+        )
     return found
 
 
 def load_gpt2(path: str | None) -> Tokenizer:
-    """GPT-2's vocabulary from tiktoken's cache or the network, or from `path`. Raises UserError with what to put where."""
+    """GPT-2's vocabulary from tiktoken's cache, the network, or from `path`. Raises UserError, saying what to put where."""
     if path is None:
         return download_gpt2()
     folder = Path(path).expanduser()
@@ -271,7 +281,9 @@ def load_gpt2(path: str | None) -> Tokenizer:
     else:
         found = from_pair(folder)
     if found.n_vocab != 50257:
-        raise UserError(f"tokenizer.path={path} holds {found.n_vocab} tokens, GPT-2 has 50257; choose tokenizer=bpe for it")
+        raise UserError(
+            f"tokenizer.path={path} holds {found.n_vocab} tokens, GPT-2 has 50257; choose tokenizer=bpe for it"
+        )
     return found
 
 

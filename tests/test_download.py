@@ -1,0 +1,105 @@
+"""Downloads from a server on this machine: whole, resumed, damaged, absent."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from andrea.config import UserError
+from andrea.text.download import Remote, fetch
+
+CONTENT = bytes(range(251)) * 4001
+CHECKSUM = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/file")
+            self.send_header("X-Linked-ETag", f'"{CHECKSUM}"')
+            self.end_headers()
+            return
+        if self.path == "/missing":
+            self.send_error(404)
+            return
+        start = int(self.headers.get("Range", "bytes=0-")[6:-1])
+        if start >= len(CONTENT):
+            self.send_error(416)
+            return
+        self.server.starts.append(start)
+        self.send_response(206 if start and self.path != "/whole" else 200)
+        start = 0 if self.path == "/whole" else start
+        self.send_header("Content-Length", str(len(CONTENT) - start))
+        self.end_headers()
+        self.wfile.write(CONTENT[start : start + 1000] if self.path == "/torn" else CONTENT[start:])
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        made.starts = []
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def remote(server: ThreadingHTTPServer, path: str, sha256: str | None = CHECKSUM) -> Remote:
+    return Remote("a.bin", f"http://127.0.0.1:{server.server_port}{path}", sha256)
+
+
+def quiet(line: str) -> None:
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(("path", "have"), [("/file", 0), ("/file", 777), ("/whole", 777), ("/file", len(CONTENT))])
+def test_what_is_missing_is_fetched(server: ThreadingHTTPServer, tmp_path: Path, path: str, have: int) -> None:
+    if have:
+        (tmp_path / "a.bin.part").write_bytes(CONTENT[:have])
+    assert fetch(remote(server, path), tmp_path, quiet).read_bytes() == CONTENT
+    assert server.starts == ([] if have == len(CONTENT) else [have])
+    assert [file.name for file in tmp_path.iterdir()] == ["a.bin"]
+    server.starts.clear()
+    fetch(remote(server, "/missing"), tmp_path, quiet)  # it is there: nothing is asked
+    assert not server.starts
+
+
+def test_a_torn_download_is_gone_on_with(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run again to go on"):
+        fetch(remote(server, "/torn"), tmp_path, quiet)
+    assert (tmp_path / "a.bin.part").stat().st_size == 1000
+    assert fetch(remote(server, "/file"), tmp_path, quiet).read_bytes() == CONTENT
+    assert server.starts == [0, 1000]
+
+
+def test_damage_is_noticed_also_by_the_checksum_that_a_redirect_tells(
+    server: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    for source in (remote(server, "/moved", None), remote(server, "/file")):
+        (tmp_path / "a.bin.part").write_bytes(b"x" * 99)
+        with pytest.raises(UserError, match="damaged on the way"):
+            fetch(source, tmp_path, quiet)
+        assert not list(tmp_path.iterdir())
+    assert fetch(remote(server, "/moved", None), tmp_path, quiet).read_bytes() == CONTENT
+
+
+def test_no_network_says_what_to_put_where(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    for source in (remote(server, "/missing"), Remote("a.bin", "http://127.0.0.1:9/a.bin", None)):
+        with pytest.raises(UserError, match="put it at") as caught:
+            fetch(source, tmp_path, quiet)
+        assert str(tmp_path / "a.bin") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match="data_dir"):
+        fetch(remote(server, "/file"), tmp_path / "file", quiet)
