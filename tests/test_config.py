@@ -86,7 +86,7 @@ def test_the_nearest_spelling_is_offered() -> None:
 
 def test_a_head_width_that_is_not_whole_offers_one_that_is() -> None:
     with pytest.raises(UserError, match="n_head=5 does not divide .*d_model=256.*n_head=4"):
-        make("model.n_head=5")
+        make("model.d_model=256", "model.n_head=5")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_the_sum_is_that_of_log_probabilities_and_skips_what_is_ignored() -> Non
     targets[:, -1] = IGNORED
     log_probabilities = model.logits(model(tokens)).double().log_softmax(-1)
     by_hand = -sum(log_probabilities[b, t, targets[b, t]] for b in range(3) for t in range(10))
-    assert float(loss_sum(model, tokens, targets)) == pytest.approx(float(by_hand), rel=1e-5)
+    assert loss_sum(model, tokens, targets).item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
 def test_an_untrained_model_with_a_zero_head_scores_ln_v_on_every_token() -> None:
@@ -36,7 +36,7 @@ def test_an_untrained_model_with_a_zero_head_scores_ln_v_on_every_token() -> Non
     model = GPT(run.model, run.attention, 31)
     initialise(model, torch.Generator().manual_seed(1))
     tokens = torch.zeros(2, 7, dtype=torch.int64)
-    assert float(loss_sum(model, tokens, tokens)) == pytest.approx(14 * math.log(31), rel=1e-5)
+    assert loss_sum(model, tokens, tokens).item() == pytest.approx(14 * math.log(31), rel=1e-5)
 
 
 def test_bits_per_byte_by_hand() -> None:

@@ -32,8 +32,8 @@ def choose(logits: Tensor, history: Tensor, sampling: Sampling, uniform: Tensor)
     logits = penalise_repetition(logits.float(), history, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    # Shifted first: dividing by a tiny temperature would overflow to inf - inf.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
+    # Shifted first: dividing by a tiny temperature would overflow to inf - inf. In fp64: the smallest are 0 in fp32.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / sampling.temperature
     logits = keep_top_k(logits, sampling.top_k)
     logits = keep_top_p(logits, sampling.top_p)
     logits = keep_min_p(logits, sampling.min_p)
