@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,19 @@ def test_resume_auto_starts_goes_on_and_says_when_it_is_done(tiny_run, tmp_path:
     out = capsys.readouterr().out
     assert "step 4" in out and "changed train.steps: 4 → 8" in out
     assert [record["step"] for record in read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")][-1] == 8
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny_run, tmp_path: Path) -> None:
+    tiny_run("name=a", "train.steps=4")
+    run = tmp_path / "runs" / "a"
+    for path in checkpoints_of(run):
+        shutil.rmtree(path)
+    assert tiny_run("name=a", "train.steps=4", "resume=auto") == 0
+    assert [r["step"] for r in read_lines(run / "metrics.jsonl") if "event" in r] == [4]
+    for path in checkpoints_of(run):
+        (path / "state.json").unlink()
+    with pytest.raises(ValueError, match="every checkpoint .* is damaged"):
+        tiny_run("name=a", "train.steps=4", "resume=auto")
 
 
 def test_a_run_that_would_become_another_is_refused(tiny_run) -> None:

@@ -67,7 +67,7 @@ class Source:
     """One named source of text: `listing` costs a walk of the folders, `pieces` reads."""
 
     def __init__(self, name: str, kind: Literal["pystdlib", "text"], path: Path | None, key: str = "data.path") -> None:
-        """`key` is the configuration key that messages name. Raises UserError where `path` is missing or holds nothing."""
+        """`key` is what messages name. Raises UserError where `path` is missing or holds nothing."""
         self.name, self.kind, self.key = name, kind, key
         self.root = path if path is not None else Path(sysconfig.get_paths()["stdlib"])
         if not self.root.exists():

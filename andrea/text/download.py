@@ -60,7 +60,7 @@ def told_checksum(headers: http.client.HTTPMessage) -> str | None:
 
 
 def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
-    """`remote` as a file in `folder`, downloaded where it is not there yet; what a broken download left is gone on with.
+    """`remote` as a file in `folder`, downloaded where it is not there; a broken download is gone on with.
 
     Raises UserError: no network, or a content whose sha256 is not the expected one.
     """

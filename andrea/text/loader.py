@@ -163,7 +163,7 @@ def read_window(stream: TokenStream, window: int, sequence_length: int) -> tuple
 
 
 def validation_batches(stream: TokenStream, sequence_length: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Disjoint windows in order, (batch, T) each, every token after the first a target once; missing rows are NOTHING."""
+    """Disjoint windows in order, (batch, T); each token after the first a target once; missing rows are NOTHING."""
     windows = count_windows(stream, sequence_length)
     for first in range(0, windows, batch):
         tokens = np.zeros((batch, sequence_length), np.int64)

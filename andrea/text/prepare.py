@@ -80,7 +80,7 @@ class Job:
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, report: Report) -> Corpus:
-    """The corpus that `data` names in tokens of `tokenizer`: found in `data_dir`, or made there with progress on `report`.
+    """The corpus that `data` names in tokens of `tokenizer`: found in `data_dir`, or made there.
 
     Raises UserError for what the user can mend: a path, a file that is no text or no whole shard, a missing network.
     """

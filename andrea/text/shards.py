@@ -1,4 +1,4 @@
-"""Files of tokens in the layout of llm.c: 256 int32 (magic, version, count, zeros), then `count` uint16, little-endian."""
+"""Files of tokens as in llm.c: 256 int32 (magic, version, count, zeros), then `count` uint16, little-endian."""
 
 from __future__ import annotations
 

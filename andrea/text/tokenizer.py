@@ -160,7 +160,7 @@ def without_surrogates(text: str) -> str:
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
-    """Byte-pair encoding (Sennrich et al. 2016) on UTF-8 bytes, V = n_vocab, or fewer where the texts give no more pairs."""
+    """Byte-pair encoding (Sennrich et al. 2016) on UTF-8 bytes, V = n_vocab, or fewer where pairs run out."""
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainable
 
@@ -272,7 +272,7 @@ def from_path(path: Path, kind: str) -> Tokenizer:
 
 
 def load_gpt2(path: str | None) -> Tokenizer:
-    """GPT-2's vocabulary from tiktoken's cache, the network, or from `path`. Raises UserError, saying what to put where."""
+    """GPT-2's vocabulary from tiktoken's cache, the network, or from `path`. Raises UserError."""
     if path is None:
         return download_gpt2()
     folder = Path(path).expanduser()

@@ -24,7 +24,12 @@ def find_resume(run: TrainingRun) -> Checkpoint | None:
     if run.resume != "auto":
         return locate(run.resume, Path(run.runs_dir), key="resume")
     folder = Path(run.runs_dir) / run.name if run.name else newest_run(Path(run.runs_dir))
-    return newest_whole(folder) if folder is not None and folder.is_dir() else None
+    if folder is None or not folder.is_dir():
+        return None
+    found = newest_whole(folder)
+    if found is None and checkpoints_of(folder):  # starting over here would lose what may still be mended
+        raise UserError(f"resume=auto: every checkpoint of {folder} is damaged; start a new run with another name=…")
+    return found
 
 
 def is_done(checkpoint: Checkpoint, steps: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andrea.checkpoint import Checkpoint, read_checkpoint, remove_unfinished, replace_text
+from andrea.checkpoint import Checkpoint, checkpoints_of, read_checkpoint, remove_unfinished, replace_text
 from andrea.config import Text, TrainingRun, UserError, to_plain
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise
@@ -65,13 +65,16 @@ def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
 
     loss, run = make_loss_sum(model, run, device, console, may_do_without_compile)
     write_config(folder, run)
-    facts = {
-        "config": to_plain(run),
-        "data": corpus.fingerprint,
-        "model_parameters": sum(p.numel() for p in model.parameters()),
-    }
     per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
-    loggers, facts["wandb_id"] = open_loggers(run, folder, checkpoint, console, facts | {"flops_per_token": per_token})
+    derived = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops_per_token": per_token,
+        "tokens_per_step": run.tokens_per_step,
+        "tokenizer_identity": corpus.tokenizer.identity,
+        "data_fingerprint": corpus.fingerprint,
+    }
+    loggers, run_id = open_loggers(run, folder, checkpoint, console, derived)
+    facts = {"config": to_plain(run), "data": corpus.fingerprint, "wandb_id": run_id}
 
     trainer = Trainer(
         run=run, folder=folder, corpus=corpus, model=model, loss_sum=loss, optimizer=optimizer, scale=scale, device=device,
@@ -219,7 +222,8 @@ def restore(checkpoint: Checkpoint, optimizer: Optimizer, scale: LossScale) -> P
 def new_run_folder(run: TrainingRun) -> Path:
     name = run.name or f"{run.model.name}-{run.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(run.runs_dir) / name
-    if (folder / "config.yaml").exists():
+    begun_without_checkpoint = run.resume == "auto" and not checkpoints_of(folder)  # killed before its first save
+    if (folder / "config.yaml").exists() and not begun_without_checkpoint:
         raise UserError(f"name={name}: {folder} exists; go on with it by resume=auto, or choose another name")
     return folder
 
@@ -250,7 +254,7 @@ def plain_text(value: Any) -> Any:
 
 
 def open_loggers(
-    run: TrainingRun, folder: Path, checkpoint: Checkpoint | None, console: Console, facts: dict[str, Any]
+    run: TrainingRun, folder: Path, checkpoint: Checkpoint | None, console: Console, derived: dict[str, Any]
 ) -> tuple[list[Logger], str | None]:
     """The run folder first, then the console, then wandb; with wandb's run id, kept in checkpoints for a resume."""
     run_folder = RunFolder(folder)
@@ -260,10 +264,8 @@ def open_loggers(
     console.say(line)
     run_id = checkpoint.state.get("wandb_id") if checkpoint else None
     if mode != "disabled":
-        machine = {"platform": platform.platform(), "torch": torch.__version__}
-        wandb = Wandb(
-            run.logger, mode, Path(run.runs_dir), folder.name, run.model.name, run_id, plain_text(facts) | machine
-        )
+        known = plain_text(to_plain(run)) | derived | {"platform": platform.platform(), "torch": torch.__version__}
+        wandb = Wandb(run.logger, mode, Path(run.runs_dir), folder.name, run.model.name, run_id, known)
         loggers.append(wandb)
         run_id = wandb.run_id
     return loggers, run_id
