@@ -79,7 +79,7 @@ def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
     trainer = Trainer(
         run=run, folder=folder, corpus=corpus, model=model, loss_sum=loss, optimizer=optimizer, scale=scale, device=device,
         precision=run.precision, micro_batch=run.train.micro_batch, flops_per_token=per_token, peak_flops=peak_flops(device),
-        progress=progress, loggers=loggers, console=console, write_sample=sampler(run, corpus, device), facts=facts,
+        progress=progress, loggers=loggers, console=console, write_sample=sampler(run, corpus), facts=facts,
     )  # fmt: skip
     code = 1
     try:
@@ -271,13 +271,12 @@ def open_loggers(
     return loggers, run_id
 
 
-def sampler(run: TrainingRun, corpus: Corpus, device: torch.device) -> WriteSample:
+def sampler(run: TrainingRun, corpus: Corpus) -> WriteSample:
     """What writes a sample during training: the generation engine on the model as it is."""
 
     def write(model: GPT, seed: int) -> dict[str, str]:
         prompt = str(run.train.sample_prompt)
         request = Request(run.train.sample_tokens, seed=seed, sampling=Sampling(temperature=SAMPLE_TEMPERATURE))
-        with autocast(device, run.precision):
-            return {"prompt": prompt, "text": Engine(model, corpus.tokenizer).write(prompt, request)[0]}
+        return {"prompt": prompt, "text": Engine(model, corpus.tokenizer).write(prompt, request)[0]}
 
     return write
