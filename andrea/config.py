@@ -110,6 +110,7 @@ class DataConfig:
     kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "mixture"]
     path: Text | None
     sources: dict[str, SourceConfig]
+    sample_prompt: Text = Text("")
 
     def check(self, path: str) -> None:
         if self.kind in ("text", "shards") and not self.path:
@@ -201,7 +202,6 @@ class TrainConfig:
     keep: int
     sample_every: int | Literal["auto"]
     sample_tokens: int
-    sample_prompt: Text
     max_minutes: float | None
 
     def check(self, path: str) -> None:

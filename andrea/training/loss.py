@@ -25,7 +25,6 @@ def loss_sum(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-@torch.no_grad()
 def evaluate(
     loss_sum: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -41,7 +40,7 @@ def evaluate(
     nats, tokens_scored, bytes_scored = 0.0, 0, 0
     for tokens, targets in batches:
         scored = targets[targets != IGNORED]
-        nats += float(loss_sum(tokens.to(device), targets.to(device)))
+        nats += float(loss_sum(tokens.to(device), targets.to(device)).detach())
         tokens_scored += scored.numel()
         bytes_scored += int(bytes_of_token[scored].sum())
         if most_tokens is not None and tokens_scored >= most_tokens:

@@ -161,9 +161,10 @@ def make_loss_sum(
     compiled = torch.compile(eager, dynamic=False, fullgraph=True)
     console.say("compiling the training step, up to a minute (kept for the next start) …")
     clock = time.perf_counter()
-    tokens = torch.zeros(run.train.micro_batch, run.model.sequence_length, dtype=torch.int64, device=device)
+    shape = (run.train.micro_batch, run.model.sequence_length)
+    tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
-        compiled(tokens, tokens).backward()
+        compiled(tokens, targets).backward()
     except (TorchDynamoException, InductorError, CppCompileError) as error:
         if not may_do_without:
             raise
@@ -275,7 +276,7 @@ def sampler(run: TrainingRun, corpus: Corpus) -> WriteSample:
     """What writes a sample during training: the generation engine on the model as it is."""
 
     def write(model: GPT, seed: int) -> dict[str, str]:
-        prompt = str(run.train.sample_prompt)
+        prompt = str(run.data.sample_prompt)
         request = Request(run.train.sample_tokens, seed=seed, sampling=Sampling(temperature=SAMPLE_TEMPERATURE))
         return {"prompt": prompt, "text": Engine(model, corpus.tokenizer).write(prompt, request)[0]}
 

@@ -190,18 +190,18 @@ class Trainer:
         """Validation loss and bits per byte over all sources and, where there are several, of each."""
         whole = whole or self.progress.step == self.run.steps
         self.console.waiting(f"step {self.progress.step}: evaluating …")
-        self.model.eval()
-        parts = {
-            source.name: evaluate(
-                self.loss_sum,
-                validation_batches(source.val, self.run.model.sequence_length, self.micro_batch),
-                self.bytes_of_token,
-                self.device,
-                None if whole else self.run.train.eval_tokens,
-            )
-            for source in self.corpus.sources
-        }
-        self.model.train()
+        # Compiled code is made for one gradient mode: with gradients on, the training graph serves here too.
+        with torch.set_grad_enabled(self.run.compile == "on"):
+            parts = {
+                source.name: evaluate(
+                    self.loss_sum,
+                    validation_batches(source.val, self.run.model.sequence_length, self.micro_batch),
+                    self.bytes_of_token,
+                    self.device,
+                    None if whole else self.run.train.eval_tokens,
+                )
+                for source in self.corpus.sources
+            }
         total = summary(*(sum(part[key] for part in parts.values()) for key in ("nats", "tokens", "bytes")))
         self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
         figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
@@ -213,9 +213,7 @@ class Trainer:
         if not self.run.train.sample_tokens:
             return
         self.console.waiting(f"step {self.progress.step}: writing a sample …")
-        self.model.eval()
         written = self.write_sample(self.model, self.run.seed + self.progress.step)
-        self.model.train()
         for logger in self.loggers:
             logger.sample(self.axes() | written)
 
