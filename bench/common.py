@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -117,20 +118,23 @@ def report(bench: str, chosen: argparse.Namespace, speeds: dict[str, list[float]
     for name, row in rows.items():
         numbers = (row["tokens_per_second"], row["ratio"], row["ratio_lowest"], row["ratio_highest"])
         print(f"{name:34}{numbers[0]:12.1f}{numbers[1]:8.2f}{numbers[2]:8.2f}{numbers[3]:9.2f}")
-    now = datetime.datetime.now(datetime.UTC)
     settings = {key: value for key, value in vars(chosen).items() if key != "output"}
-    record = {"bench": bench, "date": now.isoformat(timespec="seconds"), "machine": machine(chosen.device)}
-    record |= {"settings": settings, "baseline": baseline, **facts, "results": rows}
+    now = datetime.datetime.now(datetime.UTC)
     kind = chosen.device.partition(":")[0]
     path = chosen.output or RESULTS / f"{bench}-{chosen.model}-{kind}-{now:%Y%m%d-%H%M%S}.json"
+    write_record(path, bench, chosen.device, {"settings": settings, "baseline": baseline, **facts, "results": rows})
+
+
+def write_record(path: Path, bench: str, device: str, content: dict) -> None:
+    """The JSON of one measurement: what was measured, when, on what."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"bench": bench, "date": date, "machine": machine(device), **content}
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {path}")
 
 
 def machine(device: str) -> dict:
-    import transformers
-
     processor = platform.processor() or platform.machine()
     cpu_info = Path("/proc/cpuinfo")
     if cpu_info.exists():
@@ -143,5 +147,5 @@ def machine(device: str) -> dict:
         "bf16": torch.cpu._is_avx512_bf16_supported(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }
