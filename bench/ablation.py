@@ -3,7 +3,8 @@
     python bench/ablation.py --steps 300 --seeds 1337
 
 Each row is a whole `train.py` run with one thing changed; the figure is validation bits per byte at its end, over the
-whole held-out split, beside the run's FLOPs as a multiple of the default's. Rates are those of the default recipe but for AdamW, whose own were tried in a small sweep.
+whole held-out split, beside the run's FLOPs as a multiple of the default's. Rates are those of the default recipe but
+for AdamW, whose own were tried in a small sweep.
 """
 
 from __future__ import annotations
