@@ -18,7 +18,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,10 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 class Damaged(UserError):
     """The folder is not a whole checkpoint of this project; the message names the folder and what is wrong with it."""
+
+
+class StorageFailed(Exception):
+    """The disk refused a write, and the message names which; whatever was whole before is whole still."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +79,15 @@ def write_checkpoint(
 ) -> Path:
     """Write `checkpoints/step-XXXXXXXX` (from `state["step"]`) whole or not at all, and return its path.
 
-    Raises OSError when the disk refuses; what was there before is then still there.
+    Raises StorageFailed when the disk refuses; what was there before is then still there.
     """
     from safetensors.torch import save_file
 
     final = checkpoints / f"step-{state['step']:08d}"
     beside = checkpoints / f".writing-{final.name}-{os.getpid()}"
     remove_unfinished(checkpoints)
-    beside.mkdir(parents=True)
-    try:
+    with storing(final), gone_unless_finished(beside):
+        beside.mkdir(parents=True)
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in model_tensors.items()},
             beside / "model.safetensors",
@@ -104,10 +109,16 @@ def write_checkpoint(
             shutil.rmtree(final)
         os.rename(beside, final)
         flush_to_disk(checkpoints)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
     return final
+
+
+@contextmanager
+def gone_unless_finished(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -236,11 +247,27 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file beside its place, flush it and rename it into place."""
+    """Write a small file beside its place, flush it and rename it into place. Raises StorageFailed."""
     beside = path.with_name(f".{path.name}-{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    flush_to_disk(beside)
-    os.replace(beside, path)
+    with storing(path):
+        try:
+            beside.write_text(text, encoding="utf-8")
+            flush_to_disk(beside)
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns the disk's refusal, in Python's words or in safetensors', into StorageFailed with `path` in it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StorageFailed(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def file_sha256(path: Path) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from andrea.checkpoint import StorageFailed
 from andrea.config import Text, UserError, nearest, parse
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -39,6 +40,10 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
     except UserError as error:
         print("error: " + one_line(str(error)), file=sys.stderr)
         code = 2
+    except StorageFailed as error:
+        hint = "what was saved before is whole: make room, then go on with resume=auto"
+        print(f"error: {one_line(str(error))}; {hint}", file=sys.stderr)
+        code = 5
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130

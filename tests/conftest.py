@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -27,7 +28,8 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def settings_restored():
-    """Training settles process-wide switches of torch; each test starts from the defaults."""
+    """Training settles process-wide switches of torch; each test starts from the defaults, and from one seed."""
+    torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -66,13 +68,31 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[st
 def tiny_run(tmp_path: Path, notes: Path, script) -> Callable[..., int]:
     """Trains the tiny model on the notes under tmp_path/runs; more words override the defaults. Returns the exit code."""
 
-    def train(*words: str) -> int:
-        places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "data=text", f"data.path={notes}"]
-        given = {word.split("=")[0] for word in words}
-        defaults = [word for word in places + TINY if word.split("=")[0] not in given]
-        return script("train")([*defaults, *words])
+    return lambda *words: script("train")(tiny_words(tmp_path, notes, *words))
 
-    return train
+
+def tiny_words(place: Path, notes: Path, *words: str) -> list[str]:
+    """The command line that trains the tiny model on the notes under `place`/runs; `words` override the defaults."""
+    places = [f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}", "data=text", f"data.path={notes}"]
+    given = {word.split("=")[0] for word in words}
+    return [*(word for word in places + TINY if word.split("=")[0] not in given), *words]
+
+
+def tiny_command(place: Path, notes: Path, *words: str) -> list[str]:
+    """The same as a process of its own."""
+    return [sys.executable, str(ROOT / "train.py"), *tiny_words(place, notes, *words)]
+
+
+def with_own_mounts(mount: str, folder: Path, command: list[str], after: str = "") -> subprocess.CompletedProcess:
+    """Run `command` where the shell words `mount` (with $0 = `folder`) hold, in a mount namespace that ends by itself.
+
+    `after` runs there when the command has ended. Skips where the machine, or a user who is not root, may not mount.
+    """
+    shell = ["sh", "-c", f'{mount} && "$@"; code=$?; {after or ":"}; exit $code', str(folder), *command]
+    tried = subprocess.run(["unshare", "--mount", *shell], capture_output=True, text=True)
+    if "unshare" in tried.stderr or "mount:" in tried.stderr:
+        pytest.skip(f"no mounts on this machine: {tried.stderr.strip()}")
+    return tried
 
 
 def run_script(

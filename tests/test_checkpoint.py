@@ -11,6 +11,7 @@ import torch
 from andrea import checkpoint as module
 from andrea.checkpoint import (
     Damaged,
+    StorageFailed,
     best_of,
     checkpoints_of,
     keep_newest,
@@ -133,7 +134,7 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_half_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "flush_to_disk", disk_is_full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageFailed, match="No space"):
         write(run, 2)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
     assert newest_whole(run).step == 1

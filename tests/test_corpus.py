@@ -156,6 +156,15 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
         assert any(words in line for line in said)
 
 
+def test_a_file_that_vanishes_is_left_out_and_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
+    (tmp_path / "b.jsonl").write_text('{"text": "more"}\n')
+    source = Source("s", "text", tmp_path)
+    (tmp_path / "b.jsonl").unlink()
+    said: list[str] = []
+    assert source.check(said.append) == 90 and any("1 unreadable: b.jsonl" in line for line in said)
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"x")

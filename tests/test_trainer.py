@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_script
+from conftest import run_script, tiny_command, with_own_mounts
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.training.device import Choice
@@ -278,9 +277,8 @@ def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Path, notes: Path, tiny_run) -> None:
     """kill -9 at some moment, then the same command line again: the same weights as undisturbed, bit for bit."""
     tiny_run("name=whole", "train.save_every=1", "train.eval_every=100", "train.sample_tokens=0")
-    words = [sys.executable, str(ROOT / "train.py"), *TINY, "data=text", f"data.path={notes}", f"runs_dir={tmp_path / 'runs'}",
-             f"data_dir={tmp_path / 'data'}", "name=killed", "train.save_every=1", "train.eval_every=100", "train.sample_tokens=0",
-             "resume=auto"]  # fmt: skip
+    quiet = ["train.save_every=1", "train.eval_every=100", "train.sample_tokens=0"]
+    words = tiny_command(tmp_path, notes, "name=killed", *quiet, "resume=auto")
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     checkpoints = tmp_path / "runs" / "killed" / "checkpoints"
     deadline = time.monotonic() + 60
@@ -298,9 +296,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Pa
 
 
 def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, notes: Path) -> None:
-    words = [sys.executable, str(ROOT / "train.py"), *[w for w in TINY if not w.startswith("train.steps")], "data=text",
-             f"data.path={notes}", f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=a",
-             "train.steps=100000"]  # fmt: skip
+    words = tiny_command(tmp_path, notes, "name=a", "train.steps=100000")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step"):
@@ -309,6 +305,28 @@ def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, no
     rest = process.stdout.read()
     assert process.wait() == 130
     assert "resume=auto" in rest and newest_whole(tmp_path / "runs" / "a").step > 0
+
+
+@pytest.mark.parametrize("size", ["2m", "2500k", "3m"])
+def test_a_full_disk_ends_the_run_in_one_line_and_what_was_whole_is_whole(
+    size: str, tmp_path: Path, notes: Path, tiny_run
+) -> None:
+    """Exit code 5, the checkpoints written before are whole, and with room again the run ends as an undisturbed one."""
+    quiet = ["train.steps=40", "train.save_every=1", "train.keep=100", "train.eval_every=100", "train.sample_tokens=0"]
+    tiny_run("name=whole", *quiet)
+    small = tmp_path / "small"
+    small.mkdir()
+    command = tiny_command(tmp_path, notes, "name=a", *quiet, f"runs_dir={small}")
+    mount = f'mount -t tmpfs -o size={size} none "$0"'
+    tried = with_own_mounts(mount, small, command, after='cp -r "$0" "$0-copy"')
+    assert tried.returncode == 5 and tried.stderr.count("\n") == 1, tried.stderr
+    assert all(words in tried.stderr for words in ("cannot be written", "No space left on device", "resume=auto"))
+    copy = tmp_path / "small-copy"
+    saved = checkpoints_of(copy / "a")
+    assert saved and all(read_checkpoint(path).step == number for number, path in enumerate(saved, 1))
+    assert not list((copy / "a" / "checkpoints").glob(".writing-*"))
+    assert tiny_run("name=a", *quiet, f"runs_dir={copy}", "resume=auto") == 0
+    assert tensors_equal(*(newest_whole(run).model_tensors() for run in (copy / "a", tmp_path / "runs" / "whole")))
 
 
 def test_a_user_error_reaches_the_terminal_as_one_line(script, capsys) -> None:

@@ -4,15 +4,13 @@ And prompts that must work, whatever characters they hold.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, run_script
+from conftest import TINY, run_script, tiny_command, with_own_mounts
 
 from andrea.checkpoint import checkpoints_of
 
@@ -21,9 +19,8 @@ from andrea.checkpoint import checkpoints_of
 def place(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
     """A folder with a trained run, `runs/good`, and one of everything that can be wrong."""
     place = tmp_path_factory.mktemp("place")
-    words = [*TINY, f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}", "data=text", f"data.path={notes}"]
-    train = [sys.executable, str(ROOT / "train.py"), *words]
-    subprocess.run([*train, "name=good", "train.steps=4"], check=True, stdout=subprocess.DEVNULL)
+    command = tiny_command(place, notes, "name=good", "train.steps=4")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     good = checkpoints_of(place / "runs" / "good")[-1]
     for name in ("truncated", "foreign"):
         shutil.copytree(good, place / name)
@@ -132,20 +129,13 @@ def test_one_line_and_exit_code_2(
     assert files_under(place) - before == set()
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="a read-only bind mount takes root")
 @pytest.mark.parametrize("key", ["runs_dir", "data_dir"])
 def test_a_path_that_cannot_be_written_is_named(key: str, tmp_path: Path, notes: Path) -> None:
     """chmod does not stop root, a read-only mount does: in a mount namespace of its own, so that it ends by itself."""
     locked = tmp_path / "locked"
     locked.mkdir()
-    words = [*TINY, f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "data=text", f"data.path={notes}"]
-    command = [sys.executable, str(ROOT / "train.py"), *words, f"{key}={locked / 'below'}"]
-    mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
-    tried = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mount, str(locked), *command], capture_output=True, text=True
-    )
-    if "unshare" in tried.stderr or "mount:" in tried.stderr:
-        pytest.skip(f"no mounts on this machine: {tried.stderr.strip()}")
+    command = tiny_command(tmp_path, notes, f"{key}={locked / 'below'}")
+    tried = with_own_mounts('mount --bind "$0" "$0" && mount -o remount,ro,bind "$0"', locked, command)
     assert tried.returncode == 2 and tried.stderr.count("\n") == 1 and key in tried.stderr, tried.stderr
     assert list(locked.iterdir()) == []
 

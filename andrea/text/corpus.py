@@ -235,7 +235,12 @@ def in_memory(key: str, data: bytes) -> Document:
 
 def lines_of(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
     """One document a line of JSON, its "text"."""
-    with open(path, "rb") as file:
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
+    except OSError:
+        skipped.add("unreadable", name)
+        return
+    with file:
         for index, line in enumerate(file):
             if not line.strip():
                 continue

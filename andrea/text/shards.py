@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -99,3 +101,37 @@ class TokenStream:
         begins = self.ends[:-1]
         pieces = [shard[max(0, start - b) : max(0, stop - b)] for shard, b in zip(self.shards, begins, strict=True)]
         return TokenStream([piece for piece in pieces if len(piece)])
+
+
+# --------------------------------------------------------------------------------------------- other people's shards
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Existing shards; those with 'val' in their name are held out, else the last hundredth of the tokens."""
+
+    name: str
+    key: str
+    root: Path
+    files: list[Path]
+    listing: list[list[Any]]
+
+
+def find_shards(name: str, path: Path, key: str) -> ShardSource:
+    if not path.exists():
+        raise UserError(f"{key}={path} does not exist; name a .bin file or a folder of them")
+    files = [path] if path.is_file() else sorted(path.glob("*.bin"))
+    if not files:
+        raise UserError(f"{key}={path} holds no .bin file; name token shards, or choose data=text for text")
+    stats = [file.stat() for file in files]
+    listing = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in zip(files, stats, strict=True)]
+    return ShardSource(name, key, path, files, listing)
+
+
+def split_shards(source: ShardSource) -> tuple[TokenStream, TokenStream]:
+    held_out = [file for file in source.files if "val" in file.name]
+    if held_out:
+        return TokenStream.open([file for file in source.files if file not in held_out]), TokenStream.open(held_out)
+    everything = TokenStream.open(source.files)
+    middle = len(everything) - max(2, len(everything) // 100)
+    return everything.part(0, max(0, middle)), everything.part(max(0, middle), len(everything))

@@ -84,7 +84,7 @@ def choose_compile(asked: str, device: torch.device, total_flops: float) -> Choi
         return Choice("off", "torch.compile is not reliable on mps")
     if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")):
         return Choice("off", "no C++ compiler found; install g++ to train faster")
-    worth_flops = 1e13 if device.type == "cpu" else 1e16
+    worth_flops = 3e13 if device.type == "cpu" else 1e16
     if total_flops < worth_flops:
         return Choice("off", "the run is too short to earn back the compile time")
     return Choice("on", "faster after about a minute of compiling")

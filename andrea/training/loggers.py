@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import flush_to_disk, replace_text
+from andrea.checkpoint import flush_to_disk, replace_text, storing
 from andrea.config import LoggerConfig, UserError
 
 AXES = ("tokens", "flops", "seconds")
@@ -53,7 +53,8 @@ class RunFolder(Logger):
         """On the disk now: a checkpoint must not outlive the records that led to it."""
         for path in (self.metrics, self.samples):
             if path.exists():
-                flush_to_disk(path)
+                with storing(path):
+                    flush_to_disk(path)
 
     def cut_after(self, step: int) -> None:
         """Drop what lies beyond a checkpoint's step, and the line of a run that had stopped there."""
@@ -63,7 +64,7 @@ class RunFolder(Logger):
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8") as stream:
+    with storing(path), open(path, "a", encoding="utf-8") as stream:
         stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from andrea.config import TrainingRun
 from andrea.model.size import Memory, count_parameters, flops_per_token, plan_memory
+from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.console import duration
 from andrea.training.device import choose_device, choose_precision
 from andrea.training.resume import measured_pace
@@ -18,7 +19,9 @@ GPT2_VOCABULARY = 50257  # tiktoken's gpt2, end-of-text included
 
 
 def planned_vocabulary(run: TrainingRun) -> int:
-    """Tokens in the vocabulary, before any tokenizer is loaded."""
+    """Tokens in the vocabulary: of the one that `tokenizer.path` names, or of the one that will be made."""
+    if run.tokenizer.path:
+        return configured_tokenizer(run.tokenizer).n_vocab
     if run.tokenizer.kind == "bpe":
         assert run.tokenizer.vocab_size is not None
         return run.tokenizer.vocab_size
