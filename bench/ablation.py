@@ -27,20 +27,20 @@ VARIANTS = {
     "AdamW, rate 0.003": [*ADAMW, "optimizer.learning_rate=0.003"],
     "learned positions": ["model.position=learned"],
     "no positions": ["model.position=none"],
-    "GELU": ["model.mlp=gelu"],
-    "SwiGLU, equal parameters": ["model.mlp=swiglu", "model.d_mlp=512"],
+    "squared ReLU, equal parameters": ["model.mlp=relu2", "model.d_mlp=768"],
+    "GELU, equal parameters": ["model.mlp=gelu", "model.d_mlp=768"],
     "LayerNorm": ["model.norm=layernorm"],
     "without QK-norm": ["model.qk_norm=false"],
-    "without zero-initialised projections": ["model.zero_init_projections=false"],
-    "tied head": ["model.tied_head=true"],
     "without softcap": ["model.logit_softcap=null"],
+    "tied head": ["model.tied_head=true"],
+    "zero-initialised projections": ["model.zero_init_projections=true"],
     "cosine schedule": ["optimizer.schedule=cosine"],
+    "weight decay 0.1": ["optimizer.weight_decay=0.1"],
+    "warm-up of 50 steps": ["optimizer.warmup_steps=50"],
+    "head rate halved": ["optimizer.learning_rate=0.0025"],
+    "head rate doubled": ["optimizer.learning_rate=0.01"],
     "T = 128": ["model.sequence_length=128"],
-    "head rate doubled": ["optimizer.learning_rate=0.005"],
-    "SwiGLU, head rate doubled": ["model.mlp=swiglu", "model.d_mlp=512", "optimizer.learning_rate=0.005"],
 }
-
-
 QUIET = ["logger=none", "compile=on", "train.sample_tokens=0", "train.eval_every=1000000", "train.save_every=1000000"]
 
 

@@ -36,7 +36,7 @@ def random_gradients(model: GPT, seed: int = 2) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize("name", ["andrea-nano", "gpt2", "nano-swiglu", "nano-nope"])
+@pytest.mark.parametrize("name", ["andrea-nano", "gpt2", "nano-llama", "nano-nope", "nano-relu2"])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_every_parameter_is_in_exactly_one_group_and_moves(name: str, kind: str) -> None:
     model, optimizer = make(f"model={name}", f"optimizer={kind}")

@@ -14,7 +14,7 @@ from andrea.training.console import duration
 from andrea.training.device import choose_device, choose_precision
 from andrea.training.resume import measured_pace
 
-TOKENS_AT_A_TIME_ON_CPU = 8192  # more than this in one pass is no faster on a CPU
+TOKENS_AT_A_TIME_ON_CPU = 4096  # more than this in one pass is no faster on a CPU, and takes more memory
 GPT2_VOCABULARY = 50257  # tiktoken's gpt2, end-of-text included
 
 
