@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -118,6 +119,9 @@ def label(sample_index: int) -> str:
 
 def converse(engine: Engine, prompt: str, request: Request) -> None:
     """One prompt a line until the input ends (Ctrl-D); each starts afresh. A prompt given with prompt= goes first."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (its presence gives input() line editing and a history)
+    show("each line is a prompt of its own; Ctrl-D ends\n")
     if prompt:
         show_samples(engine, prompt, engine.encode(prompt), request)
     while True:
