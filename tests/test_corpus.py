@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_standard_library_split_is_the_stated_one() -> None:
     pieces = {split: list(source.pieces(split)) for split in ("train", "val")}
     counts = [sum(piece.begins_document for piece in pieces[split]) for split in ("train", "val")]
     megabytes = [sum(len(piece.text.encode()) for piece in pieces[split]) / 1e6 for split in ("train", "val")]
-    if sys.version_info[:2] == (3, 11):
+    if sys.version_info[:3] == (3, 11, 7) and "deb_system" not in sysconfig.get_scheme_names():  # as CPython ships it
         assert counts == [421, 54]
         assert [round(size, 2) for size in megabytes] == [8.14, 0.75]
     assert megabytes[0] > 5 * megabytes[1] > 0

@@ -32,7 +32,7 @@ def test_the_sum_is_that_of_log_probabilities_and_skips_what_is_ignored() -> Non
 
 
 def test_an_untrained_model_with_a_zero_head_scores_ln_v_on_every_token() -> None:
-    run = configure(TrainingRun, "train", [])
+    run = configure(TrainingRun, "train", ["model=nano-relu2"])
     model = GPT(run.model, run.attention, 31)
     initialise(model, torch.Generator().manual_seed(1))
     tokens = torch.zeros(2, 7, dtype=torch.int64)

@@ -120,7 +120,9 @@ def test_interactive_answers_line_by_line_and_survives_a_long_one(tmp_path, caps
     stdin(monkeypatch, b"one\n" + b"x" * 99 + b"\ntwo\n")
     assert sample(run_of(tmp_path, interactive=True, prompt=Text("zero")), torch.device("cpu"), torch.float32) == 0
     captured = capsys.readouterr()
-    assert captured.out.endswith("\n\nzeroaaaaa\nprompt> oneaaaaa\nprompt> prompt> twoaaaaa\nprompt> \n")
+    assert captured.out.endswith(
+        "\n\neach line is a prompt of its own; Ctrl-D ends\nzeroaaaaa\nprompt> oneaaaaa\nprompt> prompt> twoaaaaa\nprompt> \n"
+    )
     assert captured.err.startswith("error: prompt has 99 tokens")
 
 

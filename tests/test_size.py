@@ -82,7 +82,7 @@ def test_optimizer_state_is_what_torch_allocates():
         for kind in ("adamw", "muon")
     }
     assert plan["adamw"].optimizer == sum(4 * moment.numel() for moment in moments)
-    matrices = 2 * (4 * 30 * 30 + 2 * 30 * 44)
+    matrices = 2 * (4 * 30 * 30 + 3 * 30 * 44)  # blocks · (q, k, v, output; gate, up, down)
     assert plan["adamw"].optimizer - plan["muon"].optimizer == 4 * matrices
 
 
