@@ -1,0 +1,589 @@
+"""One fused attention kernel, forward and backward, that also reports what each head does.
+
+B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D widths. Query and key are lowered already:
+their plain dot product is the score. Nothing of size T × S ever exists.
+
+Forward (Dao 2023, arXiv 2307.08691, algorithm 1): a program owns BLOCK_M queries of one head and walks over the keys,
+carrying per row the running maximum m, the denominator l = Σ e^(s-m) and the weighted sum of values. With statistics
+it carries one more sum, c = Σ e^(s-m) (s-m), from which entropy = ln l - c / l: no difference of large numbers. All
+exponents are in base 2, which is what the hardware computes: s is multiplied by log2(e) inside the one fused
+multiply-add that subtracts m.
+
+Backward: P is computed again from the log-sum-exp. One program owns BLOCK_N keys and walks over the queries for dK and
+dV (of every query head that shares them); dQ is either a second kernel that owns BLOCK_M queries (every sum in a fixed
+order: deterministic), or added up by the first one with atomics (two matrix products fewer, sums in any order).
+
+Masks come in three modes. NONE; CAUSAL, by arithmetic; INTERVAL: query i sees the keys first[i] .. stop[i]-1, both
+non-decreasing in i. In every mode blocks without a visible pair are never visited, and blocks in which every pair is
+visible are not masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# The running maximum of a row that has seen nothing: below every score, yet l · (LOWEST - m) is 0, not NaN.
+LOWEST = tl.constexpr(-1e38)
+
+WIDEST_HEAD = 256
+INTERPRETED = triton.knobs.runtime.interpret  # read when the functions below are decorated
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes (queries M, keys N), warps and pipeline stages of one kernel."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    forward: Blocks
+    keys: Blocks  # dK, dV
+    queries: Blocks  # dQ
+
+
+def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
+    """Tiles for the padded head width, input type and compute capability (80, 90, 100)."""
+    if dtype == torch.float32:  # full fp32 products, no tensor cores: small tiles, or the registers spill
+        if width <= 32:
+            return Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
+        if width <= 128:
+            return Tuning(Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
+        return Tuning(Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1))
+    if width > 128:
+        return Tuning(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
+    if width > 64:
+        if capability >= 90:
+            return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
+        return Tuning(Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2), Blocks(128, 32, 8, 2))
+    if capability >= 90:
+        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
+    return Tuning(Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
+
+
+# ------------------------------------------------------------------------------------------------ what is visible
+
+
+@triton.jit
+def key_range(first_stop, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
+    """For a block of query rows: (low, full_low, full_high, high). Keys low .. high-1 are visited; the blocks in
+    full_low .. full_high-1 are visible to every row. All four are multiples of BLOCK_N, except high."""
+    first, stop = first_stop
+    if MODE == INTERVAL:
+        inside = rows < T
+        low = tl.min(tl.where(inside, first, S)) // BLOCK_N * BLOCK_N
+        high = tl.max(tl.where(inside, stop, 0))
+        full_low = tl.cdiv(tl.max(tl.where(inside, first, 0)), BLOCK_N) * BLOCK_N
+        full_high = tl.min(tl.where(inside, stop, S)) // BLOCK_N * BLOCK_N
+        full_high = tl.maximum(full_high, full_low)
+        if full_high == full_low:  # no full block: everything in one masked stretch
+            full_low = low
+            full_high = low
+    else:
+        low = 0
+        full_low = 0
+        high = S
+        full_high = S // BLOCK_N * BLOCK_N
+        if MODE == CAUSAL:
+            top = tl.min(rows) + start  # the first row's position: it sees the keys 0 .. top
+            high = tl.maximum(tl.minimum(S, top + BLOCK_M), 0)
+            full_high = tl.maximum(tl.minimum(full_high, (top + 1) // BLOCK_N * BLOCK_N), 0)
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def is_visible(rows, keys, first_stop, start, S, MODE: tl.constexpr):
+    """rows and keys broadcast against each other; so do the rows' first and stop."""
+    visible = keys < S
+    if MODE == CAUSAL:
+        visible = visible & (keys <= rows + start)
+    if MODE == INTERVAL:
+        first, stop = first_stop
+        visible = visible & (keys >= first) & (keys < stop)
+    return visible
+
+
+@triton.jit
+def load_interval(first, stop, b, h, rows, T, stride_b, stride_h, stride_t, MODE: tl.constexpr):
+    if MODE == INTERVAL:
+        offset = b * stride_b + h * stride_h
+        inside = rows < T
+        return (
+            tl.load(first + offset + rows * stride_t, mask=inside, other=0),
+            tl.load(stop + offset + rows * stride_t, mask=inside, other=0),
+        )
+    else:
+        return rows, rows
+
+
+@triton.jit
+def load_tile(base, rows, n_rows, stride, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr):
+    """A tile (rows, PADDED) of a matrix (n_rows, WIDTH); what lies outside is zero."""
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    if BOUNDED:
+        return tl.load(pointers, mask=(rows[:, None] < n_rows) & (columns[None, :] < WIDTH), other=0.0)
+    elif WIDTH == PADDED:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
+
+
+# -------------------------------------------------------------------------------------------------------- forward
+
+
+@triton.jit
+def forward_stretch(
+    carried, q, k_base, v_base, k_stride, v_stride, rows, first_stop, start, S, low, high,
+    D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry (z, m, l, c) over the keys low .. high-1."""
+    z, m, l, c = carried
+    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
+    for n0 in tl.range(low, high, BLOCK_N):
+        keys = n0 + tl.arange(0, BLOCK_N)
+        k = load_tile(k_base, keys, S, k_stride, columns_qk, D_QK, PADDED_QK, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), natural units
+        if MASKED:
+            first, stop = first_stop
+            visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
+            s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * LOG2_E)
+        shifted = s * LOG2_E - m_new[:, None]  # log2 of the unnormalised weight
+        p = tl.exp2(shifted)
+        shrink = tl.exp2(m - m_new)
+        if STATISTICS:
+            if MASKED:
+                shifted = tl.where(visible, shifted, 0.0)  # not 0 · (-inf)
+            c = shrink * (c + (m - m_new) * l) + tl.sum(p * shifted, 1)
+        l = l * shrink + tl.sum(p, 1)
+        v = load_tile(v_base, keys, S, v_stride, columns_v, D_V, PADDED_V, MASKED)
+        z = tl.dot(p.to(v.dtype), v, z * shrink[:, None], input_precision=PRECISION)
+        m = m_new
+    return z, m, l, c
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, z, lse, largest, entropy, first, stop,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, z_b, z_h, z_t, i_b, i_h, i_t,
+    H, T, S, start, GROUP,
+    D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask first: no long tail at the end
+    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_stop = load_interval(first, stop, b, h, rows, T, i_b, i_h, i_t, MODE)
+    low, full_low, full_high, high = key_range(first_stop, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
+
+    q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, tl.arange(0, PADDED_QK), D_QK, PADDED_QK, True)
+    k_base, v_base = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
+    carried = (
+        tl.zeros([BLOCK_M, PADDED_V], tl.float32),
+        tl.full([BLOCK_M], LOWEST, tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    if MODE == INTERVAL:
+        carried = forward_stretch(
+            carried, q_tile, k_base, v_base, k_t, v_t, rows, first_stop, start, S, low, full_low,
+            D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION,
+        )  # fmt: skip
+    carried = forward_stretch(
+        carried, q_tile, k_base, v_base, k_t, v_t, rows, first_stop, start, S, full_low, full_high,
+        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION,
+    )  # fmt: skip
+    carried = forward_stretch(
+        carried, q_tile, k_base, v_base, k_t, v_t, rows, first_stop, start, S, full_high, high,
+        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION,
+    )  # fmt: skip
+
+    z_tile, m, l, c = carried
+    blind = l == 0
+    l = tl.where(blind, 1.0, l)
+    inside = rows < T
+    columns = tl.arange(0, PADDED_V)
+    z_pointers = z + b * z_b + h * z_h + rows[:, None] * z_t + columns[None, :]
+    tl.store(z_pointers, (z_tile / l[:, None]).to(z.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < D_V))
+    row = tl.program_id(1).to(tl.int64) * T + rows
+    tl.store(lse + row, tl.where(blind, float("-inf"), (m + tl.log2(l)) * LN_2), mask=inside)
+    if STATISTICS:
+        tl.store(largest + row, tl.where(blind, float("-inf"), m * LN_2), mask=inside)
+        tl.store(entropy + row, tl.where(blind, 0.0, (tl.log2(l) - c / l) * LN_2), mask=inside)
+
+
+# ------------------------------------------------------------------------------------------------------- backward
+
+
+@triton.jit
+def delta_kernel(
+    z, dz, delta, z_b, z_h, z_t, dz_b, dz_h, dz_t, H, T,
+    D_V: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta_i = z_i · dz_i = Σ_j p_ij dp_ij, which the gradient of a softmax subtracts."""
+    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    rows, columns = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, PADDED_V)
+    z_tile = load_tile(z + b * z_b + h * z_h, rows, T, z_t, columns, D_V, PADDED_V, True).to(tl.float32)
+    dz_tile = load_tile(dz + b * dz_b + h * dz_h, rows, T, dz_t, columns, D_V, PADDED_V, True).to(tl.float32)
+    tl.store(delta + tl.program_id(1).to(tl.int64) * T + rows, tl.sum(z_tile * dz_tile, 1), mask=rows < T)
+
+
+@triton.jit
+def load_row_sums(lse, delta, rows, T):
+    """log2 of the rows' denominators and their delta; a row that saw nothing, or lies outside, gets weights of zero."""
+    log2_sum = tl.load(lse + rows, mask=rows < T, other=float("-inf")) * LOG2_E
+    return tl.where(log2_sum == float("-inf"), float("inf"), log2_sum), tl.load(delta + rows, mask=rows < T, other=0.0)
+
+
+@triton.jit
+def keys_stretch(
+    carried, k, v, q_base, dz_base, dq_base, lse, delta, interval, b, h, keys, q_t, dz_t, dq_t, start, T, S, low, high,
+    D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    MODE: tl.constexpr, MASKED: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry (dk, dv) of one block of keys over the queries low .. high-1. Matrices are transposed: (N, M)."""
+    dk, dv = carried
+    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
+    for m0 in tl.range(low, high, BLOCK_M):
+        rows = m0 + tl.arange(0, BLOCK_M)
+        q = load_tile(q_base, rows, T, q_t, columns_qk, D_QK, PADDED_QK, True)
+        log2_sum, row_delta = load_row_sums(lse, delta, rows, T)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        p = tl.exp2(s * LOG2_E - log2_sum[None, :])
+        if MASKED:
+            first_base, stop_base, i_b, i_h, i_t = interval
+            first, stop = load_interval(first_base, stop_base, b, h, rows, T, i_b, i_h, i_t, MODE)
+            visible = is_visible(rows[None, :], keys[:, None], (first[None, :], stop[None, :]), start, S, MODE)
+            p = tl.where(visible, p, 0.0)
+        dz = load_tile(dz_base, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
+        dv = tl.dot(p.to(dz.dtype), dz, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dz), input_precision=PRECISION)
+        ds = (p * (dp - row_delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if ATOMIC_DQ:
+            pointers = dq_base + rows[:, None] * dq_t + columns_qk[None, :]
+            part = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+            tl.atomic_add(pointers, part, mask=(rows[:, None] < T) & (columns_qk[None, :] < D_QK), sem="relaxed")
+    return dk, dv
+
+
+@triton.jit
+def keys_kernel(
+    q, k, v, dz, lse, delta, dk, dv, dq, first, stop, query_low, query_high,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dq_b, dq_h, dq_t,
+    i_b, i_h, i_t, r_b, r_h, r_n,
+    H, T, S, start, GROUP,
+    D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    groups = H // GROUP
+    b, g = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
+    n0 = block * BLOCK_N
+    keys = n0 + tl.arange(0, BLOCK_N)
+    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
+    k_tile = load_tile(k + b * k_b + g * k_h, keys, S, k_t, columns_qk, D_QK, PADDED_QK, True)
+    v_tile = load_tile(v + b * v_b + g * v_h, keys, S, v_t, columns_v, D_V, PADDED_V, True)
+    carried = tl.zeros([BLOCK_N, PADDED_QK], tl.float32), tl.zeros([BLOCK_N, PADDED_V], tl.float32)
+    for member in tl.range(0, GROUP):
+        h = g * GROUP + member
+        low, full_low, high = 0, 0, T
+        if MODE == CAUSAL:  # a query sees key n from row n - start on
+            low = tl.maximum(n0 - start, 0) // BLOCK_M * BLOCK_M
+            full_low = tl.maximum(tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - start, 0), BLOCK_M) * BLOCK_M, low)
+            full_low = tl.minimum(full_low, tl.cdiv(T, BLOCK_M) * BLOCK_M)
+        if MODE == INTERVAL:
+            where = b * r_b + h * r_h + block * r_n
+            low = tl.load(query_low + where) // BLOCK_M * BLOCK_M
+            high = tl.load(query_high + where)
+        q_base, dz_base, dq_base = q + b * q_b + h * q_h, dz + b * dz_b + h * dz_h, dq + b * dq_b + h * dq_h
+        row = (b * H + h) * T
+        interval = (first, stop, i_b, i_h, i_t)
+        if MODE == INTERVAL:
+            carried = keys_stretch(
+                carried, k_tile, v_tile, q_base, dz_base, dq_base, lse + row, delta + row, interval, b, h, keys,
+                q_t, dz_t, dq_t, start, T, S, low, high,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION,
+            )  # fmt: skip
+        else:
+            if MODE == CAUSAL:
+                carried = keys_stretch(
+                    carried, k_tile, v_tile, q_base, dz_base, dq_base, lse + row, delta + row, interval, b, h, keys,
+                    q_t, dz_t, dq_t, start, T, S, low, full_low,
+                    D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION,
+                )  # fmt: skip
+            # With atomics a block that reaches past the last key is masked throughout: its keys of zero would put
+            # weights of e^-lse into dQ. Without, they only reach rows of dK and dV that are not stored.
+            carried = keys_stretch(
+                carried, k_tile, v_tile, q_base, dz_base, dq_base, lse + row, delta + row, interval, b, h, keys,
+                q_t, dz_t, dq_t, start, T, S, full_low, high,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, ATOMIC_DQ, ATOMIC_DQ, PRECISION,
+            )  # fmt: skip
+    dk_tile, dv_tile = carried
+    inside = keys[:, None] < S
+    dk_pointers = dk + b * dk_b + g * dk_h + keys[:, None] * dk_t + columns_qk[None, :]
+    tl.store(dk_pointers, dk_tile.to(dk.dtype.element_ty), mask=inside & (columns_qk[None, :] < D_QK))
+    dv_pointers = dv + b * dv_b + g * dv_h + keys[:, None] * dv_t + columns_v[None, :]
+    tl.store(dv_pointers, dv_tile.to(dv.dtype.element_ty), mask=inside & (columns_v[None, :] < D_V))
+
+
+@triton.jit
+def queries_stretch(
+    dq, q, dz, k_base, v_base, k_t, v_t, log2_sum, delta, rows, first_stop, start, S, low, high,
+    D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry dq of one block of queries over the keys low .. high-1."""
+    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
+    for n0 in tl.range(low, high, BLOCK_N):
+        keys = n0 + tl.arange(0, BLOCK_N)
+        k = load_tile(k_base, keys, S, k_t, columns_qk, D_QK, PADDED_QK, MASKED)
+        v = load_tile(v_base, keys, S, v_t, columns_v, D_V, PADDED_V, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.exp2(s * LOG2_E - log2_sum[:, None])
+        if MASKED:
+            first, stop = first_stop
+            visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
+            p = tl.where(visible, p, 0.0)
+        dp = tl.dot(dz, tl.trans(v), input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def queries_kernel(
+    q, k, v, dz, lse, delta, dq, first, stop,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dq_b, dq_h, dq_t, i_b, i_h, i_t,
+    H, T, S, start, GROUP,
+    D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
+    first_stop = load_interval(first, stop, b, h, rows, T, i_b, i_h, i_t, MODE)
+    low, full_low, full_high, high = key_range(first_stop, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
+    q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, columns_qk, D_QK, PADDED_QK, True)
+    dz_tile = load_tile(dz + b * dz_b + h * dz_h, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
+    row = tl.program_id(1).to(tl.int64) * T
+    log2_sum, row_delta = load_row_sums(lse + row, delta + row, rows, T)
+    k_base, v_base = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
+    dq_tile = tl.zeros([BLOCK_M, PADDED_QK], tl.float32)
+    if MODE == INTERVAL:
+        dq_tile = queries_stretch(
+            dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, first_stop, start, S,
+            low, full_low, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
+        )  # fmt: skip
+    dq_tile = queries_stretch(
+        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, first_stop, start, S,
+        full_low, full_high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION,
+    )  # fmt: skip
+    dq_tile = queries_stretch(
+        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, first_stop, start, S,
+        full_high, high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
+    )  # fmt: skip
+    pointers = dq + b * dq_b + h * dq_h + rows[:, None] * dq_t + columns_qk[None, :]
+    tl.store(pointers, dq_tile.to(dq.dtype.element_ty), mask=(rows[:, None] < T) & (columns_qk[None, :] < D_QK))
+
+
+# ---------------------------------------------------------------------------------------------------- the operators
+
+
+def padded(width: int) -> int:
+    """The width of a tile: a power of two, at least what a matrix product needs."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def tuned_for(query: Tensor, value: Tensor) -> Tuning:
+    capability = 80
+    if query.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(query.device)
+        capability = 10 * major + minor
+    return tuning(padded(max(query.shape[-1], value.shape[-1])), query.dtype, capability)
+
+
+def shape_constants(query: Tensor, value: Tensor) -> dict:
+    d_qk, d_v = query.shape[-1], value.shape[-1]
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # the latter says nothing for 16-bit inputs
+    return {"D_QK": d_qk, "D_V": d_v, "PADDED_QK": padded(d_qk), "PADDED_V": padded(d_v), "PRECISION": precision}
+
+
+def interval_of(first: Tensor | None, stop: Tensor | None, query: Tensor, causal: bool) -> tuple:
+    """(mode, first, stop, strides): rows' visible keys, expanded over (B, H, T) without a copy."""
+    if first is None or stop is None:
+        return (CAUSAL if causal else NONE), query, query, (0, 0, 0)  # any pointer: it is not read
+    first, stop = first.expand(query.shape[:3]), stop.expand(query.shape[:3])
+    assert first.stride() == stop.stride()
+    return INTERVAL, first, stop, first.stride()
+
+
+def rows_first(tensor: Tensor) -> Tensor:
+    """The kernels take any strides but the last, which must be 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def like_heads(n_batch: int, n_head: int, n_row: int, width: int, like: Tensor) -> Tensor:
+    """An empty (B, H, T, D) that lies in memory as (B, T, H, D), as the projection after it wants it."""
+    return like.new_empty(n_batch, n_row, n_head, width).transpose(1, 2)
+
+
+@torch.library.custom_op("andrea::fused_attention", mutates_args=())
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor | None,
+    stop: Tensor | None,
+    causal: bool,
+    start: int,
+    statistics: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query (B, H, T, D), key (B, G, S, D), value (B, G, S, Dv) of one type -> output (B, H, T, Dv) and, in fp32,
+    (B, H, T) log-sum-exp, largest logit, entropy in nats; the latter two are empty without `statistics`.
+
+    Query i sees the keys first[i] .. stop[i]-1 (int32, broadcastable to (B, H, T), of equal strides, non-decreasing in
+    i), or with causal the keys 0 .. start + i, or all. deterministic: of the backward pass, which this one hands on.
+    """
+    query, key, value = rows_first(query), rows_first(key), rows_first(value)
+    n_batch, n_head, n_query = query.shape[:3]
+    n_group, n_key = key.shape[1:3]
+    output, lse, largest, entropy = empty_outputs(query, value, statistics)
+    if 0 in (n_batch, n_head, n_query):
+        return output, lse, largest, entropy
+    mode, first, stop, strides = interval_of(first, stop, query, causal)
+    blocks = tuned_for(query, value).forward
+    forward_kernel[(triton.cdiv(n_query, blocks.m), n_batch * n_head)](
+        query, key, value, output, lse, largest, entropy, first, stop,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
+        n_head, n_query, n_key, start, n_head // n_group,
+        **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return output, lse, largest, entropy
+
+
+def empty_outputs(query: Tensor, value: Tensor, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n_batch, n_head, n_query = query.shape[:3]
+    rows = (n_batch, n_head, n_query)
+    of_rows = [query.new_empty(rows if wanted else (0,), dtype=torch.float32) for wanted in (True, *2 * (statistics,))]
+    return like_heads(*rows, value.shape[-1], query), *of_rows
+
+
+@fused_attention.register_fake
+def _(query, key, value, first, stop, causal, start, statistics, deterministic):
+    return empty_outputs(query, value, statistics)
+
+
+@torch.library.custom_op("andrea::fused_attention_backward", mutates_args=())
+def fused_attention_backward(
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    first: Tensor | None,
+    stop: Tensor | None,
+    causal: bool,
+    start: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each of its own shape and type."""
+    d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
+    n_batch, n_head, n_query, d_qk = query.shape
+    n_group, n_key, d_v = value.shape[1:]
+    d_query, d_key, d_value = empty_gradients(query, key, value)
+    if 0 in (n_batch, n_head, n_query):
+        return d_query.zero_(), d_key.zero_(), d_value.zero_()
+    mode, first, stop, strides = interval_of(first, stop, query, causal)
+    constants, blocks = shape_constants(query, value), tuned_for(query, value)
+
+    delta = torch.empty_like(lse)
+    delta_kernel[(triton.cdiv(n_query, 64), n_batch * n_head)](
+        output, d_output, delta, *output.stride()[:3], *d_output.stride()[:3], n_head, n_query,
+        D_V=d_v, PADDED_V=constants["PADDED_V"], BLOCK_M=64,
+    )  # fmt: skip
+
+    low, high, range_strides = query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
+    d_query_sum = d_query if deterministic else torch.zeros_like(d_query, dtype=torch.float32)
+    keys_kernel[(triton.cdiv(n_key, blocks.keys.n), n_batch * n_group)](
+        query, key, value, d_output, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
+        *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
+        n_head, n_query, n_key, start, n_head // n_group,
+        **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=not deterministic,
+        num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
+    )  # fmt: skip
+    if not deterministic:
+        return d_query_sum.to(query.dtype), d_key, d_value
+    queries_kernel[(triton.cdiv(n_query, blocks.queries.m), n_batch * n_head)](
+        query, key, value, d_output, lse, delta, d_query, first, stop,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3], *d_query.stride()[:3], *strides,
+        n_head, n_query, n_key, start, n_head // n_group,
+        **constants, BLOCK_M=blocks.queries.m, BLOCK_N=blocks.queries.n, MODE=mode,
+        num_warps=blocks.queries.warps, num_stages=blocks.queries.stages,
+    )  # fmt: skip
+    return d_query, d_key, d_value
+
+
+def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    made = [like_heads(*tensor.shape, tensor) for tensor in (query, key, value)]
+    return made[0], made[1], made[2]
+
+
+def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[Tensor, Tensor, tuple]:
+    """For each block of keys the queries low .. high-1 that may see one of them, (B, H, blocks) each, and strides."""
+    shape = first.shape
+    first, stop = (unexpanded(tensor).contiguous() for tensor in (first, stop))
+    begin = torch.arange(0, n_key, block, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
+    low = torch.searchsorted(stop, begin, right=True, out_int32=True)  # rows whose stop <= the block's begin come before
+    high = torch.searchsorted(first, begin + block, out_int32=True)  # rows whose first < the block's end
+    low, high = (tensor.expand(*shape[:2], -1) for tensor in (low, high))
+    return low, high, low.stride()
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """One row of what `expand` repeats over B or H."""
+    for dim in (0, 1):
+        if tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@fused_attention_backward.register_fake
+def _(d_output, query, key, value, output, lse, first, stop, causal, start, deterministic):
+    return empty_gradients(query, key, value)
+
+
+def keep_for_backward(ctx, inputs, output) -> None:
+    query, key, value, first, stop, causal, start, _, deterministic = inputs
+    ctx.save_for_backward(query, key, value, output[0], output[1], first, stop)
+    ctx.options = (causal, start, deterministic)
+
+
+def backward(ctx, d_output, *of_statistics):
+    """Statistics are detached: their gradients are dropped."""
+    query, key, value, output, lse, first, stop = ctx.saved_tensors
+    gradients = fused_attention_backward(d_output, query, key, value, output, lse, first, stop, *ctx.options)
+    return *gradients, None, None, None, None, None, None
+
+
+fused_attention.register_autograd(backward, setup_context=keep_for_backward)
