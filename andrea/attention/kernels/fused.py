@@ -65,24 +65,26 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     if width > 128:
         return Tuning(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
     if width > 64:
+        if capability >= 100:
+            return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 64, 8, 2))
         if capability >= 90:
-            return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
-        return Tuning(Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2), Blocks(128, 32, 8, 2))
+            return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
+        return Tuning(Blocks(128, 32, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
     if capability >= 90:
-        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
-    return Tuning(Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
+        return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
+    return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
 
 
 # ------------------------------------------------------------------------------------------------ what is visible
 
 
 @triton.jit
-def key_range(first_stop, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
+def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
     """For a block of query rows: (low, full_low, full_high, high). Keys low .. high-1 are visited; the blocks in
     full_low .. full_high-1 are visible to every row. All four are multiples of BLOCK_N, except high."""
-    first, stop = first_stop
     if MODE == INTERVAL:
         inside = rows < T
+        first, stop = load_interval(interval, b, h, rows, T, MODE)
         low = tl.min(tl.where(inside, first, S)) // BLOCK_N * BLOCK_N
         high = tl.max(tl.where(inside, stop, 0))
         full_low = tl.cdiv(tl.max(tl.where(inside, first, 0)), BLOCK_N) * BLOCK_N
@@ -116,8 +118,10 @@ def is_visible(rows, keys, first_stop, start, S, MODE: tl.constexpr):
 
 
 @triton.jit
-def load_interval(first, stop, b, h, rows, T, stride_b, stride_h, stride_t, MODE: tl.constexpr):
+def load_interval(interval, b, h, rows, T, MODE: tl.constexpr):
+    """(first, stop) of the rows. Loaded where they are needed: held through a loop they would cost registers."""
     if MODE == INTERVAL:
+        first, stop, stride_b, stride_h, stride_t = interval
         offset = b * stride_b + h * stride_h
         inside = rows < T
         return (
@@ -145,7 +149,7 @@ def load_tile(base, rows, n_rows, stride, columns, WIDTH: tl.constexpr, PADDED: 
 
 @triton.jit
 def forward_stretch(
-    carried, q, k_base, v_base, k_stride, v_stride, rows, first_stop, start, S, low, high,
+    carried, q, k_base, v_base, k_stride, v_stride, rows, interval, b, h, start, T, S, low, high,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +161,7 @@ def forward_stretch(
         k = load_tile(k_base, keys, S, k_stride, columns_qk, D_QK, PADDED_QK, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), natural units
         if MASKED:
-            first, stop = first_stop
+            first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * LOG2_E)
@@ -187,8 +191,8 @@ def forward_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask first: no long tail at the end
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_stop = load_interval(first, stop, b, h, rows, T, i_b, i_h, i_t, MODE)
-    low, full_low, full_high, high = key_range(first_stop, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
+    interval = (first, stop, i_b, i_h, i_t)
+    low, full_low, full_high, high = key_range(interval, b, h, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
 
     q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, tl.arange(0, PADDED_QK), D_QK, PADDED_QK, True)
     k_base, v_base = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
@@ -200,15 +204,15 @@ def forward_kernel(
     )
     if MODE == INTERVAL:
         carried = forward_stretch(
-            carried, q_tile, k_base, v_base, k_t, v_t, rows, first_stop, start, S, low, full_low,
+            carried, q_tile, k_base, v_base, k_t, v_t, rows, interval, b, h, start, T, S, low, full_low,
             D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION,
         )  # fmt: skip
     carried = forward_stretch(
-        carried, q_tile, k_base, v_base, k_t, v_t, rows, first_stop, start, S, full_low, full_high,
+        carried, q_tile, k_base, v_base, k_t, v_t, rows, interval, b, h, start, T, S, full_low, full_high,
         D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION,
     )  # fmt: skip
     carried = forward_stretch(
-        carried, q_tile, k_base, v_base, k_t, v_t, rows, first_stop, start, S, full_high, high,
+        carried, q_tile, k_base, v_base, k_t, v_t, rows, interval, b, h, start, T, S, full_high, high,
         D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION,
     )  # fmt: skip
 
@@ -265,8 +269,7 @@ def keys_stretch(
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.exp2(s * LOG2_E - log2_sum[None, :])
         if MASKED:
-            first_base, stop_base, i_b, i_h, i_t = interval
-            first, stop = load_interval(first_base, stop_base, b, h, rows, T, i_b, i_h, i_t, MODE)
+            first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[None, :], keys[:, None], (first[None, :], stop[None, :]), start, S, MODE)
             p = tl.where(visible, p, 0.0)
         dz = load_tile(dz_base, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
@@ -344,7 +347,7 @@ def keys_kernel(
 
 @triton.jit
 def queries_stretch(
-    dq, q, dz, k_base, v_base, k_t, v_t, log2_sum, delta, rows, first_stop, start, S, low, high,
+    dq, q, dz, k_base, v_base, k_t, v_t, log2_sum, delta, rows, interval, b, h, start, T, S, low, high,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -357,7 +360,7 @@ def queries_stretch(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(s * LOG2_E - log2_sum[:, None])
         if MASKED:
-            first, stop = first_stop
+            first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
             p = tl.where(visible, p, 0.0)
         dp = tl.dot(dz, tl.trans(v), input_precision=PRECISION)
@@ -378,8 +381,8 @@ def queries_kernel(
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
-    first_stop = load_interval(first, stop, b, h, rows, T, i_b, i_h, i_t, MODE)
-    low, full_low, full_high, high = key_range(first_stop, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
+    interval = (first, stop, i_b, i_h, i_t)
+    low, full_low, full_high, high = key_range(interval, b, h, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
     q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, columns_qk, D_QK, PADDED_QK, True)
     dz_tile = load_tile(dz + b * dz_b + h * dz_h, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
     row = tl.program_id(1).to(tl.int64) * T
@@ -388,15 +391,15 @@ def queries_kernel(
     dq_tile = tl.zeros([BLOCK_M, PADDED_QK], tl.float32)
     if MODE == INTERVAL:
         dq_tile = queries_stretch(
-            dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, first_stop, start, S,
+            dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, interval, b, h, start, T, S,
             low, full_low, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
         )  # fmt: skip
     dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, first_stop, start, S,
+        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, interval, b, h, start, T, S,
         full_low, full_high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION,
     )  # fmt: skip
     dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, first_stop, start, S,
+        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, interval, b, h, start, T, S,
         full_high, high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
     )  # fmt: skip
     pointers = dq + b * dq_b + h * dq_h + rows[:, None] * dq_t + columns_qk[None, :]
@@ -475,7 +478,7 @@ def fused_attention(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return output, lse, largest, entropy
 
@@ -530,7 +533,7 @@ def fused_attention_backward(
         *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=not deterministic,
-        num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
+        num_warps=blocks.keys.warps, num_stages=blocks.keys.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if not deterministic:
         return d_query_sum.to(query.dtype), d_key, d_value
@@ -539,7 +542,7 @@ def fused_attention_backward(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3], *d_query.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **constants, BLOCK_M=blocks.queries.m, BLOCK_N=blocks.queries.n, MODE=mode,
-        num_warps=blocks.queries.warps, num_stages=blocks.queries.stages,
+        num_warps=blocks.queries.warps, num_stages=blocks.queries.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return d_query, d_key, d_value
 

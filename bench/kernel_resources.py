@@ -1,0 +1,122 @@
+"""What the fused attention kernels take of a card, by compiling them: registers, spills, shared memory. Needs no GPU.
+
+    python bench/kernel_resources.py [--widths 64 128] [--types bf16 fp16] [--targets 80 90 100] [--json FILE]
+
+Spilled bytes are local memory of the machine code, read off it by the cuobjdump that comes with triton. Occupancy is
+the number of programs that fit one multiprocessor by registers and shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from andrea.attention.kernels import fused
+from andrea.attention.kernels.fused import Blocks, padded, tuning
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODES = {"none": fused.NONE.value, "causal": fused.CAUSAL.value, "interval": fused.INTERVAL.value}
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program may take
+INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
+IN_FP32 = {"lse", "delta", "largest", "entropy"}
+IN_INT32 = {"first", "stop", "query_low", "query_high"}
+
+
+def kernels(width: int, dtype: str, target: int, mode: str, statistics: bool) -> dict[str, tuple]:
+    """name -> (function, tiles, its own constants), as `fused_attention` would launch them."""
+    tuned = tuning(padded(width), TYPES[dtype], target)
+    return {
+        "forward": (fused.forward_kernel, tuned.forward, {"STATISTICS": statistics, "MODE": MODES[mode]}),
+        "keys": (fused.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, "MODE": MODES[mode]}),
+        "keys, atomic dQ": (fused.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, "MODE": MODES[mode]}),
+        "queries": (fused.queries_kernel, tuned.queries, {"MODE": MODES[mode]}),
+    }
+
+
+def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, target: int):
+    """The kernel as the launcher would compile it for tensors whose strides are multiples of 16."""
+    constants = {
+        **constants, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "D_QK": width, "D_V": width,
+        "PADDED_QK": padded(width), "PADDED_V": padded(width), "GROUP": 1,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    }  # fmt: skip
+    signature, attributes = {}, {}
+    for position, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in INTEGERS_32 or re.fullmatch(r"[a-z]+_[a-z]", name):
+            signature[name] = "i32"
+        else:
+            fp32 = name in IN_FP32 or (name == "dq" and constants.get("ATOMIC_DQ"))
+            signature[name] = "*i32" if name in IN_INT32 else "*fp32" if fp32 else f"*{dtype}"
+        if signature[name] != "constexpr" and name != "start":
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def resources(kernel, target: int, warps: int) -> dict:
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        said = subprocess.run([cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = {what: max(map(int, re.findall(what + r":(\d+)", said.stdout))) for what in ("REG", "STACK", "LOCAL")}
+    registers, shared = found["REG"], kernel.metadata.shared
+    fit = min(65536 // (registers * 32 * warps), (SHARED_LIMIT[target] + 1024) // (shared + 1024))
+    return {
+        "registers": registers,
+        "spilled_bytes": found["LOCAL"] + found["STACK"],
+        "shared_bytes": shared,
+        "occupancy": fit,
+    }
+
+
+def measure(widths, types, targets, modes, statistics=(True, False)) -> list[dict]:
+    rows = []
+    for width in widths:
+        for dtype in types:
+            for target in targets:
+                for mode in modes:
+                    for with_statistics in statistics:
+                        for name, (function, blocks, own) in kernels(width, dtype, target, mode, with_statistics).items():
+                            if name != "forward" and with_statistics:
+                                continue  # the backward pass knows nothing of them
+                            kernel = compiled(function, blocks, own, width, dtype, target)
+                            rows.append({
+                                "kernel": name + (" + statistics" if with_statistics else ""),
+                                "width": width, "dtype": dtype, "target": f"sm_{target}", "mode": mode,
+                                "m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages,
+                                **resources(kernel, target, blocks.warps),
+                            })  # fmt: skip
+                            print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--types", nargs="+", default=["bf16", "fp16"], choices=TYPES)
+    parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
