@@ -48,6 +48,7 @@ class ModelConfig:
     zero_init_projections: bool
     recipe_steps: int
     recipe_tokens_per_step: int
+    n_kv_head: int | None = None
 
     def check(self, path: str) -> None:
         for key in (
@@ -71,6 +72,13 @@ class ModelConfig:
                 f"{path}.n_head={self.n_head} does not divide {path}.d_model={self.d_model}: the head width d_model / n_head "
                 f"must be whole; try {path}.n_head={near}"
             )
+        if self.n_kv_head is not None and (self.n_kv_head < 1 or self.n_head % self.n_kv_head):
+            whole = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
+            near = min(whole, key=lambda n: abs(n - self.n_kv_head))
+            raise UserError(
+                f"{path}.n_kv_head={self.n_kv_head} does not divide {path}.n_head={self.n_head}: each key/value head is shared "
+                f"by equally many query heads; try {path}.n_kv_head={near}"
+            )
         if self.position == "rotary" and self.d_head % 2:
             raise UserError(
                 f"{path}.position=rotary turns pairs of numbers and needs an even head width, got d_model / n_head = "
@@ -84,8 +92,37 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    compatibility: Literal["scaled_dot", "dot"]
-    implementation: Literal["auto", "reference", "sdpa"]
+    compatibility: Literal["scaled_dot", "dot", "bilinear", "cosine", "additive"]
+    implementation: Literal[
+        "auto", "reference", "chunked", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"
+    ]
+    window: int | None = None
+    qk_clip: float | None = None
+
+    def check(self, path: str) -> None:
+        if self.window is not None:
+            positive(f"{path}.window", self.window)
+        if self.qk_clip is not None:
+            positive(f"{path}.qk_clip", self.qk_clip)
+            if self.compatibility in ("cosine", "additive"):
+                raise UserError(
+                    f"{path}.qk_clip={self.qk_clip:g} rescales queries and keys, which changes nothing that "
+                    f"{path}.compatibility={self.compatibility} could blow up; set {path}.qk_clip=null"
+                )
+            if self.implementation not in ("auto", "reference", "triton"):
+                raise UserError(
+                    f"{path}.qk_clip={self.qk_clip:g} needs each step's largest logits, which "
+                    f"{path}.implementation={self.implementation} does not return; use auto, triton or reference"
+                )
+        if self.compatibility == "additive" and self.implementation not in ("auto", "reference", "chunked"):
+            raise UserError(
+                f"{path}.implementation={self.implementation} needs a compatibility function that is a dot product, and "
+                f"{path}.compatibility=additive is none; use auto, chunked or reference"
+            )
+        if self.compatibility != "additive" and self.implementation == "chunked":
+            raise UserError(
+                f"{path}.implementation=chunked serves {path}.compatibility=additive alone, got {self.compatibility}; use auto"
+            )
 
 
 @dataclass(frozen=True)
@@ -203,9 +240,11 @@ class TrainConfig:
     sample_every: int | Literal["auto"]
     sample_tokens: int
     max_minutes: float | None
+    attention_every: int | Literal["auto"] = "auto"
 
     def check(self, path: str) -> None:
         for key in (
+            "attention_every",
             "steps",
             "tokens_per_step",
             "micro_batch",
@@ -260,6 +299,16 @@ class TrainingRun:
         if self.resume and self.init_from:
             raise UserError(
                 "resume and init_from exclude each other: resume=… goes on with a run, init_from=… starts a new one"
+            )
+        if self.attention.compatibility == "additive" and self.model.position == "rotary":
+            raise UserError(
+                "attention.compatibility=additive has no dot product that model.position=rotary could turn; "
+                "set model.position=learned or none"
+            )
+        if self.attention.qk_clip is not None and self.model.qk_norm:
+            raise UserError(
+                f"attention.qk_clip={self.attention.qk_clip:g} rescales queries and keys, which model.qk_norm=true normalises "
+                f"again; set model.qk_norm=false or attention.qk_clip=null"
             )
         if self.tokens_per_step < self.model.sequence_length:
             raise UserError(

@@ -72,7 +72,9 @@ def resources(kernel, target: int, warps: int) -> dict:
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        said = subprocess.run([cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
     found = {what: max(map(int, re.findall(what + r":(\d+)", said.stdout))) for what in ("REG", "STACK", "LOCAL")}
     registers, shared = found["REG"], kernel.metadata.shared
     fit = min(65536 // (registers * 32 * warps), (SHARED_LIMIT[target] + 1024) // (shared + 1024))
@@ -91,7 +93,9 @@ def measure(widths, types, targets, modes, statistics=(True, False)) -> list[dic
             for target in targets:
                 for mode in modes:
                     for with_statistics in statistics:
-                        for name, (function, blocks, own) in kernels(width, dtype, target, mode, with_statistics).items():
+                        for name, (function, blocks, own) in kernels(
+                            width, dtype, target, mode, with_statistics
+                        ).items():
                             if name != "forward" and with_statistics:
                                 continue  # the backward pass knows nothing of them
                             kernel = compiled(function, blocks, own, width, dtype, target)

@@ -1,16 +1,32 @@
 """Attention, usable alone: `from andrea.attention import attend, ScaledDotProduct, causal`."""
 
-from andrea.attention.attend import attend, attention_weights, choose
+from andrea.attention.attend import IMPLEMENTATIONS, attend, attention_weights, choose, refusal
 from andrea.attention.cache import KeyValueCache, LayerCache
-from andrea.attention.compatibility import COMPATIBILITIES, Compatibility, DotProduct, ScaledDotProduct
-from andrea.attention.mask import Mask, causal, key_padding
+from andrea.attention.compatibility import (
+    COMPATIBILITIES,
+    Additive,
+    Bilinear,
+    Compatibility,
+    Cosine,
+    DotProduct,
+    ScaledDotProduct,
+    make_compatibility,
+)
+from andrea.attention.mask import Mask, causal, documents_of, key_padding, packed_documents, sliding_window
 from andrea.attention.multihead import MultiHeadAttention, Place
 from andrea.attention.reference import Intermediates, attend_reference
+from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 
 __all__ = [
     "COMPATIBILITIES",
+    "IMPLEMENTATIONS",
+    "Additive",
+    "AttentionStatistics",
+    "Bilinear",
     "Compatibility",
+    "Cosine",
     "DotProduct",
+    "HeadStatistics",
     "Intermediates",
     "KeyValueCache",
     "LayerCache",
@@ -23,5 +39,10 @@ __all__ = [
     "attention_weights",
     "causal",
     "choose",
+    "documents_of",
     "key_padding",
+    "make_compatibility",
+    "packed_documents",
+    "refusal",
+    "sliding_window",
 ]

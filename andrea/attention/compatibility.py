@@ -1,10 +1,32 @@
 """Compatibility functions f(query, key) -> score: how well a key answers a query.
 
-T queries of width d_k, S keys of width d_k, any leading dimensions in front.
+T queries of width d_q, S keys of width d_k, H heads, any leading dimensions in front.
 
-A compatibility function says the same thing twice. `scores` is the textbook line, read by people and by the reference
+A compatibility function says the same thing twice. `scores` is the textbook line, read by people and by the readable
 path. `lower` rewrites query and key so that their plain dot product gives those scores, which lets one fused kernel
-serve them all; rotary positions are applied to what `lower` returns.
+serve them all; rotary positions are applied to what `lower` returns. A function that learns learns per head: with
+n_head its parameters have a leading H that meets the head dimension of (..., H, T, d_q); without, they have none.
+
+Your own, in ten lines: the dot product that forgets length, through a learned temperature. `scores` alone trains on
+the readable path; with `lower` as well, on the fused one.
+
+>>> import torch
+>>> from andrea.attention import Compatibility, attend
+>>> class Tempered(Compatibility):
+...     def __init__(self):
+...         super().__init__()
+...         self.heat = torch.nn.Parameter(torch.tensor(2.0))
+...
+...     def scores(self, query, key):
+...         return query @ key.mT / self.heat
+...
+...     def lower(self, query, key):
+...         return query / self.heat, key
+>>> query, key, value = torch.randn(3, 5, 4)
+>>> readable = attend(query, key, value, compatibility=Tempered(), implementation="reference")
+>>> fused = attend(query, key, value, compatibility=Tempered(), implementation="sdpa")
+>>> torch.allclose(readable, fused, atol=1e-6)
+True
 """
 
 from __future__ import annotations
@@ -12,23 +34,47 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 
 class Compatibility(nn.Module, ABC):
-    """A module, because what a function learns (per head) belongs to it."""
+    """A module, because what a function learns belongs to it. Subclasses write `scores`, and `lower` where there is one."""
+
+    equal_widths = True  # d_q = d_k is needed
+    normalises = False  # the length of queries and keys makes no difference
+    lower_upcasts = True  # `lower` is given fp32; False where one rounding at the end is all that `lower` does anyway
 
     @abstractmethod
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """query (..., T, d_k), key (..., S, d_k) -> scores (..., T, S)."""
+        """query (..., T, d_q), key (..., S, d_k) -> scores (..., T, S)."""
 
-    @abstractmethod
     def lower(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query', key' of the same shapes, with query'·key' = scores(query, key)."""
+        """query' (..., T, d), key' (..., S, d), with query'·key' = scores(query, key)."""
+        raise NotImplementedError(f"{type(self).__name__} has no lowered form")
+
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        """Draw what is learned; a function that learns nothing does nothing."""
+
+    @property
+    def lowers(self) -> bool:
+        """Whether the scores can be had as a plain dot product."""
+        return type(self).lower is not Compatibility.lower
+
+    def lowered(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """`lower` computed in fp32 (or higher, where the input is) and cast to the input's type last."""
+        if not self.lower_upcasts:
+            return self.lower(query, key)
+        precise = torch.promote_types(query.dtype, torch.float32)
+        with torch.autocast(query.device.type, enabled=False):
+            lowered_query, lowered_key = self.lower(query.to(precise), key.to(precise))
+        return lowered_query.to(query.dtype), lowered_key.to(key.dtype)
 
 
 class DotProduct(Compatibility):
     """f(q, k) = q·k (Luong et al. 2015, arXiv 1508.04025, eq. 8, "dot")."""
+
+    lower_upcasts = False
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         return query @ key.mT
@@ -44,6 +90,8 @@ class ScaledDotProduct(Compatibility):
     neither saturates nor loses its gradient as d_k grows.
     """
 
+    lower_upcasts = False
+
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         return query @ key.mT / math.sqrt(query.shape[-1])
 
@@ -51,4 +99,110 @@ class ScaledDotProduct(Compatibility):
         return query * (1 / math.sqrt(query.shape[-1])), key
 
 
-COMPATIBILITIES: dict[str, type[Compatibility]] = {"scaled_dot": ScaledDotProduct, "dot": DotProduct}
+class Bilinear(Compatibility):
+    """f(q, k) = qᵀ M k, M (d_q, d_k) learned per head (Luong et al. 2015, arXiv 1508.04025, eq. 8, "general").
+
+    M starts as the identity / sqrt(d_k), cut to (d_q, d_k): the scaled dot product.
+    """
+
+    equal_widths = False
+
+    def __init__(self, d_query: int, d_key: int, n_head: int | None = None) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.empty(per_head(n_head, d_query, d_key)))  # M
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        d_query, d_key = self.matrix.shape[-2:]
+        self.matrix.copy_(torch.eye(d_query, d_key) / math.sqrt(d_key))
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ self.matrix.to(query.dtype) @ key.mT
+
+    def lower(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query @ self.matrix.to(query.dtype), key
+
+
+class Cosine(Compatibility):
+    """f(q, k) = s q·k / (|q||k|), 0 where either is zero; sharpness s > 0 learned per head, as its logarithm.
+
+    Henry et al. 2020, arXiv 2010.04245, eq. 5 (their g, one for all heads).
+    """
+
+    normalises = True
+
+    def __init__(self, n_head: int | None = None, sharpness: float = 10.0) -> None:
+        super().__init__()
+        self.start = math.log(sharpness)
+        self.log_sharpness = nn.Parameter(torch.empty(per_head(n_head)))  # ln s
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        self.log_sharpness.fill_(self.start)
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.sharpness(query) * (unit(query) @ unit(key).mT)
+
+    def lower(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.sharpness(query) * unit(query), unit(key)
+
+    def sharpness(self, query: Tensor) -> Tensor:
+        return self.log_sharpness.to(query.dtype).exp()[..., None, None]
+
+
+class Additive(Compatibility):
+    """f(q, k) = w·tanh(A q + B k), A (n, d_q), B (n, d_k), w (n) learned per head (Bahdanau et al. 2015, arXiv
+    1409.0473, appendix A.1.2). Has no lowered form: a tanh of a sum is no product of two parts.
+    """
+
+    equal_widths = False
+
+    def __init__(self, d_query: int, d_key: int, n_hidden: int, n_head: int | None = None) -> None:
+        super().__init__()
+        self.of_query = nn.Parameter(torch.empty(per_head(n_head, n_hidden, d_query)))  # A
+        self.of_key = nn.Parameter(torch.empty(per_head(n_head, n_hidden, d_key)))  # B
+        self.weight = nn.Parameter(torch.empty(per_head(n_head, n_hidden)))  # w
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        """For random unit-variance queries and keys the tanh sees a variance of 1, and so do the scores, nearly."""
+        for parameter, width in ((self.of_query, 2), (self.of_key, 2), (self.weight, 1)):
+            deviation = 1 / math.sqrt(width * parameter.shape[-1])
+            parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        query, key = self.transformed(query, key)
+        hidden = torch.tanh(query[..., :, None, :] + key[..., None, :, :])  # (..., T, S, n)
+        return (hidden * self.weight[..., None, None, :]).sum(-1)
+
+    def transformed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """A q (..., T, n) and B k (..., S, n)."""
+        return query @ self.of_query.mT.to(query.dtype), key @ self.of_key.mT.to(key.dtype)
+
+
+def per_head(n_head: int | None, *shape: int) -> tuple[int, ...]:
+    return shape if n_head is None else (n_head, *shape)
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Vectors (..., d) at length one, zero where they are zero, with a gradient of zero there."""
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / torch.where(length > 0, length, torch.inf)
+
+
+COMPATIBILITIES = ("scaled_dot", "dot", "bilinear", "cosine", "additive")
+
+
+def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
+    """One of COMPATIBILITIES for n_head heads whose queries and keys are d_head wide."""
+    makers = {
+        "scaled_dot": ScaledDotProduct,
+        "dot": DotProduct,
+        "bilinear": lambda: Bilinear(d_head, d_head, n_head),
+        "cosine": lambda: Cosine(n_head),
+        "additive": lambda: Additive(d_head, d_head, d_head, n_head),
+    }
+    return makers[name]()

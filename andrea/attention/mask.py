@@ -2,6 +2,10 @@
 
 T queries, S keys. Keys stand at 0 .. S-1; query i stands at start + i, where start is S - T unless said otherwise
 (bottom-right: the keys that outnumber the queries are cached and came earlier). No mask (None) means all is visible.
+
+`visible` is the predicate, and all that a mask of your own needs. What a query sees through one of the masks below,
+and through any conjunction of them, is an interval of keys whose ends never move backwards from one query to the next;
+`interval` says which, and the fast path skips the rest.
 """
 
 from __future__ import annotations
@@ -12,11 +16,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Interval = tuple[Tensor, Tensor]  # (first, stop): the keys first .. stop-1, int64, broadcastable to (..., T)
+
 
 class Mask(ABC):
     @abstractmethod
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         """query_position (T, 1), key_position (S,) -> bool, broadcastable to (..., T, S); True = may be seen."""
+
+    def interval(self, query_position: Tensor, n_key: int) -> Interval | None:
+        """query_position (T,) -> the keys each query sees; None where they are no interval."""
+        return None
+
+    @property
+    def is_interval(self) -> bool:
+        """Whether `interval` answers."""
+        return type(self).interval is not Mask.interval
 
     def __and__(self, other: Mask) -> Mask:
         return Both(self, other)
@@ -27,6 +42,20 @@ class Causal(Mask):
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         return key_position <= query_position
 
+    def interval(self, query_position: Tensor, n_key: int) -> Interval:
+        return torch.zeros_like(query_position), query_position + 1
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    width: int
+
+    def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        return (key_position <= query_position) & (key_position > query_position - self.width)
+
+    def interval(self, query_position: Tensor, n_key: int) -> Interval:
+        return query_position + 1 - self.width, query_position + 1
+
 
 @dataclass(frozen=True)
 class KeyPadding(Mask):
@@ -35,19 +64,55 @@ class KeyPadding(Mask):
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         return key_position < self.lengths[..., None, None]
 
+    def interval(self, query_position: Tensor, n_key: int) -> Interval:
+        stop = self.lengths[..., None].expand(*self.lengths.shape, len(query_position))
+        return torch.zeros_like(stop), stop
+
+
+@dataclass(frozen=True)
+class PackedDocuments(Mask):
+    first: Tensor  # (..., S): of the document at each position, the first position
+    stop: Tensor  # and the one after its last
+
+    def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        first, stop = self.interval(query_position[..., 0], len(key_position))
+        return (first[..., None] <= key_position) & (key_position < stop[..., None])
+
+    def interval(self, query_position: Tensor, n_key: int) -> Interval:
+        if self.first.shape[-1] != n_key:
+            raise ValueError(f"packed_documents knows {self.first.shape[-1]} positions, but there are {n_key} keys")
+        return self.first[..., query_position], self.stop[..., query_position]
+
 
 @dataclass(frozen=True)
 class Both(Mask):
-    first: Mask
-    second: Mask
+    one: Mask
+    other: Mask
 
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
-        return self.first.visible(query_position, key_position) & self.second.visible(query_position, key_position)
+        return self.one.visible(query_position, key_position) & self.other.visible(query_position, key_position)
+
+    def interval(self, query_position: Tensor, n_key: int) -> Interval | None:
+        one, other = self.one.interval(query_position, n_key), self.other.interval(query_position, n_key)
+        if one is None or other is None:
+            return None
+        return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
+
+    @property
+    def is_interval(self) -> bool:
+        return self.one.is_interval and self.other.is_interval
 
 
 def causal() -> Mask:
     """A query sees keys at its own position and before."""
     return Causal()
+
+
+def sliding_window(width: int) -> Mask:
+    """A query sees `width` keys: the one at its own position and those right before it (it is causal by itself)."""
+    if width < 1:
+        raise ValueError(f"sliding_window({width}): the window holds the query's own position, so at least 1")
+    return SlidingWindow(width)
 
 
 def key_padding(lengths: Tensor) -> Mask:
@@ -58,7 +123,50 @@ def key_padding(lengths: Tensor) -> Mask:
     return KeyPadding(lengths)
 
 
+def packed_documents(documents: Tensor) -> Mask:
+    """A query sees its own document: documents (..., S) numbers the one at each position, a run of equal numbers each.
+
+    For tensors (B, H, T, D): documents of shape (B, 1, S). See `documents_of`.
+    """
+    position = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)
+    begins = documents != documents.roll(1, -1)
+    begins[..., :1] = True
+    first = torch.where(begins, position, 0).cummax(-1).values
+    following = torch.where(begins, position, documents.shape[-1]).roll(-1, -1)
+    following[..., -1] = documents.shape[-1]
+    stop = following.flip(-1).cummin(-1).values.flip(-1)
+    return PackedDocuments(first, stop)
+
+
+def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
+    """tokens (..., S) -> the number of the document each belongs to; an end-of-text belongs to the one it ends."""
+    ended = (tokens == end_of_text).long()
+    return ended.cumsum(-1) - ended
+
+
+def positions(n_query: int, start: int | Tensor, device: torch.device) -> Tensor:
+    """(T,): where the queries stand among the keys."""
+    return start + torch.arange(n_query, device=device)
+
+
 def visible_keys(mask: Mask, n_query: int, n_key: int, start: int | Tensor, device: torch.device) -> Tensor:
     """The mask written out: bool, broadcastable to (..., T, S)."""
-    query_position = start + torch.arange(n_query, device=device)
-    return mask.visible(query_position[:, None], torch.arange(n_key, device=device))
+    return mask.visible(positions(n_query, start, device)[:, None], torch.arange(n_key, device=device))
+
+
+def visible_interval(
+    mask: Mask | None, n_query: int, n_key: int, start: int | Tensor, device: torch.device
+) -> Interval | None:
+    """(first, stop), broadcastable to (..., T): query i sees first[i] .. stop[i]-1; None where that is no interval."""
+    position = positions(n_query, start, device)
+    if mask is None:
+        return torch.zeros_like(position), torch.full_like(position, n_key)
+    interval = mask.interval(position, n_key)
+    return None if interval is None else (interval[0].clamp(0, n_key), interval[1].clamp(0, n_key))
+
+
+def as_batch_of_heads(tensor: Tensor) -> Tensor:
+    """(..., H, T, d) -> (B, H, T, d); what has no heads, or no batch, gets one."""
+    while tensor.ndim < 4:
+        tensor = tensor[None]
+    return tensor.flatten(0, -4)

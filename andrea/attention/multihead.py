@@ -1,6 +1,6 @@
 """Multi-head attention: project, place, attend, merge.
 
-B batch, T queries, S keys, H heads, D = d_head; x (B, T, d_model).
+B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head; x (B, T, d_model).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
 from andrea.attention.mask import Mask
+from andrea.attention.statistics import HeadStatistics, head_statistics
 
 PLAIN = DotProduct()
 Place = Callable[[Tensor], Tensor]  # puts positions into queries or keys (B, H, T, D)
@@ -24,6 +25,8 @@ class MultiHeadAttention(nn.Module):
 
     The query is what a position looks for, the key is what it offers, the value is what it hands over.
     d_context: width of the vectors that keys and values come from; d_model when left out.
+    n_kv_head: heads of keys and values, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023, arXiv
+    2305.13245); n_head when left out.
     qk_norm_epsilon: a number makes each head's queries and keys RMS-normalised (Henry et al. 2020, arXiv 2010.04245).
     """
 
@@ -35,17 +38,21 @@ class MultiHeadAttention(nn.Module):
         compatibility: Compatibility,
         mask: Mask | None = None,
         d_context: int | None = None,
+        n_kv_head: int | None = None,
         bias: bool = False,
         qk_norm_epsilon: float | None = None,
         implementation: str = "auto",
     ) -> None:
         super().__init__()
+        n_kv_head = n_head if n_kv_head is None else n_kv_head
         if d_model % n_head:
             raise ValueError(f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole")
+        if n_head % n_kv_head:
+            raise ValueError(f"n_kv_head={n_kv_head} does not divide n_head={n_head}: each is shared by as many heads")
         self.d_head = d_model // n_head
         self.query = nn.Linear(d_model, d_model, bias)
-        self.key = nn.Linear(d_context or d_model, d_model, bias)
-        self.value = nn.Linear(d_context or d_model, d_model, bias)
+        self.key = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
+        self.value = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
         self.output = nn.Linear(d_model, d_model, bias)
         self.compatibility = compatibility
         self.mask = mask
@@ -59,25 +66,90 @@ class MultiHeadAttention(nn.Module):
         *,
         place: Place | None = None,
         cache: LayerCache | None = None,
+        observed: list[HeadStatistics] | None = None,
     ) -> Tensor:
         """x (B, T, d_model), context (B, S, d_context), x itself when left out -> (B, T, d_model).
 
         place: applied to the lowered query and key; rotary positions are. cache: earlier keys and values.
+        observed: a list to which the heads' statistics are appended.
+        """
+        retrieved = self.retrieve(x, context, place=place, cache=cache, observed=observed)  # (B, H, T, D)
+        return self.output(retrieved.transpose(1, 2).flatten(2))
+
+    def retrieve(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        place: Place | None = None,
+        cache: LayerCache | None = None,
+        observed: list[HeadStatistics] | None = None,
+    ) -> Tensor:
+        """What each head takes from the values, (B, H, T, D), before W_O."""
+        query, key, value, compatibility = self.project(x, context, place)
+        start = None
+        if cache is not None:
+            key, value, start = *cache.append(key, value), cache.length
+        if observed is not None:
+            return self.attend_observed(query, key, value, compatibility, start, observed)
+        how = {"compatibility": compatibility, "mask": self.mask, "start": start, "implementation": self.implementation}
+        return attend(query, key, value, **how)
+
+    def project(
+        self, x: Tensor, context: Tensor | None, place: Place | None
+    ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
+        """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores them: the plain dot product,
+        unless the compatibility function has no lowered form.
         """
         context = x if context is None else context
         query, key, value = self.heads(self.query(x)), self.heads(self.key(context)), self.heads(self.value(context))
         if self.qk_norm_epsilon is not None:
             query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon) for each in (query, key))
-        query, key = self.compatibility.lower(query, key)
+        if not self.compatibility.lowers:
+            if place is not None:
+                raise ValueError(
+                    f"{type(self.compatibility).__name__} has no lowered form that could be turned by rotary positions: "
+                    f"use learned positions or none"
+                )
+            return query, key, value, self.compatibility
+        query, key = self.compatibility.lowered(query, key)
         if place is not None:
             query, key = place(query), place(key)
-        start = None
-        if cache is not None:
-            key, value, start = *cache.append(key, value), cache.length
-        how = {"compatibility": PLAIN, "mask": self.mask, "start": start, "implementation": self.implementation}
-        retrieved = attend(query, key, value, **how)  # (B, H, T, D)
-        return self.output(retrieved.transpose(1, 2).flatten(2))
+        return query, key, value, PLAIN
+
+    def attend_observed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        compatibility: Compatibility,
+        start: int | Tensor | None,
+        observed: list[HeadStatistics],
+    ) -> Tensor:
+        """Attend by an implementation that measures: the module's own, or `auto` where it does not."""
+        measures = ("triton", "reference", "chunked")
+        output, rows = attend(
+            query,
+            key,
+            value,
+            compatibility=compatibility,
+            mask=self.mask,
+            start=start,
+            implementation=self.implementation if self.implementation in measures else "auto",
+            statistics=True,
+        )
+        start = key.shape[-2] - query.shape[-2] if start is None else start
+        observed.append(head_statistics(rows, self.mask, start, key.shape[-2]))
+        return output
 
     def heads(self, x: Tensor) -> Tensor:
         """(B, T, H*D) -> (B, H, T, D)."""
         return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+
+    @property
+    def output_by_head(self) -> Tensor:
+        """W_O of each head, a view (H, d_model, D) of the output's weight: what the head writes is W_O^(h) z^(h).
+
+        The sum over heads (and the bias) is what `forward` returns: concatenating comes to the same.
+        """
+        return self.output.weight.unflatten(1, (-1, self.d_head)).transpose(0, 1)

@@ -6,6 +6,7 @@ T queries, S keys, widths d_k (query, key) and d_v (value), any leading dimensio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from andrea.attention.compatibility import Compatibility
 from andrea.attention.mask import Mask, visible_keys
+
+Scores = Callable[[Tensor, Tensor], Tensor]  # query (..., T, d_q), key (..., S, d_k) -> (..., T, S)
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,21 @@ class Intermediates:
 
 
 def attend_reference(
-    query: Tensor, key: Tensor, value: Tensor, compatibility: Compatibility, mask: Mask | None, start: int | Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compatibility: Compatibility,
+    mask: Mask | None,
+    start: int | Tensor,
+    scores_of: Scores | None = None,
 ) -> Intermediates:
-    """output_i = sum_j softmax_j(mask(f(q_i, k_j))) v_j; a query that sees no key retrieves zeros."""
-    scores = compatibility.scores(query, key)
+    """output_i = sum_j softmax_j(mask(f(q_i, k_j))) v_j; a query that sees no key retrieves zeros.
+
+    Fewer key than query heads: each is shared by the query heads of its group. scores_of: compatibility.scores unless
+    given.
+    """
+    key, value = shared_by_group(key, query), shared_by_group(value, query)
+    scores = (scores_of or compatibility.scores)(query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is None:
         weights = scores.softmax(dim=-1)
@@ -39,3 +53,10 @@ def attend_reference(
         # A row of -inf only would give NaN, in the gradient too: it enters the softmax as zeros and leaves it as zeros.
         weights = scores.masked_fill(nothing_visible, 0).softmax(dim=-1).masked_fill(nothing_visible, 0)
     return Intermediates(scores, weights, weights.to(value.dtype) @ value)
+
+
+def shared_by_group(keys: Tensor, query: Tensor) -> Tensor:
+    """keys (..., G, S, d) -> (..., H, S, d): query head h reads key head h // (H / G)."""
+    if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
+        return keys
+    return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from andrea.attention import COMPATIBILITIES, KeyValueCache, LayerCache, MultiHeadAttention, Place, causal
+from andrea.attention import (
+    Compatibility,
+    HeadStatistics,
+    KeyValueCache,
+    LayerCache,
+    MultiHeadAttention,
+    Place,
+    causal,
+    make_compatibility,
+    sliding_window,
+)
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
@@ -24,8 +34,9 @@ class Block(nn.Module):
         self.attention = MultiHeadAttention(
             config.d_model,
             config.n_head,
-            compatibility=COMPATIBILITIES[attention.compatibility](),
-            mask=causal(),
+            compatibility=make_compatibility(attention.compatibility, config.n_head, config.d_head),
+            mask=causal() if attention.window is None else sliding_window(attention.window),
+            n_kv_head=config.n_kv_head,
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
             implementation=attention.implementation,
@@ -33,8 +44,10 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
 
-    def forward(self, x: Tensor, place: Place | None, cache: LayerCache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), place=place, cache=cache)
+    def forward(
+        self, x: Tensor, place: Place | None, cache: LayerCache | None, observed: list[HeadStatistics] | None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), place=place, cache=cache, observed=observed)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -51,18 +64,20 @@ class GPT(nn.Module):
         self.final_norm = make_norm(config)
         self.head = None if config.tied_head else nn.Linear(config.d_model, n_vocab, bias=False)
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KeyValueCache | None = None, observed: list[HeadStatistics] | None = None
+    ) -> Tensor:
         """tokens (B, T) int64 -> hidden (B, T, d_model), after the final norm.
 
         With a cache the tokens are new ones that stand at cache.length and after; their keys and values are appended
-        to it, in place.
+        to it, in place. observed: a list to which each layer appends the statistics of its heads.
         """
         n_token = tokens.shape[1]
         start = 0 if cache is None else cache.length
         x = self.position.add(self.embedding(tokens), start)
         place = self.position.placer(n_token, start)
         for index, block in enumerate(self.blocks):
-            x = block(x, place, None if cache is None else cache.layer(index))
+            x = block(x, place, None if cache is None else cache.layer(index), observed)
         if cache is not None:
             cache.advance(n_token)
         return self.final_norm(x)
@@ -78,7 +93,7 @@ class GPT(nn.Module):
         return KeyValueCache(
             self.config.n_layer,
             n_batch,
-            self.config.n_head,
+            self.config.n_kv_head or self.config.n_head,
             n_room,
             self.config.d_head,
             dtype=weight.dtype,
@@ -99,11 +114,17 @@ def initialise(model: GPT, generator: torch.Generator) -> None:
     | those that write into the residual       | the same / sqrt(2 n_layer), so that depth does not swell x        |
     | the latter and an untied head            | zero, with zero_init_projections: each block starts as identity   |
     | norm weights, biases                     | one, zero                                                         |
+    | of a compatibility function              | what the function says: `Compatibility.initialise`                |
 
     Numbers come from a CPU generator in fp32, so that a seed means the same model on every device.
     """
     writes_residual = ("attention.output.weight", "mlp.down.weight")
+    for module in model.modules():
+        if isinstance(module, Compatibility):
+            module.initialise(generator)
     for name, parameter in model.named_parameters():
+        if ".compatibility." in name:
+            continue
         if parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             continue

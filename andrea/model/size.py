@@ -68,13 +68,17 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
 
     A matrix costs 2 FLOPs a parameter (multiply, add); the head counts, tied or not, the embedding lookup does not.
     Attention adds 4 d_model FLOPs (scores, then weighted sum) for each visible key, of which the causal mask leaves
-    half the sequence on average (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the mask).
+    half the sequence on average (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the mask), a window less.
+    The tanh of additive scores is not counted.
     """
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab)
-    matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() == 2)
+    matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() >= 2)
     head = n_vocab * config.d_model
-    return 2 * (matrices + head) + 2 * config.n_layer * config.d_model * config.sequence_length
+    length = config.sequence_length
+    window = min(attention.window or length, length)
+    visible = window - window * window / (2 * length)  # keys a query, on average
+    return 2 * (matrices + head) + round(4 * config.n_layer * config.d_model * visible)
 
 
 def plan_memory(
@@ -95,7 +99,11 @@ def plan_memory(
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab)
         total = sum(parameter.numel() for parameter in model.parameters())
-        matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() == 2)
+        matrices = sum(
+            parameter.numel()
+            for name, parameter in model.blocks.named_parameters()
+            if parameter.dim() == 2 and ".compatibility." not in name
+        )
         activations = activation_bytes(model, micro_batch, precision)
     state = 2 * total - (matrices if optimizer == "muon" else 0)
     return Memory(weights=4 * total, gradients=4 * total, optimizer=4 * state, activations=activations)

@@ -64,7 +64,7 @@ class Console(Logger):
                 f"step {record['step']:>{len(str(self.steps))}}/{self.steps} · validation loss {record['val/loss']:.4f}"
                 f" · {record['val/bpb']:.4f} bits/byte{sources}"
             )
-        elif self.live is None:
+        elif self.live is None and "train/loss" in record:
             left = (self.steps - record["step"]) * record["train/seconds_per_step"]
             self.say(
                 self.line(

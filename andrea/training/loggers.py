@@ -120,7 +120,9 @@ class Wandb(Logger):
     def record(self, record: dict[str, Any]) -> None:
         event = record.get("event")
         if event is None:
-            self.run.log(record)
+            self.run.log(
+                {key: heatmap(key, value) if isinstance(value, list) else value for key, value in record.items()}
+            )
         else:
             self.run.summary.update({key: value for key, value in record.items() if key not in ("step", *AXES)})
 
@@ -134,6 +136,27 @@ class Wandb(Logger):
 
     def finish(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)
+
+
+def heatmap(name: str, rows: list[list[float | None]]) -> Any:
+    """Layers × heads as a table whose cells are shaded from the lowest figure to the highest, with the numbers in them."""
+    import wandb
+
+    known = [number for row in rows for number in row if number is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+
+    def cell(number: float | None) -> str:
+        if number is None:
+            return "<td>–</td>"
+        share = (number - low) / (high - low) if high > low else 0.0
+        ink = "#fff" if share > 0.5 else "#000"
+        return f'<td style="background:hsl(215 70% {95 - 65 * share:.0f}%);color:{ink}">{number:.3g}</td>'
+
+    lines = "".join(f"<tr><th>{layer}</th>{''.join(map(cell, row))}</tr>" for layer, row in enumerate(rows))
+    heads = "".join(f"<th>{head}</th>" for head in range(len(rows[0])))
+    style = "font:12px sans-serif;text-align:center;border-spacing:2px"
+    caption = f"<caption>{escape(name)}: layers down, heads across</caption>"
+    return wandb.Html(f'<table style="{style}">{caption}<tr><th></th>{heads}</tr>{lines}</table>', inject=False)
 
 
 def escape(text: str) -> str:

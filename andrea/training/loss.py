@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT
 
 IGNORED = -100  # a target that is not to be predicted: the padding of the last window
 
 
-def loss_sum(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Sum over all targets of -ln p(target), in nats, fp32 scalar; tokens and targets (B, T) int64."""
-    logits = model.logits(model(tokens))  # (B, T, V)
+def loss_sum(model: GPT, tokens: Tensor, targets: Tensor, observed: list[HeadStatistics] | None = None) -> Tensor:
+    """Sum over all targets of -ln p(target), in nats, fp32 scalar; tokens and targets (B, T) int64.
+
+    observed: a list to which each layer appends the statistics of its heads.
+    """
+    logits = model.logits(model(tokens, observed=observed))  # (B, T, V)
     return functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )

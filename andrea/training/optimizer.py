@@ -21,6 +21,7 @@ GROUP_OF_NAME = (
     (re.compile(r"position\.weight"), "head"),
     (re.compile(r"blocks\.\d+\.(attention|mlp)\.\w+\.weight"), "matrix"),
     (re.compile(r".*(norm\.weight|\.bias)"), "vector"),
+    (re.compile(r"blocks\.\d+\.attention\.compatibility\.\w+"), "vector"),  # learned per head: not one matrix
 )
 RATES_KNOWN_AT_WIDTH = 768  # AdamW's rates are given at this d_model and scaled by (d_model / 768)^-0.5
 
@@ -31,7 +32,7 @@ def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         group = next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
-        assert (parameter.ndim == 1) == (group == "vector"), (
+        assert (parameter.ndim == 1) == (group == "vector") or ".compatibility." in name, (
             f"{name} of shape {tuple(parameter.shape)} is in group {group}"
         )
         groups[group][name] = parameter

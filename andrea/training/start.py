@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from andrea.attention import HeadStatistics, causal, choose, make_compatibility, sliding_window
+from andrea.attention.fastest import measure
 from andrea.checkpoint import Checkpoint, checkpoints_of, read_checkpoint, remove_unfinished, replace_text
 from andrea.config import Text, TrainingRun, UserError, to_plain
 from andrea.generation import Engine, Request, Sampling
@@ -21,12 +23,14 @@ from andrea.text.prepare import Corpus, prepare
 from andrea.training import plan
 from andrea.training.console import Console
 from andrea.training.device import (
+    Choice,
     autocast,
     choose_compile,
     choose_device,
     choose_precision,
     choose_threads,
     peak_flops,
+    weight_dtype,
 )
 from andrea.training.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
 from andrea.training.loss import loss_sum
@@ -113,6 +117,7 @@ def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Cons
         micro_batch=min(micro_batch, run.sequences_per_step),
         eval_every=eval_every,
         save_every=quarter if run.train.save_every == "auto" else run.train.save_every,
+        attention_every=max(1, run.steps // 20) if run.train.attention_every == "auto" else run.train.attention_every,
         sample_every=eval_every if run.train.sample_every == "auto" else run.train.sample_every,
     )
     run = dataclasses.replace(
@@ -123,6 +128,8 @@ def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Cons
         deterministic=deterministic,
         train=train,
     )
+    attention = choose_attention(run, device, precision.value, compile_.value, train.micro_batch)
+    run = dataclasses.replace(run, attention=dataclasses.replace(run.attention, implementation=attention.value))
     parameters = count_parameters(run.model, run.attention, corpus.tokenizer.n_vocab)
     console.say(
         f"model: {run.model.name}, {parameters.total:,} parameters · tokenizer {corpus.tokenizer.identity} · "
@@ -132,8 +139,38 @@ def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Cons
         f"{run.steps} steps of {run.tokens_per_step:,} tokens, {train.micro_batch} of {run.sequences_per_step} sequences at a time"
     )
     console.say(f"device: {device_words(device, threads)} · {precision.value} ({precision.why})")
+    console.say(f"attention: {attention.value} ({attention.why})")
     console.say(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
     return run
+
+
+def measures_every_step(run: TrainingRun) -> bool:
+    """Our kernel measures the heads in the pass that trains; QK-clip needs their largest logits whatever it costs."""
+    return run.attention.implementation == "triton" or run.attention.qk_clip is not None
+
+
+def choose_attention(run: TrainingRun, device: torch.device, precision: str, compile_: str, micro_batch: int) -> Choice:
+    """The implementation training will use: on a card the fastest of those that serve the case, measured now."""
+    model, dtype = run.model, weight_dtype(precision)
+    mask = causal() if run.attention.window is None else sliding_window(run.attention.window)
+    compatibility = make_compatibility(run.attention.compatibility, model.n_head, model.d_head)
+    shapes = [
+        (1, heads, model.sequence_length, model.d_head) for heads in (model.n_head, model.n_kv_head or model.n_head)
+    ]
+    query, key = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    asked, measured = run.attention.implementation, measures_every_step(run)
+    try:
+        name, why = choose(asked, query, key, key, compatibility, mask, measured, compiled=compile_ == "on")
+    except ValueError as error:
+        raise UserError(f"attention.{error}; choose another, or attention.implementation=auto") from None
+    if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
+        return Choice("auto" if asked == "auto" else name, f"{name}: {why}" if asked == "auto" else why)
+    n_kv_head = model.n_kv_head or model.n_head
+    times = measure(micro_batch, model.n_head, n_kv_head, model.sequence_length, model.d_head, dtype, device, mask)
+    if not times:
+        return Choice("auto", f"{name}: {why}")
+    shown = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
+    return Choice(next(iter(times)), f"fastest here, forward and backward: {shown}")
 
 
 def device_words(device: torch.device, threads: int) -> str:
@@ -144,17 +181,22 @@ def device_words(device: torch.device, threads: int) -> str:
 
 def make_loss_sum(
     model: GPT, run: TrainingRun, device: torch.device, console: Console, may_do_without: bool
-) -> tuple[Callable[[Tensor, Tensor], Tensor], TrainingRun]:
-    """The loss of a micro-batch, compiled when asked; compiled now, before the clock starts.
+) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, HeadStatistics | None]], TrainingRun]:
+    """The loss of a micro-batch, with its heads' statistics where every step measures them; compiled when asked, now,
+    before the clock starts.
 
     A machine that cannot compile trains without where compile was left `auto`, and is told so; the choice is the run's.
     """
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError, InductorError
 
-    def eager(tokens: Tensor, targets: Tensor) -> Tensor:
+    observing = measures_every_step(run)
+
+    def eager(tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
+        observed: list[HeadStatistics] | None = [] if observing else None
         with autocast(device, run.precision):
-            return loss_sum(model, tokens, targets)
+            nats = loss_sum(model, tokens, targets, observed)
+        return nats, HeadStatistics.of_layers(observed) if observed else None
 
     if run.compile == "off":
         return eager, run
@@ -164,7 +206,7 @@ def make_loss_sum(
     shape = (run.train.micro_batch, run.model.sequence_length)
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
-        compiled(tokens, targets).backward()
+        compiled(tokens, targets)[0].backward()
     except (TorchDynamoException, InductorError, CppCompileError) as error:
         if not may_do_without:
             raise

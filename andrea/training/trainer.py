@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from andrea.attention import HeadStatistics
 from andrea.checkpoint import best_of, checkpoints_of, keep_newest, replace_text, write_checkpoint
 from andrea.config import TrainingRun
 from andrea.model.gpt import GPT
@@ -25,8 +26,10 @@ from andrea.training.console import Console
 from andrea.training.loggers import Logger, RunFolder
 from andrea.training.loss import IGNORED, evaluate, summary
 from andrea.training.optimizer import Optimizer
+from andrea.training.qk_clip import clip_logits
 from andrea.training.scaler import LossScale
 from andrea.training.schedule import rate_at
+from andrea.training.telemetry import heatmaps, probe, probe_batch, scalars
 
 
 @dataclass
@@ -50,7 +53,8 @@ class Trainer:
     folder: Path
     corpus: Corpus
     model: GPT
-    loss_sum: Callable[[Tensor, Tensor], Tensor]  # tokens, targets (B, T) -> nats; compiled or not
+    # tokens, targets (B, T) -> nats and, where every step measures them, the heads' statistics; compiled or not
+    loss_sum: Callable[[Tensor, Tensor], tuple[Tensor, HeadStatistics | None]]
     optimizer: Optimizer
     scale: LossScale
     device: torch.device
@@ -67,6 +71,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.loader = Loader(self.corpus.sources, self.run.model.sequence_length, self.run.seed)
         self.bytes_of_token = torch.from_numpy(self.corpus.tokenizer.byte_lengths())
+        self.probe_tokens = probe_batch(self.corpus, self.run.model.sequence_length).to(self.device)
+        self.heads: HeadStatistics | None = None  # of the step just made, where every step measures them
         self.unread: list[tuple[int, Tensor, Tensor, Tensor]] = []  # figures the host has not waited for yet
         self.last_figures: dict[str, float] = {}
         self.interval_steps, self.interval_seconds = 0, 0.0  # since the last record
@@ -94,6 +100,8 @@ class Trainer:
                     return self.stop_not_finite()
                 progress.seconds += time.perf_counter() - clock
                 self.show_step(time.perf_counter() - clock)
+                if self.due(run.train.attention_every):
+                    self.log(self.observe())
                 if record or evaluation:
                     self.log(self.training_figures() | (self.evaluate() if evaluation else {}))
                 if self.due(run.train.sample_every) or progress.step == run.steps:
@@ -110,25 +118,31 @@ class Trainer:
         The update happens where loss and gradient are finite, and nothing changes where they are not.
         """
         count = int((targets != IGNORED).sum())
-        nats = self.accumulate(tokens, targets, count)
+        nats, self.heads = self.accumulate(tokens, targets, count)
         self.scale.unscale(self.optimizer.parameters)
         norm = self.optimizer.clip()
         finite = torch.isfinite(norm) & torch.isfinite(nats)
         self.optimizer.step(rate_at(self.progress.step, self.run.steps, self.run.optimizer), finite)
         self.optimizer.zero_gradients()
         self.scale.update(finite)
+        if self.run.attention.qk_clip is not None:
+            self.clipped_heads = clip_logits(self.model, self.heads.largest_logit, self.run.attention.qk_clip, finite)
         return nats / count, norm, finite
 
-    def accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> Tensor:
-        """Forward and backward over all micro-batches; the summed loss, 0-dim. Too little memory: halve, do it again."""
+    def accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> tuple[Tensor, HeadStatistics | None]:
+        """Forward and backward over all micro-batches: the summed loss, 0-dim, and the heads' statistics (L, H).
+
+        Too little memory: halve the micro-batch, do it again.
+        """
         while True:
             try:
-                nats = torch.zeros((), device=self.device)
+                nats, heads = torch.zeros((), device=self.device), None
                 for micro_tokens, micro_targets in micro_batches(tokens, targets, self.micro_batch):
-                    micro_nats = self.loss_sum(micro_tokens.to(self.device), micro_targets.to(self.device))
+                    micro_nats, measured = self.loss_sum(micro_tokens.to(self.device), micro_targets.to(self.device))
                     (micro_nats * self.scale.factor / count).backward()
                     nats += micro_nats.detach()
-                return nats
+                    heads = measured.merged(heads) if measured and heads else measured
+                return nats, heads
             except torch.OutOfMemoryError:
                 if self.micro_batch == 1:
                     raise
@@ -182,9 +196,18 @@ class Trainer:
             "train/tokens_per_second": tokens_per_second,
             "train/seconds_per_step": pace,
         }
+        if self.heads is not None:
+            figures |= scalars(self.heads)
+        if self.run.attention.qk_clip is not None:
+            figures["attention/clipped_heads"] = int(self.clipped_heads)
         if self.peak_flops:
             figures["train/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
         return figures
+
+    def observe(self) -> dict[str, Any]:
+        """What each head does: of the step just made, or of a look at the held-out probe."""
+        heads = self.heads if self.heads is not None else probe(self.model, self.probe_tokens)
+        return scalars(heads) | heatmaps(heads)
 
     def evaluate(self, whole: bool = False) -> dict[str, float]:
         """Validation loss and bits per byte over all sources and, where there are several, of each."""
@@ -194,7 +217,7 @@ class Trainer:
         with torch.set_grad_enabled(self.run.compile == "on"):
             parts = {
                 source.name: evaluate(
-                    self.loss_sum,
+                    lambda *batch: self.loss_sum(*batch)[0],
                     validation_batches(source.val, self.run.model.sequence_length, self.micro_batch),
                     self.bytes_of_token,
                     self.device,

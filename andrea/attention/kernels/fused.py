@@ -30,11 +30,8 @@ from torch import Tensor
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The running maximum of a row that has seen nothing: below every score, yet l · (LOWEST - m) is 0, not NaN.
+# The running maximum of a row that has seen nothing: below every score, yet 0 · (LOWEST - m) is 0, not NaN.
 LOWEST = tl.constexpr(-1e38)
-
-WIDEST_HEAD = 256
-INTERPRETED = triton.knobs.runtime.interpret  # read when the functions below are decorated
 
 
 @dataclass(frozen=True)
@@ -153,8 +150,8 @@ def forward_stretch(
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Carry (z, m, l, c) over the keys low .. high-1."""
-    z, m, l, c = carried
+    """Carry (z, m, total, c) over the keys low .. high-1."""
+    z, m, total, c = carried
     columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
@@ -171,12 +168,12 @@ def forward_stretch(
         if STATISTICS:
             if MASKED:
                 shifted = tl.where(visible, shifted, 0.0)  # not 0 · (-inf)
-            c = shrink * (c + (m - m_new) * l) + tl.sum(p * shifted, 1)
-        l = l * shrink + tl.sum(p, 1)
+            c = shrink * (c + (m - m_new) * total) + tl.sum(p * shifted, 1)
+        total = total * shrink + tl.sum(p, 1)
         v = load_tile(v_base, keys, S, v_stride, columns_v, D_V, PADDED_V, MASKED)
         z = tl.dot(p.to(v.dtype), v, z * shrink[:, None], input_precision=PRECISION)
         m = m_new
-    return z, m, l, c
+    return z, m, total, c
 
 
 @triton.jit
@@ -188,7 +185,9 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask first: no long tail at the end
+    block = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # the longest rows of a causal mask first: no long tail at the end
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     interval = (first, stop, i_b, i_h, i_t)
@@ -216,18 +215,20 @@ def forward_kernel(
         D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION,
     )  # fmt: skip
 
-    z_tile, m, l, c = carried
-    blind = l == 0
-    l = tl.where(blind, 1.0, l)
+    z_tile, m, total, c = carried
+    blind = total == 0
+    total = tl.where(blind, 1.0, total)
     inside = rows < T
     columns = tl.arange(0, PADDED_V)
     z_pointers = z + b * z_b + h * z_h + rows[:, None] * z_t + columns[None, :]
-    tl.store(z_pointers, (z_tile / l[:, None]).to(z.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < D_V))
+    tl.store(
+        z_pointers, (z_tile / total[:, None]).to(z.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < D_V)
+    )
     row = tl.program_id(1).to(tl.int64) * T + rows
-    tl.store(lse + row, tl.where(blind, float("-inf"), (m + tl.log2(l)) * LN_2), mask=inside)
+    tl.store(lse + row, tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN_2), mask=inside)
     if STATISTICS:
         tl.store(largest + row, tl.where(blind, float("-inf"), m * LN_2), mask=inside)
-        tl.store(entropy + row, tl.where(blind, 0.0, (tl.log2(l) - c / l) * LN_2), mask=inside)
+        tl.store(entropy + row, tl.where(blind, 0.0, (tl.log2(total) - c / total) * LN_2), mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------------- backward
@@ -525,7 +526,9 @@ def fused_attention_backward(
         D_V=d_v, PADDED_V=constants["PADDED_V"], BLOCK_M=64,
     )  # fmt: skip
 
-    low, high, range_strides = query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
+    low, high, range_strides = (
+        query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
+    )
     d_query_sum = d_query if deterministic else torch.zeros_like(d_query, dtype=torch.float32)
     keys_kernel[(triton.cdiv(n_key, blocks.keys.n), n_batch * n_group)](
         query, key, value, d_output, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high,
@@ -556,8 +559,12 @@ def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[T
     """For each block of keys the queries low .. high-1 that may see one of them, (B, H, blocks) each, and strides."""
     shape = first.shape
     first, stop = (unexpanded(tensor).contiguous() for tensor in (first, stop))
-    begin = torch.arange(0, n_key, block, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
-    low = torch.searchsorted(stop, begin, right=True, out_int32=True)  # rows whose stop <= the block's begin come before
+    begin = (
+        torch.arange(0, n_key, block, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
+    )
+    low = torch.searchsorted(
+        stop, begin, right=True, out_int32=True
+    )  # rows whose stop <= the block's begin come before
     high = torch.searchsorted(first, begin + block, out_int32=True)  # rows whose first < the block's end
     low, high = (tensor.expand(*shape[:2], -1) for tensor in (low, high))
     return low, high, low.stride()

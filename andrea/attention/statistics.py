@@ -1,0 +1,176 @@
+"""What is measured of a head, and how (specification, section 6).
+
+T queries, S keys, H heads, any leading dimensions in front. All fp32 or higher, in nats, detached from the graph.
+Every implementation that measures gives the rows' figures; `HeadStatistics` sums them up per head, in parts that add
+over micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from andrea.attention.mask import Mask, positions, visible_interval, visible_keys
+from andrea.attention.reference import shared_by_group
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Of each query: a row that sees no key has -inf, -inf, 0 and is left out of means."""
+
+    log_sum_exp: Tensor  # (..., T): ln Σ_j e^(s_ij)
+    largest_logit: Tensor  # (..., T): max_j s_ij
+    entropy_nats: Tensor  # (..., T): -Σ_j p_ij ln p_ij, from 0 to ln(visible keys)
+    first_token_mass: Tensor  # (..., T): the weight of key 0
+    previous_token_mass: Tensor  # (..., T): the weight of the key right before the query's own position, 0 if none
+    visible_keys: Tensor  # int64, broadcastable to (..., T)
+
+    def per_head(self) -> dict[str, Tensor]:
+        """Over the rows of each head, (..., ) each: mean entropy, its share of the possible, largest logit."""
+        seeing = self.visible_keys > 0
+        rows = seeing.expand_as(self.entropy_nats).sum(-1)
+        most = self.visible_keys.clamp(min=1).log().expand_as(self.entropy_nats).sum(-1)
+        return {
+            "entropy_nats": self.entropy_nats.sum(-1) / rows,
+            "entropy_share": self.entropy_nats.sum(-1) / most,
+            "largest_logit": self.largest_logit.amax(-1),
+        }
+
+
+def statistics_of_scores(scores: Tensor, weights: Tensor, start: int | Tensor) -> AttentionStatistics:
+    """From the written-out scores (..., T, S), -inf where masked, and their softmax."""
+    scores, weights = scores.detach(), weights.detach()
+    first_mass, previous_mass = masses_of_weights(weights, start)
+    largest = scores.amax(-1)
+    visible = scores > -torch.inf
+    blind = largest == -torch.inf
+    shifted = torch.where(visible, scores - torch.where(blind, 0, largest)[..., None], 0)
+    exponential = torch.where(visible, shifted.exp(), 0)
+    total = torch.where(blind, 1, exponential.sum(-1))
+    return AttentionStatistics(
+        log_sum_exp=largest + total.log(),
+        largest_logit=largest,
+        entropy_nats=torch.where(blind, 0, total.log() - (exponential * shifted).sum(-1) / total),
+        first_token_mass=first_mass,
+        previous_token_mass=previous_mass,
+        visible_keys=visible.sum(-1),
+    )
+
+
+def statistics_of_pass(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | None,
+    start: int | Tensor,
+    log_sum_exp: Tensor,
+    largest_logit: Tensor,
+    entropy_nats: Tensor,
+) -> AttentionStatistics:
+    """From what a fused pass measured (..., H, T) over lowered query (..., H, T, d) and key (..., G, S, d)."""
+    query, key = query.detach(), shared_by_group(key.detach(), query)
+    n_query, n_key = query.shape[-2], key.shape[-2]
+    position = positions(n_query, start, query.device)
+    previous = (position - 1).clamp(0, n_key - 1)
+
+    def mass(of_key: Tensor, key_position: Tensor) -> Tensor:
+        """p = e^(q·k - lse): of one key a query only."""
+        weight = ((query.float() * of_key.float()).sum(-1) - log_sum_exp).exp()
+        return torch.where(sees(mask, key_position, position, n_key), weight, 0)
+
+    return AttentionStatistics(
+        log_sum_exp,
+        largest_logit,
+        entropy_nats,
+        first_token_mass=mass(key[..., :1, :], torch.zeros_like(position)),
+        previous_token_mass=mass(key.index_select(-2, previous), position - 1),
+        visible_keys=count_visible(mask, n_query, n_key, start, query.device),
+    )
+
+
+def count_visible(mask: Mask | None, n_query: int, n_key: int, start: int | Tensor, device: torch.device) -> Tensor:
+    """(..., T) int64: how many keys each query sees."""
+    interval = visible_interval(mask, n_query, n_key, start, device)
+    if interval is not None:
+        return (interval[1] - interval[0]).clamp(min=0)
+    assert mask is not None
+    return visible_keys(mask, n_query, n_key, start, device).sum(-1)
+
+
+class HeadStatistics(NamedTuple):
+    """Sums over all queries of each head, (H,) or, for a model, (layers, H): fp32. `merged` adds them up."""
+
+    rows: Tensor  # queries that see a key
+    entropy: Tensor  # Σ entropy, nats
+    most_entropy: Tensor  # Σ ln(visible keys), nats
+    largest_logit: Tensor  # the largest, not a sum
+    first_rows: Tensor  # queries that see key 0 and are not at it
+    first_mass: Tensor  # Σ weight of key 0 over those
+    previous_rows: Tensor  # queries that see the key right before their own position
+    previous_mass: Tensor  # Σ weight of that key
+
+    def merged(self, other: HeadStatistics) -> HeadStatistics:
+        summed = HeadStatistics(*(one + two for one, two in zip(self, other, strict=True)))
+        return summed._replace(largest_logit=torch.maximum(self.largest_logit, other.largest_logit))
+
+    @classmethod
+    def of_layers(cls, layers: list[HeadStatistics]) -> HeadStatistics:
+        """(layers, H) from each layer's (H,)."""
+        return cls(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+
+    def figures(self) -> dict[str, Tensor]:
+        """What is logged of each head, fp32, shaped as the sums are; NaN where no query counts."""
+        return {
+            "entropy_nats": self.entropy / self.rows,
+            "entropy_share": self.entropy / self.most_entropy,
+            "largest_logit": self.largest_logit,
+            "first_token_mass": self.first_mass / self.first_rows,
+            "previous_token_mass": self.previous_mass / self.previous_rows,
+        }
+
+
+@torch.no_grad()
+def head_statistics(rows: AttentionStatistics, mask: Mask | None, start: int | Tensor, n_key: int) -> HeadStatistics:
+    """Sum rows (B, H, T) over B and T."""
+    shape = rows.entropy_nats.shape
+    position = positions(shape[-1], start, rows.entropy_nats.device)
+
+    def of_heads(per_row: Tensor) -> Tensor:
+        return per_row.expand(shape).float().sum((0, 2))
+
+    sees_first = sees(mask, torch.zeros_like(position), position, n_key) & (position > 0)
+    sees_previous = sees(mask, position - 1, position, n_key)
+    return HeadStatistics(
+        rows=of_heads(rows.visible_keys > 0),
+        entropy=of_heads(rows.entropy_nats),
+        most_entropy=of_heads(rows.visible_keys.clamp(min=1).log()),
+        largest_logit=rows.largest_logit.float().amax((0, 2)),
+        first_rows=of_heads(sees_first),
+        first_mass=of_heads(torch.where(sees_first, rows.first_token_mass, 0)),
+        previous_rows=of_heads(sees_previous),
+        previous_mass=of_heads(torch.where(sees_previous, rows.previous_token_mass, 0)),
+    )
+
+
+def sees(mask: Mask | None, key_position: Tensor, position: Tensor, n_key: int) -> Tensor:
+    """Whether the query at position[i] sees the key at key_position[i], for positions (T,): bool, (..., T)."""
+    exists = (key_position >= 0) & (key_position < n_key)
+    if mask is None:
+        return exists
+    interval = mask.interval(position, n_key)
+    if interval is not None:
+        return exists & (interval[0] <= key_position) & (key_position < interval[1])
+    written_out = mask.visible(position[:, None], torch.arange(n_key, device=position.device))
+    index = key_position.clamp(0, n_key - 1)[:, None].expand(*written_out.shape[:-1], 1)
+    return exists & written_out.gather(-1, index)[..., 0]
+
+
+def masses_of_weights(weights: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Each query's weight of key 0 and of the key before its own position, from weights (..., T, S)."""
+    n_query, n_key = weights.shape[-2:]
+    previous = positions(n_query, start, weights.device) - 1
+    index = previous.clamp(0, n_key - 1)[:, None].expand(*weights.shape[:-1], 1)
+    exists = (previous >= 0) & (previous < n_key)
+    return weights[..., 0], torch.where(exists, weights.gather(-1, index)[..., 0], 0)
