@@ -81,7 +81,10 @@ class PackedDocuments(Mask):
     def interval(self, query_position: Tensor, n_key: int) -> Interval:
         if self.first.shape[-1] != n_key:
             raise ValueError(f"packed_documents knows {self.first.shape[-1]} positions, but there are {n_key} keys")
-        return self.first[..., query_position], self.stop[..., query_position]
+        known = query_position.clamp(0, n_key - 1)
+        before, after = query_position < 0, query_position >= n_key  # such queries belong to no document
+        first = self.first[..., known].masked_fill(before, 0).masked_fill(after, n_key)
+        return first, self.stop[..., known].masked_fill(before, 0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Forward (Dao 2023, arXiv 2307.08691, algorithm 1): a program owns BLOCK_M querie
 carrying per row the running maximum m, the denominator l = Σ e^(s-m) and the weighted sum of values. With statistics
 it carries one more sum, c = Σ e^(s-m) (s-m), from which entropy = ln l - c / l: no difference of large numbers. All
 exponents are in base 2, which is what the hardware computes: s is multiplied by log2(e) inside the one fused
-multiply-add that subtracts m.
+multiply-add that subtracts m. (c is kept in those units.)
 
 Backward: P is computed again from the log-sum-exp. One program owns BLOCK_N keys and walks over the queries for dK and
 dV (of every query head that shares them); dQ is either a second kernel that owns BLOCK_M queries (every sum in a fixed
@@ -141,6 +141,16 @@ def load_tile(base, rows, n_rows, stride, columns, WIDTH: tl.constexpr, PADDED: 
         return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
 
 
+@triton.jit
+def log2_weight(s, base, PRECISION: tl.constexpr):
+    """(s - base) log2(e): for 16-bit inputs one fused multiply-add; in full fp32 the difference first, which is exact
+    where the weight is large."""
+    if PRECISION == "ieee":
+        return (s - base) * LOG2_E
+    else:
+        return s * LOG2_E - base * LOG2_E
+
+
 # -------------------------------------------------------------------------------------------------------- forward
 
 
@@ -161,14 +171,15 @@ def forward_stretch(
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
             s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * LOG2_E)
-        shifted = s * LOG2_E - m_new[:, None]  # log2 of the unnormalised weight
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shifted = log2_weight(s, m_new[:, None], PRECISION)
         p = tl.exp2(shifted)
-        shrink = tl.exp2(m - m_new)
+        log2_shrink = (m - m_new) * LOG2_E
+        shrink = tl.exp2(log2_shrink)
         if STATISTICS:
             if MASKED:
                 shifted = tl.where(visible, shifted, 0.0)  # not 0 · (-inf)
-            c = shrink * (c + (m - m_new) * total) + tl.sum(p * shifted, 1)
+            c = shrink * (c + log2_shrink * total) + tl.sum(p * shifted, 1)
         total = total * shrink + tl.sum(p, 1)
         v = load_tile(v_base, keys, S, v_stride, columns_v, D_V, PADDED_V, MASKED)
         z = tl.dot(p.to(v.dtype), v, z * shrink[:, None], input_precision=PRECISION)
@@ -225,9 +236,9 @@ def forward_kernel(
         z_pointers, (z_tile / total[:, None]).to(z.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < D_V)
     )
     row = tl.program_id(1).to(tl.int64) * T + rows
-    tl.store(lse + row, tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN_2), mask=inside)
+    tl.store(lse + row, tl.where(blind, float("-inf"), m + tl.log2(total) * LN_2), mask=inside)
     if STATISTICS:
-        tl.store(largest + row, tl.where(blind, float("-inf"), m * LN_2), mask=inside)
+        tl.store(largest + row, tl.where(blind, float("-inf"), m), mask=inside)
         tl.store(entropy + row, tl.where(blind, 0.0, (tl.log2(total) - c / total) * LN_2), mask=inside)
 
 
@@ -249,9 +260,9 @@ def delta_kernel(
 
 @triton.jit
 def load_row_sums(lse, delta, rows, T):
-    """log2 of the rows' denominators and their delta; a row that saw nothing, or lies outside, gets weights of zero."""
-    log2_sum = tl.load(lse + rows, mask=rows < T, other=float("-inf")) * LOG2_E
-    return tl.where(log2_sum == float("-inf"), float("inf"), log2_sum), tl.load(delta + rows, mask=rows < T, other=0.0)
+    """The rows' log-sum-exp and delta; a row that saw nothing, or lies outside, gets weights of zero."""
+    log_sum = tl.load(lse + rows, mask=rows < T, other=float("-inf"))
+    return tl.where(log_sum == float("-inf"), float("inf"), log_sum), tl.load(delta + rows, mask=rows < T, other=0.0)
 
 
 @triton.jit
@@ -266,9 +277,9 @@ def keys_stretch(
     for m0 in tl.range(low, high, BLOCK_M):
         rows = m0 + tl.arange(0, BLOCK_M)
         q = load_tile(q_base, rows, T, q_t, columns_qk, D_QK, PADDED_QK, True)
-        log2_sum, row_delta = load_row_sums(lse, delta, rows, T)
+        log_sum, row_delta = load_row_sums(lse, delta, rows, T)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.exp2(s * LOG2_E - log2_sum[None, :])
+        p = tl.exp2(log2_weight(s, log_sum[None, :], PRECISION))
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[None, :], keys[:, None], (first[None, :], stop[None, :]), start, S, MODE)
@@ -348,7 +359,7 @@ def keys_kernel(
 
 @triton.jit
 def queries_stretch(
-    dq, q, dz, k_base, v_base, k_t, v_t, log2_sum, delta, rows, interval, b, h, start, T, S, low, high,
+    dq, q, dz, k_base, v_base, k_t, v_t, log_sum, delta, rows, interval, b, h, start, T, S, low, high,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -359,7 +370,7 @@ def queries_stretch(
         k = load_tile(k_base, keys, S, k_t, columns_qk, D_QK, PADDED_QK, MASKED)
         v = load_tile(v_base, keys, S, v_t, columns_v, D_V, PADDED_V, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p = tl.exp2(s * LOG2_E - log2_sum[:, None])
+        p = tl.exp2(log2_weight(s, log_sum[:, None], PRECISION))
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
@@ -387,20 +398,20 @@ def queries_kernel(
     q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, columns_qk, D_QK, PADDED_QK, True)
     dz_tile = load_tile(dz + b * dz_b + h * dz_h, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
     row = tl.program_id(1).to(tl.int64) * T
-    log2_sum, row_delta = load_row_sums(lse + row, delta + row, rows, T)
+    log_sum, row_delta = load_row_sums(lse + row, delta + row, rows, T)
     k_base, v_base = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
     dq_tile = tl.zeros([BLOCK_M, PADDED_QK], tl.float32)
     if MODE == INTERVAL:
         dq_tile = queries_stretch(
-            dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, interval, b, h, start, T, S,
+            dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log_sum, row_delta, rows, interval, b, h, start, T, S,
             low, full_low, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
         )  # fmt: skip
     dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, interval, b, h, start, T, S,
+        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log_sum, row_delta, rows, interval, b, h, start, T, S,
         full_low, full_high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION,
     )  # fmt: skip
     dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log2_sum, row_delta, rows, interval, b, h, start, T, S,
+        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log_sum, row_delta, rows, interval, b, h, start, T, S,
         full_high, high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
     )  # fmt: skip
     pointers = dq + b * dq_b + h * dq_h + rows[:, None] * dq_t + columns_qk[None, :]
