@@ -1,7 +1,8 @@
 """The rule by which every fast path is judged (design.md): against float64 it may err at most twice what the readable
 path errs in the same precision, plus one unit in the last place of the largest number it returns.
 
-For the gradients of query and key that number is the largest they are made of, the gradient of a weight, dz·v. Every
+For the gradients of query and key that number is the largest they are made of, the gradient of a weight, dz·v (over
+magnitudes, as the error of a sum goes). Every
 fused kernel subtracts z·dz from it, which the readable path sums up as Σ p (dz·v) instead: where a query sees one key
 the two are equal, the readable path's gradient is exactly zero, and a fused one's is what two sums of the same numbers
 in another order differ by. (In 16 bits the readable path's own error is larger than that.)
@@ -94,7 +95,7 @@ def judge(case: Case, implementation: str, measured: bool = False, attend_by=att
         largest, kept_in = exact[finite].abs().max(), torch.float32 if name in STATISTICS + MASSES else case.dtype
         if name in ("d_query", "d_key"):
             *_, value, upstream = case.inputs(torch.float64)
-            largest = (upstream @ shared_by_group(value, upstream).mT).abs().max()
+            largest = (upstream.abs() @ shared_by_group(value, upstream).abs().mT).max()
         if name in MASSES:  # e^(s - lse): as exact as a score and its log-sum-exp are
             largest = 4 * max(1, truth["log_sum_exp"].nan_to_num(neginf=0).abs().max())
         last_place = torch.finfo(kept_in).eps * largest

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import MASKS as WRITTEN_MASKS
+from oracle import Case, judge
 
 from andrea.attention import (
+    Additive,
+    Compatibility,
     DotProduct,
+    Mask,
     ScaledDotProduct,
     attend,
     attend_reference,
@@ -15,6 +22,15 @@ from andrea.attention import (
     choose,
     key_padding,
 )
+from andrea.attention.torch_paths import attend_flex
+
+
+class Checkered(Mask):
+    """A mask of the user's own: no interval."""
+
+    def visible(self, query_position, key_position):
+        return (query_position + key_position) % 2 == 0
+
 
 MASKS = {"none": None, "causal": causal(), "padding": causal() & key_padding(torch.tensor([[5], [0]]))}
 
@@ -37,15 +53,48 @@ def test_sdpa_agrees_with_the_reference_in_output_and_gradients(compatibility, n
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "triton"])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_implementation_agrees_with_the_reference(implementation, data):
+    """Values and gradients under the rule of oracle.py: odd lengths, T < block, one key, grouped heads, every mask."""
+    groups = data.draw(st.sampled_from([1, 2, 3]), "G")
+    n_query = data.draw(st.integers(1, 40), "T")
+    n_key = data.draw(st.one_of(st.just(n_query), st.integers(1, 40)), "S")
+    case = Case(
+        data.draw(st.integers(1, 3), "B"), groups * data.draw(st.sampled_from([1, 2, 5]), "H / G"), groups,
+        n_query, n_key,
+        data.draw(st.sampled_from([16, 17, 32, 64, 100, 128, 256]), "d_k"),
+        data.draw(st.sampled_from([16, 24, 64, 128]), "d_v"),
+        data.draw(st.sampled_from(WRITTEN_MASKS), "mask"),
+        data.draw(st.sampled_from([torch.float32, torch.float16 if implementation == "triton" else torch.bfloat16]), "type"),
+    )  # fmt: skip
+    judge(case, implementation)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mask", MASKS)
-def test_sdpa_errs_at_most_twice_what_eager_code_of_the_same_precision_errs(mask, dtype):
-    inputs = tensors(29, 29, dtype)
-    exact = attend(*(tensor.double() for tensor in inputs), mask=MASKS[mask], implementation="reference")
-    eager = attend(*inputs, mask=MASKS[mask], implementation="reference")
-    fast = attend(*inputs, mask=MASKS[mask], implementation="sdpa")
-    last_place = torch.finfo(dtype).eps * exact.abs().max()
-    assert (fast - exact).abs().max() <= 2 * (eager - exact).abs().max() + last_place
+@pytest.mark.parametrize("mask", [*WRITTEN_MASKS, "checkered"])
+@torch.no_grad()
+def test_flex_agrees_with_the_reference_in_values(mask, dtype):
+    """FlexAttention's gradients and compiled form need a card (bench/gpu_checks.py); the masks and shapes do not."""
+    for shape in ((2, 6, 3, 13, 13, 16, 16), (1, 2, 2, 5, 37, 32, 32)):
+        case = Case(*shape, "none" if mask == "checkered" else mask, dtype)
+        made = Checkered() if mask == "checkered" else case.made_mask()
+        exact, eager, fast = (
+            attend_by(*(tensor for tensor in case.inputs(precision)[:3]), mask=made)
+            for attend_by, precision in ((readable, torch.float64), (readable, dtype), (flexible, dtype))
+        )
+        last_place = torch.finfo(dtype).eps * exact.abs().max()
+        assert (fast - exact).abs().max() <= 2 * (eager - exact).abs().max() + last_place
+
+
+def readable(query, key, value, mask):
+    return attend(query, key, value, mask=mask, implementation="reference")
+
+
+def flexible(query, key, value, mask):
+    """The way of implementation="flex", which on the CPU has no backward and is therefore refused there."""
+    return attend_flex(*ScaledDotProduct().lowered(query, key), value, mask, key.shape[-2] - query.shape[-2])
 
 
 @pytest.mark.parametrize("implementation", ["reference", "sdpa"])
@@ -95,13 +144,49 @@ def test_weights_are_the_references_own():
 
 
 def test_choose_tells_what_runs_and_why():
-    query, key, _ = tensors(5, 13, torch.float32)
-    assert choose("auto", query, key) == (
-        "sdpa",
-        "torch's fused kernels serve every compatibility function that lowers",
-    )
+    inputs = tensors(5, 13, torch.float32)
+    assert choose("auto", *inputs) == ("sdpa", "torch's fused kernels serve every compatibility function that lowers")
     for name in ("sdpa", "reference"):
-        assert choose(name, query, key) == (name, "asked for by name")
+        assert choose(name, *inputs) == (name, "asked for by name")
+    assert choose("auto", *inputs, statistics=True) == ("reference", "only the readable path measures here")
+    additive = Additive(7, 7, 5)
+    assert choose("auto", *inputs, additive)[0] == choose("auto", *inputs, additive, statistics=True)[0] == "chunked"
+
+    class ScoresAlone(Compatibility):
+        def scores(self, query, key):
+            return (query @ key.mT).relu()
+
+    assert choose("auto", *inputs, ScoresAlone()) == ("reference", "ScoresAlone has no lowered form")
+    assert choose("auto", *inputs, compiled=True)[0] == "sdpa"  # nothing trains here: no gradient is wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("sdpa", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form, which every fused kernel needs"),
+        ("triton", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form"),
+        ("chunked", {}, "it is made for the additive function alone"),
+        ("sdpa", {"statistics": True}, "it returns no statistics; use triton or reference"),
+        ("flex", {}, "it needs a CUDA card, got device=cpu"),
+        ("sdpa_cudnn", {}, "it needs a CUDA card, got device=cpu"),
+        ("triton", {"mask": Checkered()}, "the mask Checkered does not say which interval of keys a query sees"),
+        ("triton", {"mask": causal() & Checkered()}, "the mask Both does not say which interval"),
+    ],
+)
+def test_a_named_implementation_that_cannot_serve_raises_with_the_reason(name, options, reason):
+    with pytest.raises(ValueError, match=f"implementation='{name}' cannot serve this: {reason}"):
+        attend(*tensors(5, 5, torch.float32), implementation=name, **options)
+
+
+def test_a_mask_of_ones_own_needs_the_predicate_alone():
+    query, key, value = tensors(5, 13, torch.float64)
+    weights = attention_weights(query, key, mask=causal() & Checkered())
+    position = torch.arange(8, 13)[:, None]
+    allowed = (torch.arange(13) <= position) & ((torch.arange(13) + position) % 2 == 0)
+    assert torch.equal(weights[0, 0] > 0, allowed)
+    for implementation in ("auto", "sdpa"):
+        got = attend(query, key, value, mask=causal() & Checkered(), implementation=implementation)
+        torch.testing.assert_close(got, weights @ value)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +196,14 @@ def test_choose_tells_what_runs_and_why():
 def test_short_training_compiled_for_a_cpu_is_written_out(n_key, training, expected):
     @torch.compile(backend="eager", fullgraph=True, dynamic=False)
     def is_reference(query, key):
-        return query.new_zeros(()) + (choose("auto", query, key)[0] == "reference")
+        return query.new_zeros(()) + (choose("auto", query, key, key)[0] == "reference")
 
     query, key, _ = tensors(3, n_key, torch.float32, lead=(), requires_grad=training)
     assert is_reference(query, key).item() == (expected == "reference")
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="implementation='flash' is unknown; allowed: auto, sdpa, reference"):
+    with pytest.raises(ValueError, match="implementation='flash' is unknown; allowed: auto, reference, chunked, sdpa"):
         attend(*tensors(5, 5, torch.float32), implementation="flash")
 
 
@@ -127,7 +212,10 @@ def test_an_unknown_implementation_is_refused():
     [
         (((5, 7), (5, 3), (5, 7)), r"same width for a dot product, got query \(5, 7\) and key \(5, 3\)"),
         (((5, 7), (5, 7), (3, 7)), r"each key needs one value, got key \(5, 7\) and value \(3, 7\)"),
-        (((2, 5, 7), (3, 5, 7), (3, 5, 7)), r"leading dimensions must be equal, got query \(2, 5, 7\)"),
+        (((2, 1, 5, 7), (3, 1, 5, 7), (3, 1, 5, 7)), r"leading dimensions must be equal, got query \(2, 1, 5, 7\)"),
+        (((5, 7), (3, 5, 7), (3, 5, 7)), r"leading dimensions must be equal, got query \(5, 7\)"),
+        (((2, 6, 5, 7), (2, 3, 5, 7), (2, 2, 5, 7)), "leading dimensions must be equal"),
+        (((2, 6, 5, 7), (2, 4, 5, 7), (2, 4, 5, 7)), "key/value heads must divide the query heads, got query"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes, message):

@@ -1,0 +1,108 @@
+"""What is measured of a head: by hand, across implementations, and summed up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import MASKS, Case
+from test_attend import Checkered
+
+from andrea.attention import (
+    DotProduct,
+    HeadStatistics,
+    MultiHeadAttention,
+    ScaledDotProduct,
+    attend,
+    causal,
+    sliding_window,
+)
+from andrea.attention.statistics import head_statistics, masses_of_weights, sees
+
+
+def test_two_keys_by_hand():
+    """Scores 0 and ln 3: weights 1/4 and 3/4."""
+    query, key = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
+    _, rows = attend(query, key, key, implementation="reference", statistics=True)
+    assert rows.log_sum_exp.item() == pytest.approx(math.log(4))
+    assert rows.largest_logit.item() == pytest.approx(math.log(3))
+    assert rows.entropy_nats.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    assert rows.first_token_mass.item() == pytest.approx(0.25)
+    assert rows.previous_token_mass.item() == pytest.approx(0.25)  # the query stands at position 1
+    assert rows.visible_keys.item() == 2
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masses_are_weights_of_the_weight_matrix(mask, implementation):
+    case = Case(2, 4, 2, 7, 7, 16, 16, mask)
+    query, key, value, _ = case.inputs(torch.float32)
+    how = {"mask": case.made_mask(), "implementation": implementation}
+    _, rows = attend(query, key, value, statistics=True, **how)
+    identity = torch.eye(7).expand(2, 2, 7, 7)
+    weights = attend(query, key, identity, **how)
+    torch.testing.assert_close(rows.first_token_mass, weights[..., 0], atol=2e-6, rtol=0)
+    previous = torch.cat((torch.zeros(2, 4, 1), weights.diagonal(-1, -2, -1)), -1)
+    torch.testing.assert_close(rows.previous_token_mass, previous, atol=2e-6, rtol=0)
+    visible = (weights > 0).sum(-1)
+    assert torch.equal(rows.visible_keys.expand_as(visible), visible)
+
+
+def test_the_previous_token_of_a_query_that_stands_after_the_keys():
+    weights = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.3, 0.4]])
+    assert masses_of_weights(weights, 1)[1].tolist() == pytest.approx([0.1, 0.3])
+    assert masses_of_weights(weights, -1)[1].tolist() == pytest.approx([0.0, 0.0])
+    assert masses_of_weights(weights, 4)[1].tolist() == pytest.approx([0.0, 0.0])  # key 3 and 4 are not there
+
+
+@pytest.mark.parametrize("mask", [None, causal(), sliding_window(3), Checkered()])
+def test_sees_asks_the_mask(mask):
+    position, of_key = torch.tensor([0, 1, 2, 3, 6]), torch.tensor([0, 0, 0, 2, 5])
+    expected = [mask is None or bool(mask.visible(i, j)) for i, j in zip(position, of_key, strict=True)]
+    assert sees(mask, of_key, position, 7).tolist() == expected
+    assert not sees(mask, of_key - 7, position, 7).any()
+
+
+def measured(seed, n_batch=2):
+    torch.manual_seed(seed)
+    query, key, value = torch.randn(3, n_batch, 3, 11, 16)
+    _, rows = attend(query, key, value, mask=causal(), implementation="reference", statistics=True)
+    return head_statistics(rows, causal(), 0, 11), rows
+
+
+def test_heads_are_means_over_the_rows_that_count():
+    heads, rows = measured(1)
+    figures = heads.figures()
+    torch.testing.assert_close(figures["entropy_nats"], rows.entropy_nats.mean((0, 2)))
+    most = torch.arange(1, 12).log().mean()
+    torch.testing.assert_close(figures["entropy_share"], rows.entropy_nats.mean((0, 2)) / most)
+    torch.testing.assert_close(figures["largest_logit"], rows.largest_logit.amax((0, 2)))
+    # The first query looks at key 0 because it can look at nothing else, and has none before it.
+    torch.testing.assert_close(figures["first_token_mass"], rows.first_token_mass[..., 1:].mean((0, 2)))
+    torch.testing.assert_close(figures["previous_token_mass"], rows.previous_token_mass[..., 1:].mean((0, 2)))
+
+
+def test_parts_add_up():
+    (one, _), (two, _) = measured(1), measured(2, n_batch=5)
+    together = one.merged(two)
+    assert torch.equal(together.rows, torch.full((3,), 77.0))
+    assert torch.equal(together.largest_logit, torch.maximum(one.largest_logit, two.largest_logit))
+    torch.testing.assert_close(together.figures()["entropy_nats"], (one.entropy + two.entropy) / 77)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "sdpa", "reference", "triton"])
+def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementation):
+    torch.manual_seed(0)
+    attention = MultiHeadAttention(
+        48, 3, compatibility=ScaledDotProduct(), mask=causal(), n_kv_head=1, implementation=implementation
+    )
+    x, observed = torch.randn(2, 11, 48), []
+    output = attention(x, observed=observed)
+    torch.testing.assert_close(output, attention(x))
+    assert len(observed) == 1 and isinstance(observed[0], HeadStatistics)
+    query, key, _, _ = attention.project(x, None, None)
+    rows = attend(query, key, key, mask=causal(), implementation="reference", statistics=True,
+                  compatibility=DotProduct())[1]  # fmt: skip
+    torch.testing.assert_close(observed[0], head_statistics(rows, causal(), 0, 11), atol=1e-4, rtol=1e-5)
+    assert not any(part.requires_grad for part in observed[0])
