@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from andrea.attention import COMPATIBILITIES, DotProduct, ScaledDotProduct
+from andrea.attention import (
+    COMPATIBILITIES,
+    Additive,
+    Bilinear,
+    Cosine,
+    DotProduct,
+    ScaledDotProduct,
+    attend,
+    causal,
+    make_compatibility,
+)
 
 
 def test_hand_solved_scores():
@@ -14,17 +26,124 @@ def test_hand_solved_scores():
     torch.testing.assert_close(ScaledDotProduct().scores(query, key), torch.tensor([[6.0, 0.0]]))  # sqrt(4) = 2
 
 
+def made(name, n_head=3, d_head=7):
+    """The function in float64, away from where it starts."""
+    compatibility = make_compatibility(name, n_head, d_head).double()
+    with torch.no_grad():
+        for parameter in compatibility.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return compatibility
+
+
+def by_hand(name, compatibility, head, q, k):
+    """f(q, k) of one query and one key, with numbers and loops."""
+    q, k = q.tolist(), k.tolist()
+    dot = sum(a * b for a, b in zip(q, k, strict=True))
+    if name in ("dot", "scaled_dot"):
+        return dot / (math.sqrt(len(q)) if name == "scaled_dot" else 1)
+    if name == "bilinear":
+        matrix = compatibility.matrix[head].tolist()
+        return sum(q[i] * matrix[i][j] * k[j] for i in range(len(q)) for j in range(len(k)))
+    if name == "cosine":
+        return math.exp(compatibility.log_sharpness[head].item()) * dot / math.hypot(*q) / math.hypot(*k)
+    of_query, of_key, weight = (part[head].tolist() for part in compatibility.parameters())
+    hidden = [
+        math.tanh(
+            sum(a * x for a, x in zip(rows_a, q, strict=True)) + sum(b * y for b, y in zip(rows_b, k, strict=True))
+        )
+        for rows_a, rows_b in zip(of_query, of_key, strict=True)
+    ]
+    return sum(w * h for w, h in zip(weight, hidden, strict=True))
+
+
 @pytest.mark.parametrize("name", COMPATIBILITIES)
-def test_lowered_form_is_a_plain_dot_product_with_the_same_scores(name):
-    compatibility = COMPATIBILITIES[name]()
+def test_scores_by_hand_per_head(name):
+    compatibility = made(name)
     query, key = torch.randn(2, 3, 5, 7, dtype=torch.float64), torch.randn(2, 3, 11, 7, dtype=torch.float64)
-    lowered_query, lowered_key = compatibility.lower(query, key)
     scores = compatibility.scores(query, key)
     assert scores.shape == (2, 3, 5, 11)
-    torch.testing.assert_close(lowered_query @ lowered_key.mT, scores)
-    for i, j in ((0, 0), (4, 10), (2, 7)):  # entry by entry, so that no axis is swapped
-        one = compatibility.scores(query[1, 2, i : i + 1], key[1, 2, j : j + 1])
-        torch.testing.assert_close(scores[1, 2, i, j], one[0, 0])
+    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 10), (1, 1, 2, 7)):
+        expected = by_hand(name, compatibility, h, query[b, h, i], key[b, h, j])
+        assert scores[b, h, i, j].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPATIBILITIES if name != "additive"])
+def test_lowered_form_is_a_plain_dot_product_with_the_same_scores(name):
+    compatibility = made(name)
+    assert compatibility.lowers
+    query, key = torch.randn(2, 3, 5, 7, dtype=torch.float64), torch.randn(2, 3, 11, 7, dtype=torch.float64)
+    lowered_query, lowered_key = compatibility.lowered(query, key)
+    torch.testing.assert_close(lowered_query @ lowered_key.mT, compatibility.scores(query, key))
+
+
+@pytest.mark.parametrize("name", [name for name in COMPATIBILITIES if name != "additive"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lowering_is_computed_in_fp32_and_cast_last(name, autocast):
+    """Each number of the lowered query is the exact one, rounded once."""
+    compatibility = made(name).float()
+    query, key = torch.randn(3, 5, 7).bfloat16(), torch.randn(3, 11, 7).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        lowered = compatibility.lowered(query, key)
+    exact = compatibility.lower(query.float(), key.float())
+    for got, wanted in zip(lowered, exact, strict=True):
+        assert got.dtype == torch.bfloat16 and torch.equal(got, wanted.bfloat16())
+
+
+def test_the_additive_function_has_no_lowered_form():
+    assert not Additive(3, 5, 7).lowers
+    with pytest.raises(NotImplementedError, match="Additive has no lowered form"):
+        Additive(3, 5, 7).lower(torch.zeros(1, 3), torch.zeros(1, 5))
+
+
+@pytest.mark.parametrize("make", [lambda: Bilinear(5, 7), lambda: Additive(5, 7, 11)])
+def test_widths_may_differ_where_the_function_says_so(make):
+    query, key, value = torch.randn(2, 13, 5), torch.randn(2, 17, 7), torch.randn(2, 17, 3)
+    assert attend(query, key, value, compatibility=make(), mask=causal()).shape == (2, 13, 3)
+
+
+def test_where_they_start():
+    """Bilinear as the scaled dot product, cosine sharp, additive with scores of about unit variance."""
+    query, key = torch.randn(3, 50, 64), torch.randn(3, 50, 64)
+    torch.testing.assert_close(Bilinear(64, 64, 3).scores(query, key), ScaledDotProduct().scores(query, key))
+    with_itself = Cosine(3).scores(query, query).diagonal(0, -2, -1)
+    torch.testing.assert_close(with_itself, torch.full((3, 50), 10.0))
+    assert 0.1 < make_compatibility("additive", 3, 64).scores(query, key).var() < 2
+
+
+def test_cosine_of_a_zero_vector_is_zero_with_a_finite_gradient():
+    query, key = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    query[0, 3] = 0
+    query.requires_grad_()
+    scores = Cosine().scores(query, key)
+    assert (scores[0, 3] == 0).all()
+    scores.square().sum().backward()
+    assert query.grad.isfinite().all() and (query.grad[0, 3] == 0).all()
+
+
+@pytest.mark.parametrize("name", COMPATIBILITIES)
+def test_gradients_against_finite_differences(name):
+    compatibility = made(name, n_head=2, d_head=3)
+    query, key, value = (torch.randn(2, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (3, 4, 4))
+
+    def output(query, key, value, *parameters):
+        return attend(query, key, value, compatibility=compatibility, mask=causal(), implementation="reference")
+
+    assert torch.autograd.gradcheck(output, (query, key, value, *compatibility.parameters()))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", ["bilinear", "cosine"])
+def test_what_is_learned_gets_the_same_gradient_through_a_fused_path(name, implementation):
+    compatibility = made(name, n_head=4, d_head=16).float()
+    query, key, value = torch.randn(2, 4, 13, 16), torch.randn(2, 2, 13, 16), torch.randn(2, 2, 13, 16)
+    gradients = [
+        torch.autograd.grad(
+            attend(query, key, value, compatibility=compatibility, mask=causal(), implementation=way).square().sum(),
+            tuple(compatibility.parameters()),
+        )
+        for way in ("reference", implementation)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("d_k", [16, 64, 256, 4096])
@@ -39,4 +158,5 @@ def test_variance_of_random_scores(d_k):
 
 
 def test_what_learns_nothing_has_no_parameters():
-    assert all(not list(kind().parameters()) for kind in COMPATIBILITIES.values())
+    learned = {name: sum(p.numel() for p in make_compatibility(name, 3, 7).parameters()) for name in COMPATIBILITIES}
+    assert learned == {"scaled_dot": 0, "dot": 0, "bilinear": 3 * 49, "cosine": 3, "additive": 3 * (49 + 49 + 7)}

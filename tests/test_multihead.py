@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from andrea.attention import MultiHeadAttention, ScaledDotProduct, attend, causal, key_padding
+from andrea.attention import (
+    COMPATIBILITIES,
+    MultiHeadAttention,
+    ScaledDotProduct,
+    attend,
+    causal,
+    key_padding,
+    make_compatibility,
+)
 from andrea.attention.cache import KeyValueCache
 
 B, T, S, H, D = 2, 7, 11, 3, 5
@@ -131,3 +139,56 @@ def test_head_widths(d_model, n_head, d_head):
 def test_a_head_width_that_is_not_whole_is_refused():
     with pytest.raises(ValueError, match="n_head=5 does not divide d_model=12"):
         MultiHeadAttention(12, 5, compatibility=ScaledDotProduct())
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 3, 6])
+def test_grouped_heads_share_keys_and_values(n_kv_head):
+    """As many heads again with the shared projections written out for each: the same output."""
+    torch.manual_seed(0)
+    heads, width = 6, 5
+    options = {"compatibility": ScaledDotProduct(), "mask": causal(), "bias": True}
+    grouped = MultiHeadAttention(heads * width, heads, n_kv_head=n_kv_head, **options).double()
+    assert grouped.key.out_features == grouped.value.out_features == n_kv_head * width
+    full = MultiHeadAttention(heads * width, heads, **options).double()
+    repeated = {
+        name: tensor.unflatten(0, (n_kv_head, width)).repeat_interleave(heads // n_kv_head, 0).flatten(0, 1)
+        if name.startswith(("key", "value"))
+        else tensor
+        for name, tensor in grouped.state_dict().items()
+    }
+    full.load_state_dict(repeated)
+    x = torch.randn(2, 7, heads * width, dtype=torch.float64)
+    for implementation in ("reference", "sdpa"):
+        grouped.implementation = implementation
+        torch.testing.assert_close(grouped(x), full(x))
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused():
+    with pytest.raises(ValueError, match="n_kv_head=2 does not divide n_head=3"):
+        MultiHeadAttention(12, 3, compatibility=ScaledDotProduct(), n_kv_head=2)
+
+
+@pytest.mark.parametrize("name", COMPATIBILITIES)
+def test_a_cache_serves_every_compatibility_function(name):
+    torch.manual_seed(0)
+    attention = MultiHeadAttention(
+        D_MODEL, H, compatibility=make_compatibility(name, H, D), mask=causal(), n_kv_head=1
+    ).double()
+    x, cache, outputs = vectors(T), KeyValueCache(1, B, 1, S, D, dtype=torch.float64), []
+    for chunk in x.split([3, 1, 1, 2], dim=1):
+        outputs.append(attention(chunk, cache=cache.layer(0)))
+        cache.advance(chunk.shape[1])
+    torch.testing.assert_close(torch.cat(outputs, dim=1), attention(x))
+
+
+def test_what_has_no_lowered_form_cannot_be_turned():
+    attention = MultiHeadAttention(D_MODEL, H, compatibility=make_compatibility("additive", H, D))
+    with pytest.raises(ValueError, match="Additive has no lowered form that could be turned by rotary positions"):
+        attention(torch.randn(B, T, D_MODEL), place=lambda tensor: tensor)
+
+
+def test_the_view_of_each_heads_own_output_matrix_is_a_view():
+    attention = make()
+    assert attention.output_by_head.shape == (H, D_MODEL, D)
+    assert torch.equal(attention.output_by_head[1], attention.output.weight[:, D : 2 * D])
+    assert attention.output_by_head.untyped_storage().data_ptr() == attention.output.weight.untyped_storage().data_ptr()
