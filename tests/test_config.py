@@ -23,6 +23,7 @@ def test_every_shipped_config_parses() -> None:
         for path in (CONFIGS / group).glob("*.yaml"):
             extra = {"text": ["data.path=x"], "shards": ["data.path=x"]}.get(path.stem, [])
             extra = ["data.sources={a: {kind: pystdlib}}"] if path.stem == "mixture" else extra
+            extra = {"additive": ["model.position=learned"], "qk_clip": ["model.qk_norm=false"]}.get(path.stem, extra)
             make(f"{group}={path.stem}", *extra)
     configure(SamplingRun, "sample", [])
 

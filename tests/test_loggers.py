@@ -80,11 +80,13 @@ def test_an_offline_run_lies_in_the_runs_folder_and_can_be_gone_on_with(nobody: 
         wandb = Wandb(config, "offline", tmp_path, "run", "tiny", run_id, {"config": {"seed": 1}})
         run_id = run_id or wandb.run_id
         assert wandb.run_id == run_id
-        wandb.record(records(3)[0])
+        wandb.record({**records(3)[0], "attention/heads/entropy_nats": [[0.5, None], [1.5, 2.0]]})
         wandb.sample({**records(3)[0], "prompt": "<", "text": "b"})
         wandb.record({**records(3)[0], "event": "done", "val/bpb": 1.5})
         wandb.finish(0)
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1
+    pages = [path.read_text() for path in (tmp_path / "wandb").rglob("*.html")]
+    assert any("attention/heads/entropy_nats" in page and ">1.5<" in page for page in pages)
 
 
 def test_html_in_a_sample_stays_text() -> None:

@@ -120,9 +120,7 @@ class Wandb(Logger):
     def record(self, record: dict[str, Any]) -> None:
         event = record.get("event")
         if event is None:
-            self.run.log(
-                {key: heatmap(key, value) if isinstance(value, list) else value for key, value in record.items()}
-            )
+            self.run.log({key: shown(key, value) for key, value in record.items()})
         else:
             self.run.summary.update({key: value for key, value in record.items() if key not in ("step", *AXES)})
 
@@ -138,10 +136,15 @@ class Wandb(Logger):
         self.run.finish(exit_code=exit_code)
 
 
-def heatmap(name: str, rows: list[list[float | None]]) -> Any:
-    """Layers × heads as a table whose cells are shaded from the lowest figure to the highest, with the numbers in them."""
+def shown(name: str, value: Any) -> Any:
+    """A figure as wandb takes it: numbers as they are, layers × heads as a page."""
     import wandb
 
+    return wandb.Html(heatmap(name, value), inject=False) if isinstance(value, list) else value
+
+
+def heatmap(name: str, rows: list[list[float | None]]) -> str:
+    """Layers × heads as an HTML table whose cells are shaded from the lowest figure to the highest, numbers in them."""
     known = [number for row in rows for number in row if number is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
 
@@ -156,7 +159,7 @@ def heatmap(name: str, rows: list[list[float | None]]) -> Any:
     heads = "".join(f"<th>{head}</th>" for head in range(len(rows[0])))
     style = "font:12px sans-serif;text-align:center;border-spacing:2px"
     caption = f"<caption>{escape(name)}: layers down, heads across</caption>"
-    return wandb.Html(f'<table style="{style}">{caption}<tr><th></th>{heads}</tr>{lines}</table>', inject=False)
+    return f'<table style="{style}">{caption}<tr><th></th>{heads}</tr>{lines}</table>'
 
 
 def escape(text: str) -> str:
