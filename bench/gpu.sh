@@ -1,20 +1,35 @@
 #!/usr/bin/env bash
-# Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER]`.
-# Needs torch, numpy, tiktoken, safetensors, transformers and PyYAML; not Hydra, not wandb.
+# Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
+# Parts: checks attention tune train generate; all of them when none is named. One table at the end.
+# Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; not Hydra, not wandb.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-bench/results}
+shift || true
+parts=${*:-checks attention tune train generate}
 mkdir -p "$output"
 python=${PYTHON:-python3}
-export PYTHONPATH=.
+export PYTHONPATH=. PYTHONUNBUFFERED=1
+unset TRITON_INTERPRET
 
 "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA card"; print(torch.cuda.get_device_name(), torch.__version__)' || exit 1
 stamp=$(date -u +%Y%m%d-%H%M%S)
+log="$output/gpu-$stamp.log"
 
-echo "== correctness: attention and model on the card against the CPU in fp64"
-"$python" bench/gpu_checks.py --output "$output/checks-cuda-$stamp.json"
-echo "== training throughput, andrea-120m"
-"$python" bench/train.py --device cuda --batch 32 --peers fp32 bf16 bf16-compiled --optimizer muon \
+measure() {
+    local part=$1
+    shift
+    [[ " $parts " == *" $part "* ]] || return 0
+    echo "== $part: $*" | tee -a "$log"
+    "$python" "$@" 2>&1 | tee -a "$log" || echo "FAILED $part" | tee -a "$log"
+}
+
+measure checks bench/gpu_checks.py --output "$output/checks-cuda-$stamp.json"
+measure attention bench/attention.py --output "$output/attention-cuda-$stamp.json"
+measure tune bench/attention.py --tune --lengths 1024 --output "$output/attention-tune-cuda-$stamp.json"
+measure train bench/train.py --device cuda --batch 32 --peers fp32 bf16 bf16-compiled --optimizer muon \
     --output "$output/train-andrea-120m-cuda-$stamp.json"
-echo "== generation, andrea-120m, batch 1"
-"$python" bench/generate.py --device cuda --output "$output/generate-andrea-120m-cuda-$stamp.json"
+measure generate bench/generate.py --device cuda --output "$output/generate-andrea-120m-cuda-$stamp.json"
+
+echo "== all of it"
+grep -E "passed|FAIL|TFLOP/s|^tuned|tokens/s +ratio|^andrea|^hugging|^written" "$log"

@@ -1,80 +1,128 @@
-"""Correctness on a CUDA card: attention and the whole model against the same arithmetic in fp64 on the CPU.
+"""Correctness on a CUDA card: every implementation of attention, and the whole model, against float64.
 
-The rule: an implementation may err at most twice what the readable path errs in the same precision on the same card,
-plus one unit in the last place of the largest output. fp32 products are compared in full fp32, not TF32.
+The rule is that of the tests (tests/oracle.py), with the readable path and the judged one on the card and the truth on
+the CPU. fp32 products are compared in full fp32, not TF32.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 from common import ROOT, make_andrea, model_config, write_record
 
-from andrea.attention import attend, causal
+sys.path.insert(0, str(ROOT / "tests"))
+
+from oracle import MASKS, Case, judge
+
+from andrea.attention import DotProduct, refusal, triton_path
+
+#         B  H  G   T    S   d_k  d_v
+SHAPES = [
+    (2, 2, 2, 13, 13, 16, 16), (2, 4, 2, 127, 127, 32, 32), (1, 2, 1, 1, 29, 64, 64), (2, 2, 1, 513, 513, 64, 64),
+    (1, 3, 3, 257, 257, 128, 128), (2, 6, 2, 67, 139, 64, 64), (1, 2, 2, 143, 11, 32, 64), (1, 1, 1, 97, 97, 256, 256),
+    (2, 3, 1, 1, 1, 16, 16), (1, 2, 2, 1031, 1031, 128, 128), (2, 2, 2, 129, 129, 100, 48),
+]  # fmt: skip
+IMPLEMENTATIONS = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton")
 
 
-def attention_errors(dtype: torch.dtype, length: int, d_head: int) -> dict:
-    """Largest absolute error of each implementation on (2, 3, length, d_head), values and gradients alike."""
-    generator = torch.Generator().manual_seed(length + d_head)
-    parts = [torch.randn(2, 3, length, d_head, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
-    results = {}
-    for name, device, precision in (
-        ("truth", "cpu", torch.float64),
-        ("reference", "cuda", dtype),
-        ("sdpa", "cuda", dtype),
-    ):
-        q, k, v, upstream = (part.to(device=device, dtype=precision) for part in parts)
-        leaves = [leaf.requires_grad_() for leaf in (q, k, v)]
-        z = attend(*leaves, mask=causal(), implementation="reference" if name == "truth" else name)
-        results[name] = [z.detach(), *torch.autograd.grad(z, leaves, upstream)]
-    row = {"dtype": str(dtype), "length": length, "d_head": d_head}
-    truth = [tensor.double() for tensor in results["truth"]]
-    for name in ("reference", "sdpa"):
-        row[name] = [float((a.cpu().double() - b).abs().max()) for a, b in zip(results[name], truth, strict=True)]
-    last_place = torch.finfo(dtype).eps
-    allowed = [2 * error + last_place * float(t.abs().max()) for error, t in zip(row["reference"], truth, strict=True)]
-    row["passes"] = all(error <= most for error, most in zip(row["sdpa"], allowed, strict=True))
-    return row
+def attention_rows(device: str) -> list[dict]:
+    rows = []
+    for name in IMPLEMENTATIONS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for shape in SHAPES if name != "flex" else SHAPES[1:4]:  # FlexAttention compiles anew for each
+                for mask in MASKS:
+                    rows += judged(name, Case(*shape, mask, dtype), device)
+    triton_path.ATOMICS_ARE_FASTER = True
+    for shape in SHAPES:
+        rows += judged("triton", Case(*shape, "causal", torch.float16), device, "triton, atomic dQ")
+    triton_path.ATOMICS_ARE_FASTER = False
+    return rows
 
 
-def model_error(precision: str) -> dict:
+def judged(name: str, case: Case, device: str, shown: str | None = None) -> list[dict]:
+    """One row, or none where the implementation says that it does not serve the case."""
+    query, key, value, _ = case.inputs(case.dtype, device)
+    if refusal(name, query, key, value, DotProduct(), case.made_mask(device), name == "triton") is not None:
+        return []
+    row = {"check": shown or name, "case": str(case), "passes": True}
+    try:
+        judge(case, name, measured=name == "triton", device=device)
+    except AssertionError as error:
+        row |= {"passes": False, "why": str(error).splitlines()[0]}
+    except RuntimeError as error:  # torch: no kernel of that backend for this type or width
+        if "No available kernel" in str(error) or "No viable backend" in str(error):
+            return []
+        row |= {"passes": False, "why": str(error).splitlines()[0]}
+    return [row]
+
+
+def model_row(precision: str, device: str) -> dict:
     """Largest error of andrea-nano's logits on the card, beside their largest value."""
     model = make_andrea(model_config("andrea-nano"), 4096, "cpu")
-    with torch.no_grad():
-        model.head.weight.normal_(generator=torch.Generator().manual_seed(1))
     tokens = torch.randint(4096, (2, 97), generator=torch.Generator().manual_seed(2))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     with torch.no_grad():
         truth = model.double().logits(model(tokens)).double()
-        on_card = model.to("cuda", dtype)
-        logits = on_card.logits(on_card(tokens.cuda())).cpu().double()
+        on_card = model.to(device, dtype)
+        logits = on_card.logits(on_card(tokens.to(device))).cpu().double()
     error, largest = float((logits - truth).abs().max()), float(truth.abs().max())
+    passes = error < largest * torch.finfo(dtype).eps * 32
+    return {"check": f"andrea-nano, {precision}", "case": f"error {error:.3g} of {largest:.3g}", "passes": passes}
+
+
+def compiled_row(precision: torch.dtype, device: str) -> dict:
+    """One compiled training step through our kernel, statistics included, against the eager one."""
+    from andrea.attention import HeadStatistics
+    from andrea.training.loss import loss_sum
+
+    model = make_andrea(model_config("andrea-nano"), 4096, device)
+    for block in model.blocks:
+        block.attention.implementation = "triton"
+    tokens = torch.randint(4096, (4, 256), generator=torch.Generator().manual_seed(2)).to(device)
+
+    def step(tokens):
+        observed: list[HeadStatistics] = []
+        with torch.autocast(device, precision):
+            nats = loss_sum(model, tokens, tokens, observed)
+        return nats, HeadStatistics.of_layers(observed)
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, dynamic=False)):
+        nats, heads = run(tokens)
+        nats.backward()
+        gradient = model.blocks[0].attention.query.weight.grad.clone()
+        model.zero_grad()
+        results.append((float(nats.detach()), heads.figures()["entropy_nats"].cpu(), gradient.cpu()))
+    (eager, compiled) = results
+    near = abs(eager[0] / compiled[0] - 1) < 1e-2 and torch.allclose(eager[1], compiled[1], atol=2e-2)
+    near = near and float((eager[2] - compiled[2]).norm() / eager[2].norm()) < 5e-2
     return {
-        "model": "andrea-nano",
-        "precision": precision,
-        "error": error,
-        "passes": error < largest * torch.finfo(dtype).eps * 32,
+        "check": f"compiled step, {precision}",
+        "case": f"loss {eager[0]:.1f} / {compiled[0]:.1f}",
+        "passes": bool(near),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "checks-cuda.json")
+    parser.add_argument("--device", default="cuda", help="cpu, under TRITON_INTERPRET=1, tries the program alone")
     chosen = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows = [
-        attention_errors(dtype, length, d_head)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for length in (1, 7, 127, 513)
-        for d_head in (32, 64, 128)
-    ]
-    rows += [model_error(precision) for precision in ("fp32", "bf16")]
+    torch.backends.cudnn.allow_tf32 = False
+    rows = attention_rows(chosen.device)
+    rows += [model_row(precision, chosen.device) for precision in ("fp32", "bf16")]
+    rows += [compiled_row(precision, chosen.device) for precision in (torch.bfloat16, torch.float16)]
     for row in rows:
-        print("passes" if row["passes"] else "FAILS ", {key: value for key, value in row.items() if key != "passes"})
-    write_record(chosen.output, "checks", "cuda", {"rows": rows})
-    print(f"{sum(row['passes'] for row in rows)} passed, {sum(not row['passes'] for row in rows)} failed")
+        if not row["passes"]:
+            print("FAILS ", row)
+    for name in dict.fromkeys(row["check"] for row in rows):
+        mine = [row["passes"] for row in rows if row["check"] == name]
+        print(f"{name:28} {sum(mine):4} passed, {len(mine) - sum(mine):3} failed")
+    write_record(chosen.output, "checks", chosen.device, {"rows": rows})
 
 
 if __name__ == "__main__":

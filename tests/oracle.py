@@ -36,7 +36,7 @@ class Case:
     mask: str
     dtype: torch.dtype = torch.float32
 
-    def inputs(self, dtype: torch.dtype) -> list[Tensor]:
+    def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
         """Query, key, value and the upstream gradient, the same numbers in every type that can hold them."""
         generator = torch.Generator().manual_seed(hash((self.T, self.S, self.d_k)) % 2**31)
         shapes = (
@@ -46,11 +46,12 @@ class Case:
             (self.B, self.H, self.T, self.d_v),
         )
         rounded = [torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes]
-        return [tensor.to(dtype) for tensor in rounded]
+        return [tensor.to(device, dtype) for tensor in rounded]
 
-    def made_mask(self) -> Mask | None:
-        lengths = (torch.arange(self.B)[:, None] * 7) % (self.S + 1)  # the first row of the batch sees nothing
-        documents = torch.arange(self.S).div(5, rounding_mode="floor") + torch.arange(self.B)[:, None, None]
+    def made_mask(self, device: str = "cpu") -> Mask | None:
+        row = torch.arange(self.B, device=device)[:, None]
+        lengths = (row * 7) % (self.S + 1)  # the first row of the batch sees nothing
+        documents = torch.arange(self.S, device=device) // 5 + row[..., None]
         return {
             "none": None,
             "causal": causal(),
@@ -69,22 +70,28 @@ MASKS = (
 )  # fmt: skip
 
 
-def everything(case: Case, implementation: str, dtype: torch.dtype, measured: bool, attend=attend) -> dict[str, Tensor]:
-    """Output, gradients and, where measured, statistics: by name."""
-    *leaves, upstream = case.inputs(dtype)
+def everything(
+    case: Case, implementation: str, dtype: torch.dtype, measured: bool, attend=attend, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Output, gradients and, where measured, statistics: by name, on the CPU."""
+    *leaves, upstream = case.inputs(dtype, device)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    how = {"compatibility": ScaledDotProduct(), "mask": case.made_mask(), "implementation": implementation}
+    how = {"compatibility": ScaledDotProduct(), "mask": case.made_mask(device), "implementation": implementation}
     output, rows = attend(*leaves, statistics=True, **how) if measured else (attend(*leaves, **how), None)
     gradients = torch.autograd.grad(output, leaves, upstream)
     results = {"output": output.detach()} | dict(zip(("d_query", "d_key", "d_value"), gradients, strict=True))
-    return results | ({name: getattr(rows, name) for name in STATISTICS + MASSES} if rows else {})
+    results |= {name: getattr(rows, name) for name in STATISTICS + MASSES} if rows else {}
+    return {name: tensor.cpu() for name, tensor in results.items()}
 
 
-def judge(case: Case, implementation: str, measured: bool = False, attend_by=attend) -> None:
-    """Assert the rule for every result of the case; infinities must stand at the same places."""
+def judge(case: Case, implementation: str, measured: bool = False, attend_by=attend, device: str = "cpu") -> None:
+    """Assert the rule for every result of the case; infinities must stand at the same places.
+
+    The truth is computed on the CPU; the readable path and the one that is judged on `device`.
+    """
     truth = everything(case, "reference", torch.float64, measured)
-    eager = everything(case, "reference", case.dtype, measured)
-    fast = everything(case, implementation, case.dtype, measured, attend_by)
+    eager = everything(case, "reference", case.dtype, measured, device=device)
+    fast = everything(case, implementation, case.dtype, measured, attend_by, device)
     for name, exact in truth.items():
         assert fast[name].shape == exact.shape
         assert torch.equal(fast[name].isinf(), exact.isinf()), f"{name}: infinities of {case}"

@@ -1,0 +1,245 @@
+"""Attention, implementation against implementation, on a CUDA card: time, TFLOP/s and error, with and without statistics.
+
+    python bench/attention.py [--widths 64 128] [--lengths 1024 2048 4096 8192] [--tune] [--backward two_pass atomic]
+
+TFLOP/s count the causal half: 2 B H T² D for the forward pass (two products, half of the pairs), 2.5 times that for the
+backward. B H grows as T shrinks, so that every row has the same number of tokens and the card is full. Times are medians
+of CUDA events; ratios are against the best of torch's own backends in the same round. The error stands beside each time:
+the largest against float64 over a slice of the same inputs, relative to what the readable path errs in the same type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import RESULTS, ROOT, write_record
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from andrea.attention import DotProduct, attend, causal, triton_path
+from andrea.attention.torch_paths import SDPA_BACKENDS
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
+PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of the FlashAttention-3 repository
+    "FA3": {1024: 265, 2048: 371, 4096: 420, 8192: 460},
+    "Triton tutorial": {1024: 291, 2048: 342, 4096: 363, 8192: 376},
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def contenders(backward: list[str]) -> dict[str, Attend]:
+    """Everything that can be asked for, by the name it has in the table."""
+    by_name: dict[str, Attend] = {}
+    for name in (*SDPA_BACKENDS, "flex"):
+        by_name[name] = lambda q, k, v, name=name: attend(q, k, v, **CASE, implementation=name)
+    for way, with_statistics in itertools.product(backward, (False, True)):
+        label = "triton" + ("" if way == "two_pass" else f" {way}") + (" + statistics" if with_statistics else "")
+        by_name[label] = lambda q, k, v, way=way, wanted=with_statistics: ours(q, k, v, way, wanted)
+    return by_name | flash_attention()
+
+
+CASE = {"compatibility": DotProduct(), "mask": causal()}
+
+
+def ours(q, k, v, way: str, wanted: bool) -> torch.Tensor:
+    """The operator itself, with what the kernel measures and nothing beside it."""
+    from andrea.attention.kernels.fused import fused_attention
+
+    return fused_attention(q, k, v, None, None, True, 0, wanted, way == "two_pass")[0]
+
+
+def flash_attention() -> dict[str, Attend]:
+    """FlashAttention 3 and 4, where they are installed; both take (B, T, H, D)."""
+    found: dict[str, Attend] = {}
+    try:
+        from flash_attn_interface import flash_attn_func as fa3
+
+        found["FA3"] = lambda q, k, v: first_of(fa3(*swapped(q, k, v), causal=True, softmax_scale=1.0)).transpose(1, 2)
+    except ImportError:
+        pass
+    try:
+        from flash_attn.cute import flash_attn_func as fa4
+
+        found["FA4"] = lambda q, k, v: first_of(fa4(*swapped(q, k, v), causal=True, softmax_scale=1.0)).transpose(1, 2)
+    except ImportError:
+        pass
+    return found
+
+
+def swapped(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.transpose(1, 2) for tensor in tensors]
+
+
+def first_of(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
+    """Median of `repeats` after three that do not count."""
+    times = []
+    for index in range(repeats + 3):
+        if device == "cpu":
+            begin = time.perf_counter()
+            run()
+            elapsed = 1000 * (time.perf_counter() - begin)
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            elapsed = begin.elapsed_time(end)
+        if index >= 3:
+            times.append(elapsed)
+    return statistics.median(times)
+
+
+def timed(run: Attend, tensors, leaves, upstream, chosen: argparse.Namespace) -> tuple[float, float]:
+    """Milliseconds of the forward pass alone, and of forward and backward."""
+    with torch.no_grad():
+        forward = milliseconds(lambda: run(*tensors), chosen.device, chosen.repeats)
+    both = milliseconds(lambda: torch.autograd.grad(run(*leaves), leaves, upstream), chosen.device, chosen.repeats)
+    return forward, both
+
+
+def errors(run: Attend, q, k, v, upstream) -> list[float]:
+    """Largest error of output and gradients on one head, over the readable path's in the same type."""
+    parts = [tensor[:1, :1].detach() for tensor in (q, k, v)]
+    results = {}
+    for name, way, dtype in (("truth", None, torch.float64), ("readable", None, q.dtype), ("judged", run, q.dtype)):
+        leaves = [part.to(dtype).requires_grad_() for part in parts]
+        output = way(*leaves) if way else attend(*leaves, **CASE, implementation="reference")
+        results[name] = [output.detach(), *torch.autograd.grad(output, leaves, upstream[:1, :1].to(dtype))]
+    worst = []
+    for truth, readable, judged in zip(*results.values(), strict=True):
+        off = [float((tensor.double() - truth).abs().max()) for tensor in (readable, judged)]
+        worst.append(off[1] / (off[0] + float(truth.abs().max()) * torch.finfo(q.dtype).eps / 2))
+    return [round(ratio, 3) for ratio in worst]
+
+
+def measure(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
+    heads = max(1, 768 // width)
+    n_batch = max(1, chosen.tokens // length)
+    generator = torch.Generator(chosen.device).manual_seed(length + width)
+    shape, dtype = (n_batch, heads, length, width), DTYPES[chosen.dtype]
+    q, k, v, upstream = (
+        torch.randn(shape, generator=generator, device=chosen.device, dtype=torch.float32).to(dtype) for _ in range(4)
+    )
+    q = (q / width**0.5).to(dtype)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    flops = 2 * n_batch * heads * length**2 * width
+    rows = []
+    for name, run in contenders(chosen.backward).items():
+        try:
+            forward, both = timed(run, (q, k, v), leaves, upstream, chosen)
+            off = errors(run, q, k, v, upstream)
+        except (RuntimeError, ValueError) as error:
+            print(f"width {width}, T {length}: {name} left out: {str(error).splitlines()[0]}", flush=True)
+            continue
+        rows.append({
+            "width": width, "length": length, "batch": n_batch, "heads": heads, "implementation": name,
+            "forward_ms": forward, "both_ms": both,
+            "forward_tflops": flops / forward / 1e9, "both_tflops": 3.5 * flops / both / 1e9,
+            "error_over_readable": off,
+        })  # fmt: skip
+    torchs = [row for row in rows if row["implementation"] in SDPA_BACKENDS]
+    for row in rows:
+        for what in ("forward", "both"):
+            best = min((other[f"{what}_ms"] for other in torchs), default=None)
+            row[f"{what}_ratio"] = best / row[f"{what}_ms"] if best else None
+        plain = next((o for o in rows if row["implementation"] == o["implementation"] + " + statistics"), None)
+        row["statistics_cost"] = row["both_ms"] / plain["both_ms"] - 1 if plain else None
+        show(row, chosen)
+    return rows
+
+
+def show(row: dict, chosen: argparse.Namespace) -> None:
+    ratio = [f"{row[f'{what}_ratio']:.2f}" if row[f"{what}_ratio"] else "–" for what in ("forward", "both")]
+    cost = f"  statistics {row['statistics_cost']:+.1%}" if row["statistics_cost"] is not None else ""
+    name = torch.cuda.get_device_name() if chosen.device != "cpu" else ""
+    peak = next((peak for card, peak in PEAK_TFLOPS.items() if card in name), None)
+    share = f" ({row['both_tflops'] / peak:4.0%} of peak)" if peak else ""
+    print(
+        f"d {row['width']:3} T {row['length']:5} {row['implementation']:28} forward {row['forward_tflops']:7.1f} TFLOP/s"
+        f" ({ratio[0]}×)  both {row['both_tflops']:7.1f} TFLOP/s ({ratio[1]}×){share}"
+        f"  error ×{max(row['error_over_readable']):.2f}{cost}",
+        flush=True,
+    )
+
+
+def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
+    """Every tile that fits, for each of the three kernels alone: what `tuning` in kernels/fused.py should say."""
+    from andrea.attention.kernels import fused
+
+    card = fused.tuning(fused.padded(width), DTYPES[chosen.dtype], 90)
+    rows, own = [], fused.tuning
+    try:
+        for kernel in ("forward", "keys", "queries"):
+            for m, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3)):
+                if kernel == "forward" and m < 64:
+                    continue
+                blocks = fused.Blocks(m, n, warps, stages)
+                fused.tuning = lambda *_, changed={kernel: blocks}: fused.Tuning(**(vars(card) | changed))
+                try:
+                    row = tuned_row(width, length, chosen)
+                except (RuntimeError, fused.triton.runtime.errors.OutOfResources) as error:
+                    print(f"{kernel} {blocks}: {str(error).splitlines()[0][:80]}", flush=True)
+                    continue
+                rows.append({"kernel": kernel, **vars(blocks), **row})
+            best = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row["ms"][kernel])
+            for row in best[:5]:
+                print(f"tuned d {width} T {length} {kernel}: {row}", flush=True)
+    finally:
+        fused.tuning = own
+    return rows
+
+
+def tuned_row(width: int, length: int, chosen: argparse.Namespace) -> dict:
+    """Milliseconds of the forward pass with statistics, and of the backward pass."""
+    shape = (max(1, chosen.tokens // length), max(1, 768 // width), length, width)
+    leaves = [
+        torch.randn(shape, device=chosen.device, dtype=DTYPES[chosen.dtype], requires_grad=True) for _ in range(3)
+    ]
+    with torch.no_grad():
+        forward = milliseconds(lambda: ours(*leaves, "two_pass", True), chosen.device, 5)
+        plain = milliseconds(lambda: ours(*leaves, "two_pass", False), chosen.device, 5)
+    output = ours(*leaves, "two_pass", False)
+    upstream = torch.randn_like(output)
+    backward = milliseconds(lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True), chosen.device, 5)
+    return {"ms": {"forward": forward, "keys": backward, "queries": backward}, "forward_without_statistics_ms": plain}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens in the batch, whatever the length")
+    parser.add_argument("--backward", nargs="+", choices=("two_pass", "atomic"), default=["two_pass", "atomic"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tune", action="store_true", help="instead: time every tile of our kernels")
+    parser.add_argument("--device", default="cuda", help="cpu, under TRITON_INTERPRET=1, tries the program alone")
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    assert chosen.backward and triton_path.WIDEST_HEAD >= max(chosen.widths)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    work = tune if chosen.tune else measure
+    rows = [row for width in chosen.widths for length in chosen.lengths for row in work(width, length, chosen)]
+    if not chosen.tune:
+        for name, marks in PUBLIC_FORWARD.items():
+            print(f"public, H100, d 64, forward, {name}: " + ", ".join(f"T {t} {mark}" for t, mark in marks.items()))
+    settings = {key: value for key, value in vars(chosen).items() if key != "output"}
+    path = chosen.output or RESULTS / f"attention-{'tune-' if chosen.tune else ''}{chosen.device}.json"
+    write_record(path, "attention", chosen.device, {"settings": settings, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
