@@ -97,6 +97,7 @@ class AttentionConfig:
         "auto", "reference", "chunked", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"
     ]
     window: int | None = None
+    across_documents: bool = True
     qk_clip: float | None = None
 
     def check(self, path: str) -> None:

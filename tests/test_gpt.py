@@ -216,3 +216,41 @@ def test_gpt2_gives_hugging_faces_logits():
     load_gpt2(ours, theirs.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(ours(tokens)), theirs(tokens).logits)
+
+
+def test_packed_documents_are_read_as_if_alone():
+    """Hidden vectors of a document are the same whatever stands before it; across_documents=true sees the difference."""
+    end, config = 0, replace(TINY, position="rotary")
+    first, second = torch.tensor([end, 5, 6, 7]), torch.tensor([end, 3, 9, 9, 4])
+    other = torch.tensor([end, 8, 1, 2])
+    for across in (False, True):
+        attention = replace(ATTENTION, across_documents=across)
+        model = GPT(config, attention, V, end)
+        initialise(model, torch.Generator().manual_seed(0))
+        hidden = [model(torch.cat((before, second))[None])[0, 4:] for before in (first, other)]
+        assert torch.equal(hidden[0], hidden[1]) == (not across)
+        if not across:  # rotary positions tell distance alone
+            torch.testing.assert_close(hidden[0], model(second[None])[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2])
+def test_grouped_heads_have_smaller_projections_and_a_smaller_cache(n_kv_head):
+    config = replace(TINY, n_head=4, n_kv_head=n_kv_head, d_model=32)
+    model = GPT(config, ATTENTION, V)
+    initialise(model, torch.Generator().manual_seed(0))
+    assert model.blocks[0].attention.key.weight.shape == (n_kv_head * 8, 32)
+    cache = model.make_cache(2, 7)
+    assert cache.keys[0].shape == (2, n_kv_head, 7, 8)
+    tokens = torch.randint(V, (2, 7))
+    parts = [model(part, cache) for part in tokens.split([3, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_trained_by_one_implementation_generates_by_any():
+    """A cache makes T and S differ, which not every kernel serves: there the fastest that does is taken."""
+    model = GPT(TINY, replace(ATTENTION, implementation="sdpa_flash"), V)
+    initialise(model, torch.Generator().manual_seed(0))
+    tokens = torch.randint(V, (1, 5))
+    with pytest.raises(ValueError, match="sdpa_flash"):
+        model(tokens)
+    assert model(tokens, model.make_cache(1, 7)).isfinite().all()

@@ -76,9 +76,9 @@ def test_documents_of_another_length_than_the_keys_are_refused():
         visible_keys(packed_documents(torch.tensor([0, 0, 1])), 4, 4, 0, CPU)
 
 
-def test_an_end_of_text_belongs_to_the_document_it_ends():
+def test_an_end_of_text_stands_before_its_document():
     tokens = torch.tensor([[5, 6, 0, 7, 0, 0, 8]])
-    assert documents_of(tokens, 0).tolist() == [[0, 0, 0, 1, 1, 2, 3]]
+    assert documents_of(tokens, 0).tolist() == [[0, 0, 1, 1, 2, 3, 3]]
 
 
 @pytest.mark.parametrize("start", [0, 4, -3, torch.tensor(4)])

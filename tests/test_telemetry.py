@@ -73,7 +73,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
             scores = function.scores(query, key.expand_as(query)).masked_fill(weights == 0, -math.inf)
             largest.append(scores.amax((0, 2, 3)).tolist())
             entropy.append(-torch.special.xlogy(weights, weights).sum(-1).mean((0, 2)))
-            x = block(x, place, None, None)
+            x = block(x, place, None, None, None)
     (record,) = (record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record)
     for row, expected in zip(record["attention/heads/largest_logit"], largest, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
@@ -94,7 +94,7 @@ def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
     assert not any("attention/entropy_nats" in record for record in readable if "train/loss" in record)
 
 
-@pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window"])
+@pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window", "packed_documents"])
 def test_each_compatibility_function_trains_until_the_loss_falls(name, tiny_run, tmp_path):
     position = ["model.position=learned"] if name == "additive" else []
     window = ["attention.window=5"] if name == "sliding_window" else []

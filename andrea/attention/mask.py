@@ -142,9 +142,8 @@ def packed_documents(documents: Tensor) -> Mask:
 
 
 def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
-    """tokens (..., S) -> the number of the document each belongs to; an end-of-text belongs to the one it ends."""
-    ended = (tokens == end_of_text).long()
-    return ended.cumsum(-1) - ended
+    """tokens (..., S) -> the number of the document each belongs to; an end-of-text stands before its document."""
+    return (tokens == end_of_text).cumsum(-1)
 
 
 def positions(n_query: int, start: int | Tensor, device: torch.device) -> Tensor:

@@ -65,15 +65,19 @@ class MultiHeadAttention(nn.Module):
         context: Tensor | None = None,
         *,
         place: Place | None = None,
+        packing: Mask | None = None,
         cache: LayerCache | None = None,
         observed: list[HeadStatistics] | None = None,
     ) -> Tensor:
         """x (B, T, d_model), context (B, S, d_context), x itself when left out -> (B, T, d_model).
 
-        place: applied to the lowered query and key; rotary positions are. cache: earlier keys and values.
-        observed: a list to which the heads' statistics are appended.
+        place: applied to the lowered query and key; rotary positions are. packing: a mask of this batch, joined with the
+        module's own. cache: earlier keys and values; with it another implementation than the one named may serve, because
+        T and S then differ from step to step. observed: a list to which the heads' statistics are appended.
         """
-        retrieved = self.retrieve(x, context, place=place, cache=cache, observed=observed)  # (B, H, T, D)
+        retrieved = self.retrieve(
+            x, context, place=place, packing=packing, cache=cache, observed=observed
+        )  # (B, H, T, D)
         return self.output(retrieved.transpose(1, 2).flatten(2))
 
     def retrieve(
@@ -82,18 +86,26 @@ class MultiHeadAttention(nn.Module):
         context: Tensor | None = None,
         *,
         place: Place | None = None,
+        packing: Mask | None = None,
         cache: LayerCache | None = None,
         observed: list[HeadStatistics] | None = None,
     ) -> Tensor:
         """What each head takes from the values, (B, H, T, D), before W_O."""
         query, key, value, compatibility = self.project(x, context, place)
-        start = None
+        mask = self.mask if packing is None else packing if self.mask is None else self.mask & packing
+        start, implementation = None, self.implementation
         if cache is not None:
             key, value, start = *cache.append(key, value), cache.length
-        if observed is not None:
-            return self.attend_observed(query, key, value, compatibility, start, observed)
-        how = {"compatibility": compatibility, "mask": self.mask, "start": start, "implementation": self.implementation}
-        return attend(query, key, value, **how)
+            implementation = "reference" if implementation == "reference" else "auto"
+        how = {"compatibility": compatibility, "mask": mask, "start": start}
+        if observed is None:
+            return attend(query, key, value, **how, implementation=implementation)
+        measures = ("triton", "reference", "chunked")
+        implementation = implementation if implementation in measures else "auto"
+        output, rows = attend(query, key, value, **how, implementation=implementation, statistics=True)
+        start = key.shape[-2] - query.shape[-2] if start is None else start
+        observed.append(head_statistics(rows, mask, start, key.shape[-2]))
+        return output
 
     def project(
         self, x: Tensor, context: Tensor | None, place: Place | None
@@ -116,31 +128,6 @@ class MultiHeadAttention(nn.Module):
         if place is not None:
             query, key = place(query), place(key)
         return query, key, value, PLAIN
-
-    def attend_observed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        compatibility: Compatibility,
-        start: int | Tensor | None,
-        observed: list[HeadStatistics],
-    ) -> Tensor:
-        """Attend by an implementation that measures: the module's own, or `auto` where it does not."""
-        measures = ("triton", "reference", "chunked")
-        output, rows = attend(
-            query,
-            key,
-            value,
-            compatibility=compatibility,
-            mask=self.mask,
-            start=start,
-            implementation=self.implementation if self.implementation in measures else "auto",
-            statistics=True,
-        )
-        start = key.shape[-2] - query.shape[-2] if start is None else start
-        observed.append(head_statistics(rows, self.mask, start, key.shape[-2]))
-        return output
 
     def heads(self, x: Tensor) -> Tensor:
         """(B, T, H*D) -> (B, H, T, D)."""

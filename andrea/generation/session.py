@@ -72,7 +72,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
         raise Damaged(f"{checkpoint.path} was trained with tokenizer {written}, its folder holds {tokenizer.identity}")
     tensors = checkpoint.model_tensors()
     with torch.device("meta"):
-        model = GPT(model_config, attention_config, tokenizer.n_vocab)
+        model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
@@ -81,7 +81,9 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
                 f"{checkpoint.path} does not fit its configuration and its tokenizer {tokenizer.identity}: {name} is "
                 f"{found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} in the model"
             )
-    model = GPT(model_config, attention_config, tokenizer.n_vocab)  # buffers (rotary tables) are computed, not stored
+    model = GPT(
+        model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text
+    )  # buffers (rotary tables) are computed, not stored
     model.load_state_dict(tensors)
     return model.eval().requires_grad_(False)
 

@@ -16,15 +16,22 @@ from andrea.attention import (
     HeadStatistics,
     KeyValueCache,
     LayerCache,
+    Mask,
     MultiHeadAttention,
     Place,
     causal,
+    documents_of,
     make_compatibility,
+    packed_documents,
     sliding_window,
 )
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
+
+
+def make_mask(attention: AttentionConfig) -> Mask:
+    return causal() if attention.window is None else sliding_window(attention.window)
 
 
 class Block(nn.Module):
@@ -35,7 +42,7 @@ class Block(nn.Module):
             config.d_model,
             config.n_head,
             compatibility=make_compatibility(attention.compatibility, config.n_head, config.d_head),
-            mask=causal() if attention.window is None else sliding_window(attention.window),
+            mask=make_mask(attention),
             n_kv_head=config.n_kv_head,
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
@@ -45,18 +52,31 @@ class Block(nn.Module):
         self.mlp = make_mlp(config)
 
     def forward(
-        self, x: Tensor, place: Place | None, cache: LayerCache | None, observed: list[HeadStatistics] | None
+        self,
+        x: Tensor,
+        place: Place | None,
+        packing: Mask | None,
+        cache: LayerCache | None,
+        observed: list[HeadStatistics] | None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), place=place, cache=cache, observed=observed)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, place=place, packing=packing, cache=cache, observed=observed)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    """Build, then `initialise` or load weights; `logits(model(tokens))` scores the next token at every position."""
+    """Build, then `initialise` or load weights; `logits(model(tokens))` scores the next token at every position.
 
-    def __init__(self, config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> None:
+    end_of_text: the token before every document, which attention does not cross where the config says so.
+    """
+
+    def __init__(
+        self, config: ModelConfig, attention: AttentionConfig, n_vocab: int, end_of_text: int | None = None
+    ) -> None:
         super().__init__()
+        assert attention.across_documents or end_of_text is not None, "documents are told apart by their end-of-text"
         self.config = config
+        self.end_of_text = None if attention.across_documents else end_of_text
         self.n_vocab = n_vocab
         self.embedding = nn.Embedding(n_vocab, config.d_model)
         self.position = make_position(config)
@@ -76,8 +96,11 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         x = self.position.add(self.embedding(tokens), start)
         place = self.position.placer(n_token, start)
+        packing = None
+        if self.end_of_text is not None and cache is None:  # what is being generated is one document
+            packing = packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
         for index, block in enumerate(self.blocks):
-            x = block(x, place, None if cache is None else cache.layer(index), observed)
+            x = block(x, place, packing, None if cache is None else cache.layer(index), observed)
         if cache is not None:
             cache.advance(n_token)
         return self.final_norm(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
+
+END_OF_TEXT = 0  # any token: what is counted does not depend on it
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Memory:
 
 def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> Parameters:
     with torch.device("meta"):
-        model = GPT(config, attention, n_vocab)
+        model = GPT(config, attention, n_vocab, END_OF_TEXT)
     counts = dict.fromkeys(("embedding", "attention", "mlp", "norm", "head"), 0)
     for name, parameter in model.named_parameters():
         counts[part_of(name)] += parameter.numel()
@@ -72,7 +75,7 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
     The tanh of additive scores is not counted.
     """
     with torch.device("meta"):
-        model = GPT(config, attention, n_vocab)
+        model = GPT(config, attention, n_vocab, END_OF_TEXT)
     matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() >= 2)
     head = n_vocab * config.d_model
     length = config.sequence_length
@@ -96,8 +99,10 @@ def plan_memory(
     Activations are counted by running one forward pass on tensors without memory: what eager code keeps. Compiled code
     keeps what its compiler decides, mostly less.
     """
+    if attention.implementation not in ("reference", "chunked"):  # the others need their device, and keep as little
+        attention = dataclasses.replace(attention, implementation="auto")
     with FakeTensorMode():
-        model = GPT(config, attention, n_vocab)
+        model = GPT(config, attention, n_vocab, END_OF_TEXT)
         total = sum(parameter.numel() for parameter in model.parameters())
         matrices = sum(
             parameter.numel()

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andrea.attention import HeadStatistics, causal, choose, make_compatibility, sliding_window
+from andrea.attention import HeadStatistics, choose, make_compatibility, packed_documents
 from andrea.attention.fastest import measure
 from andrea.checkpoint import Checkpoint, checkpoints_of, read_checkpoint, remove_unfinished, replace_text
 from andrea.config import Text, TrainingRun, UserError, to_plain
 from andrea.generation import Engine, Request, Sampling
-from andrea.model.gpt import GPT, initialise
+from andrea.model.gpt import GPT, initialise, make_mask
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.text.prepare import Corpus, prepare
 from andrea.training import plan
@@ -57,7 +57,7 @@ def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
     console.say(f"run: {folder.resolve()}")
 
     torch.manual_seed(run.seed)
-    model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab)
+    model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
     if weights is None:
         initialise(model, torch.Generator().manual_seed(run.seed))
     else:
@@ -139,7 +139,7 @@ def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Cons
         f"{run.steps} steps of {run.tokens_per_step:,} tokens, {train.micro_batch} of {run.sequences_per_step} sequences at a time"
     )
     console.say(f"device: {device_words(device, threads)} · {precision.value} ({precision.why})")
-    console.say(f"attention: {attention.value} ({attention.why})")
+    console.say(f"attention: {attention.why}")
     console.say(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
     return run
 
@@ -151,12 +151,13 @@ def measures_every_step(run: TrainingRun) -> bool:
 
 def choose_attention(run: TrainingRun, device: torch.device, precision: str, compile_: str, micro_batch: int) -> Choice:
     """The implementation training will use: on a card the fastest of those that serve the case, measured now."""
-    model, dtype = run.model, weight_dtype(precision)
-    mask = causal() if run.attention.window is None else sliding_window(run.attention.window)
+    model, dtype, n_token = run.model, weight_dtype(precision), run.model.sequence_length
+    mask = make_mask(run.attention)
+    if not run.attention.across_documents:
+        mask = mask & packed_documents(torch.arange(n_token, device=device)[None, None] * 4 // n_token)  # say, four
     compatibility = make_compatibility(run.attention.compatibility, model.n_head, model.d_head)
-    shapes = [
-        (1, heads, model.sequence_length, model.d_head) for heads in (model.n_head, model.n_kv_head or model.n_head)
-    ]
+    n_kv_head = model.n_kv_head or model.n_head
+    shapes = [(1, n_head, n_token, model.d_head) for n_head in (model.n_head, n_kv_head)]
     query, key = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     asked, measured = run.attention.implementation, measures_every_step(run)
     try:
@@ -164,13 +165,13 @@ def choose_attention(run: TrainingRun, device: torch.device, precision: str, com
     except ValueError as error:
         raise UserError(f"attention.{error}; choose another, or attention.implementation=auto") from None
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
-        return Choice("auto" if asked == "auto" else name, f"{name}: {why}" if asked == "auto" else why)
-    n_kv_head = model.n_kv_head or model.n_head
-    times = measure(micro_batch, model.n_head, n_kv_head, model.sequence_length, model.d_head, dtype, device, mask)
+        return Choice(asked, f"{name} ({why})")
+    times = measure(micro_batch, model.n_head, n_kv_head, n_token, model.d_head, dtype, device, mask)
     if not times:
-        return Choice("auto", f"{name}: {why}")
+        return Choice(asked, f"{name} ({why})")
+    fastest = next(iter(times))
     shown = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
-    return Choice(next(iter(times)), f"fastest here, forward and backward: {shown}")
+    return Choice(fastest, f"{fastest} (fastest here, forward and backward: {shown})")
 
 
 def device_words(device: torch.device, threads: int) -> str:
@@ -240,7 +241,7 @@ def read_weights(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None
         )
     weights = source.model_tensors()
     with torch.device("meta"):
-        expected = GPT(run.model, run.attention, corpus.tokenizer.n_vocab).state_dict()
+        expected = GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text).state_dict()
     if {name: tensor.shape for name, tensor in weights.items()} != {
         name: tensor.shape for name, tensor in expected.items()
     }:
