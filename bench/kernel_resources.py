@@ -50,12 +50,16 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
     constants = {
         **constants, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "D_QK": width, "D_V": width,
         "PADDED_QK": padded(width), "PADDED_V": padded(width), "GROUP": 1,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "DESCRIPTORS": target >= 90 and dtype != "fp32",
     }  # fmt: skip
+    described = {"q": blocks.m, "dz": blocks.m} if function is fused.keys_kernel else {"k": blocks.n, "v": blocks.n}
     signature, attributes = {}, {}
     for position, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif constants["DESCRIPTORS"] and name in described:
+            signature[name] = f"tensordesc<{dtype}[1,1,{described[name]},{padded(width)}]>"
+            continue
         elif name in INTEGERS_32 or re.fullmatch(r"[a-z]+_[a-z]", name):
             signature[name] = "i32"
         else:

@@ -46,6 +46,31 @@ def test_both_backward_passes_and_many_small_tiles(mask, atomics, tiles, monkeyp
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
+    """From Hopper on, 16-bit tiles come through tensor descriptors; their bounds are the tensor's own."""
+    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    used, described = [], fused.described
+    monkeypatch.setattr(fused, "described", lambda *given: used.append(described(*given)) or used[-1])
+    judge(Case(2, 4, 2, 71, 71, 24, 40, mask, torch.float16), "triton", measured=True)
+    judge(Case(1, 2, 2, 19, 147, 64, 64, mask, torch.float16), "triton")
+    assert [fits for *_, fits in used] == 6 * [True]
+
+
+def test_what_the_copy_engine_cannot_read_is_read_by_address(monkeypatch):
+    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    fits = torch.randn(1, 2, 5, 16).half()
+    odd_stride, misaligned = torch.randn(1, 2, 5, 17).half()[..., :16], torch.randn(161).half()[1:].view(1, 2, 5, 16)
+    assert fused.described(fits, fits, 16)[2]
+    for tensor in (fits.float(), odd_stride, misaligned, fits[:1, :1, :1].expand(1, 2, 5, 16)):
+        one, other, described = fused.described(fits.to(tensor.dtype), tensor, 16)
+        assert other is tensor and not described
+    output = attend(odd_stride, misaligned, fits, mask=causal(), implementation="triton")
+    torch.testing.assert_close(
+        output, attend(odd_stride, misaligned, fits, mask=causal(), implementation="reference"), atol=2e-3, rtol=2e-3
+    )
+
+
 def test_deterministic_code_never_uses_atomics(monkeypatch):
     monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", True)
     asked = []

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,7 +53,11 @@ class Tuning:
 
 
 def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
-    """Tiles for the padded head width, input type and compute capability (80, 90, 100)."""
+    """Tiles for the padded head width, input type and compute capability (80, 90, 100).
+
+    The largest that spill no register, by bench/kernel_resources.py; bench/attention.py --tune times them on a card.
+    (Warp specialisation is left out: triton 3.9 crashes on these loops for sm_90 with 4 warps, ignores it with 8.)
+    """
     if dtype == torch.float32:  # full fp32 products, no tensor cores: small tiles, or the registers spill
         if width <= 32:
             return Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
@@ -63,12 +68,12 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
         return Tuning(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
     if width > 64:
         if capability >= 100:
-            return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 64, 8, 2))
+            return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
         if capability >= 90:
             return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
         return Tuning(Blocks(128, 32, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
     if capability >= 90:
-        return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2))
+        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3 if capability >= 100 else 2))
     return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
 
 
@@ -142,6 +147,29 @@ def load_tile(base, rows, n_rows, stride, columns, WIDTH: tl.constexpr, PADDED: 
 
 
 @triton.jit
+def load_block(
+    source, b, h, row, n_rows, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Rows row .. row+BLOCK-1 of one head, (BLOCK, PADDED); what lies outside is zero. source: a descriptor of the whole
+    tensor (B, H, rows, WIDTH), which the copy engine reads; or a pointer to the head."""
+    if DESCRIPTORS:
+        return source.load([b.to(tl.int32), h.to(tl.int32), row, 0]).reshape([BLOCK, PADDED])
+    else:
+        rows, columns = row + tl.arange(0, BLOCK), tl.arange(0, PADDED)
+        return load_tile(source, rows, n_rows, stride, columns, WIDTH, PADDED, BOUNDED)
+
+
+@triton.jit
+def head_of(source, b, h, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
+    """What `load_block` reads a head from."""
+    if DESCRIPTORS:
+        return source
+    else:
+        return source + b * stride_b + h * stride_h
+
+
+@triton.jit
 def log2_weight(s, base, PRECISION: tl.constexpr):
     """(s - base) log2(e): for 16-bit inputs one fused multiply-add; in full fp32 the difference first, which is exact
     where the weight is large."""
@@ -156,16 +184,16 @@ def log2_weight(s, base, PRECISION: tl.constexpr):
 
 @triton.jit
 def forward_stretch(
-    carried, q, k_base, v_base, k_stride, v_stride, rows, interval, b, h, start, T, S, low, high,
+    carried, q, k_head, v_head, k_stride, v_stride, rows, interval, b, h, g, start, T, S, low, high,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Carry (z, m, total, c) over the keys low .. high-1."""
     z, m, total, c = carried
-    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
-        k = load_tile(k_base, keys, S, k_stride, columns_qk, D_QK, PADDED_QK, MASKED)
+        k = load_block(k_head, b, g, n0, S, k_stride, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), natural units
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
@@ -181,7 +209,7 @@ def forward_stretch(
                 shifted = tl.where(visible, shifted, 0.0)  # not 0 · (-inf)
             c = shrink * (c + log2_shrink * total) + tl.sum(p * shifted, 1)
         total = total * shrink + tl.sum(p, 1)
-        v = load_tile(v_base, keys, S, v_stride, columns_v, D_V, PADDED_V, MASKED)
+        v = load_block(v_head, b, g, n0, S, v_stride, D_V, PADDED_V, BLOCK_N, MASKED, DESCRIPTORS)
         z = tl.dot(p.to(v.dtype), v, z * shrink[:, None], input_precision=PRECISION)
         m = m_new
     return z, m, total, c
@@ -194,7 +222,7 @@ def forward_kernel(
     H, T, S, start, GROUP,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
+    MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     block = (
         tl.num_programs(0) - 1 - tl.program_id(0)
@@ -205,7 +233,8 @@ def forward_kernel(
     low, full_low, full_high, high = key_range(interval, b, h, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
 
     q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, tl.arange(0, PADDED_QK), D_QK, PADDED_QK, True)
-    k_base, v_base = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
+    g = h // GROUP
+    k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
     carried = (
         tl.zeros([BLOCK_M, PADDED_V], tl.float32),
         tl.full([BLOCK_M], LOWEST, tl.float32),
@@ -214,16 +243,16 @@ def forward_kernel(
     )
     if MODE == INTERVAL:
         carried = forward_stretch(
-            carried, q_tile, k_base, v_base, k_t, v_t, rows, interval, b, h, start, T, S, low, full_low,
-            D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION,
+            carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, low, full_low,
+            D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
         )  # fmt: skip
     carried = forward_stretch(
-        carried, q_tile, k_base, v_base, k_t, v_t, rows, interval, b, h, start, T, S, full_low, full_high,
-        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION,
+        carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_low, full_high,
+        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION, DESCRIPTORS,
     )  # fmt: skip
     carried = forward_stretch(
-        carried, q_tile, k_base, v_base, k_t, v_t, rows, interval, b, h, start, T, S, full_high, high,
-        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION,
+        carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_high, high,
+        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
     )  # fmt: skip
 
     z_tile, m, total, c = carried
@@ -267,16 +296,16 @@ def load_row_sums(lse, delta, rows, T):
 
 @triton.jit
 def keys_stretch(
-    carried, k, v, q_base, dz_base, dq_base, lse, delta, interval, b, h, keys, q_t, dz_t, dq_t, start, T, S, low, high,
+    carried, k, v, q_head, dz_head, dq_base, lse, delta, interval, b, h, keys, q_t, dz_t, dq_t, start, T, S, low, high,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Carry (dk, dv) of one block of keys over the queries low .. high-1. Matrices are transposed: (N, M)."""
     dk, dv = carried
-    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
     for m0 in tl.range(low, high, BLOCK_M):
         rows = m0 + tl.arange(0, BLOCK_M)
-        q = load_tile(q_base, rows, T, q_t, columns_qk, D_QK, PADDED_QK, True)
+        q = load_block(q_head, b, h, m0, T, q_t, D_QK, PADDED_QK, BLOCK_M, True, DESCRIPTORS)
         log_sum, row_delta = load_row_sums(lse, delta, rows, T)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.exp2(log2_weight(s, log_sum[None, :], PRECISION))
@@ -284,12 +313,13 @@ def keys_stretch(
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[None, :], keys[:, None], (first[None, :], stop[None, :]), start, S, MODE)
             p = tl.where(visible, p, 0.0)
-        dz = load_tile(dz_base, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
+        dz = load_block(dz_head, b, h, m0, T, dz_t, D_V, PADDED_V, BLOCK_M, True, DESCRIPTORS)
         dv = tl.dot(p.to(dz.dtype), dz, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dz), input_precision=PRECISION)
         ds = (p * (dp - row_delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if ATOMIC_DQ:
+            columns_qk = tl.arange(0, PADDED_QK)
             pointers = dq_base + rows[:, None] * dq_t + columns_qk[None, :]
             part = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
             tl.atomic_add(pointers, part, mask=(rows[:, None] < T) & (columns_qk[None, :] < D_QK), sem="relaxed")
@@ -304,7 +334,7 @@ def keys_kernel(
     H, T, S, start, GROUP,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     groups = H // GROUP
@@ -326,28 +356,29 @@ def keys_kernel(
             where = b * r_b + h * r_h + block * r_n
             low = tl.load(query_low + where) // BLOCK_M * BLOCK_M
             high = tl.load(query_high + where)
-        q_base, dz_base, dq_base = q + b * q_b + h * q_h, dz + b * dz_b + h * dz_h, dq + b * dq_b + h * dq_h
+        q_head, dz_head = head_of(q, b, h, q_b, q_h, DESCRIPTORS), head_of(dz, b, h, dz_b, dz_h, DESCRIPTORS)
+        dq_base = dq + b * dq_b + h * dq_h
         row = (b * H + h) * T
         interval = (first, stop, i_b, i_h, i_t)
         if MODE == INTERVAL:
             carried = keys_stretch(
-                carried, k_tile, v_tile, q_base, dz_base, dq_base, lse + row, delta + row, interval, b, h, keys,
+                carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                 q_t, dz_t, dq_t, start, T, S, low, high,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
             )  # fmt: skip
         else:
             if MODE == CAUSAL:
                 carried = keys_stretch(
-                    carried, k_tile, v_tile, q_base, dz_base, dq_base, lse + row, delta + row, interval, b, h, keys,
+                    carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                     q_t, dz_t, dq_t, start, T, S, low, full_low,
-                    D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION,
+                    D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
                 )  # fmt: skip
             # With atomics a block that reaches past the last key is masked throughout: its keys of zero would put
             # weights of e^-lse into dQ. Without, they only reach rows of dK and dV that are not stored.
             carried = keys_stretch(
-                carried, k_tile, v_tile, q_base, dz_base, dq_base, lse + row, delta + row, interval, b, h, keys,
+                carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                 q_t, dz_t, dq_t, start, T, S, full_low, high,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, ATOMIC_DQ, ATOMIC_DQ, PRECISION,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, ATOMIC_DQ, ATOMIC_DQ, PRECISION, DESCRIPTORS,
             )  # fmt: skip
     dk_tile, dv_tile = carried
     inside = keys[:, None] < S
@@ -359,16 +390,15 @@ def keys_kernel(
 
 @triton.jit
 def queries_stretch(
-    dq, q, dz, k_base, v_base, k_t, v_t, log_sum, delta, rows, interval, b, h, start, T, S, low, high,
+    dq, q, dz, k_head, v_head, k_t, v_t, log_sum, delta, rows, interval, b, h, g, start, T, S, low, high,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Carry dq of one block of queries over the keys low .. high-1."""
-    columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
-        k = load_tile(k_base, keys, S, k_t, columns_qk, D_QK, PADDED_QK, MASKED)
-        v = load_tile(v_base, keys, S, v_t, columns_v, D_V, PADDED_V, MASKED)
+        k = load_block(k_head, b, g, n0, S, k_t, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
+        v = load_block(v_head, b, g, n0, S, v_t, D_V, PADDED_V, BLOCK_N, MASKED, DESCRIPTORS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(log2_weight(s, log_sum[:, None], PRECISION))
         if MASKED:
@@ -387,7 +417,7 @@ def queries_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dq_b, dq_h, dq_t, i_b, i_h, i_t,
     H, T, S, start, GROUP,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
@@ -399,20 +429,21 @@ def queries_kernel(
     dz_tile = load_tile(dz + b * dz_b + h * dz_h, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
     row = tl.program_id(1).to(tl.int64) * T
     log_sum, row_delta = load_row_sums(lse + row, delta + row, rows, T)
-    k_base, v_base = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
+    g = h // GROUP
+    k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
     dq_tile = tl.zeros([BLOCK_M, PADDED_QK], tl.float32)
     if MODE == INTERVAL:
         dq_tile = queries_stretch(
-            dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log_sum, row_delta, rows, interval, b, h, start, T, S,
-            low, full_low, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
+            dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
+            low, full_low, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
         )  # fmt: skip
     dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log_sum, row_delta, rows, interval, b, h, start, T, S,
-        full_low, full_high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION,
+        dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
+        full_low, full_high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION, DESCRIPTORS,
     )  # fmt: skip
     dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_base, v_base, k_t, v_t, log_sum, row_delta, rows, interval, b, h, start, T, S,
-        full_high, high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION,
+        dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
+        full_high, high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
     )  # fmt: skip
     pointers = dq + b * dq_b + h * dq_h + rows[:, None] * dq_t + columns_qk[None, :]
     tl.store(pointers, dq_tile.to(dq.dtype.element_ty), mask=(rows[:, None] < T) & (columns_qk[None, :] < D_QK))
@@ -426,12 +457,38 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+def capability_of(tensor: Tensor) -> int:
+    """80, 90, 100, …; interpreted, the oldest."""
+    if tensor.device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor
+
+
 def tuned_for(query: Tensor, value: Tensor) -> Tuning:
-    capability = 80
-    if query.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(query.device)
-        capability = 10 * major + minor
-    return tuning(padded(max(query.shape[-1], value.shape[-1])), query.dtype, capability)
+    return tuning(padded(max(query.shape[-1], value.shape[-1])), query.dtype, capability_of(query))
+
+
+def described(
+    one: Tensor, other: Tensor, block: int
+) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, bool]:
+    """Both tensors as descriptors of tiles of `block` rows, and True; as they are, and False, where the card has no copy
+    engine (before Hopper), or an address or a stride is not the multiple of 16 bytes that it wants.
+
+    Measured by the compiler alone so far: up to a third fewer registers, because no thread computes addresses.
+    """
+    tensors = (one, other)
+    aligned = all(
+        tensor.data_ptr() % 16 == 0 and all(s > 0 and s * tensor.itemsize % 16 == 0 for s in tensor.stride()[:-1])
+        for tensor in tensors
+    )
+    if capability_of(one) < 90 or one.dtype == torch.float32 or not aligned:
+        return one, other, False
+    tiles = (
+        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, block, padded(tensor.shape[-1])])
+        for tensor in tensors
+    )
+    return *tiles, True
 
 
 def shape_constants(query: Tensor, value: Tensor) -> dict:
@@ -477,7 +534,22 @@ def fused_attention(
     Query i sees the keys first[i] .. stop[i]-1 (int32, broadcastable to (B, H, T), of equal strides, non-decreasing in
     i), or with causal the keys 0 .. start + i, or all. deterministic: of the backward pass, which this one hands on.
     """
-    query, key, value = rows_first(query), rows_first(key), rows_first(value)
+    with torch.cuda.device_of(query):  # kernels are launched on the current card
+        return launch_forward(
+            rows_first(query), rows_first(key), rows_first(value), first, stop, causal, start, statistics
+        )
+
+
+def launch_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor | None,
+    stop: Tensor | None,
+    causal: bool,
+    start: int,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n_batch, n_head, n_query = query.shape[:3]
     n_group, n_key = key.shape[1:3]
     output, lse, largest, entropy = empty_outputs(query, value, statistics)
@@ -485,11 +557,13 @@ def fused_attention(
         return output, lse, largest, entropy
     mode, first, stop, strides = interval_of(first, stop, query, causal)
     blocks = tuned_for(query, value).forward
+    k_source, v_source, descriptors = described(key, value, blocks.n)
     forward_kernel[(triton.cdiv(n_query, blocks.m), n_batch * n_head)](
-        query, key, value, output, lse, largest, entropy, first, stop,
+        query, k_source, v_source, output, lse, largest, entropy, first, stop,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
+        DESCRIPTORS=descriptors,
         num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return output, lse, largest, entropy
@@ -522,7 +596,24 @@ def fused_attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each of its own shape and type."""
-    d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
+    with torch.cuda.device_of(query):
+        rows = (rows_first(tensor) for tensor in (d_output, query, key, value))
+        return launch_backward(*rows, output, lse, first, stop, causal, start, deterministic)
+
+
+def launch_backward(
+    d_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    first: Tensor | None,
+    stop: Tensor | None,
+    causal: bool,
+    start: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     n_batch, n_head, n_query, d_qk = query.shape
     n_group, n_key, d_v = value.shape[1:]
     d_query, d_key, d_value = empty_gradients(query, key, value)
@@ -541,21 +632,24 @@ def fused_attention_backward(
         query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
     )
     d_query_sum = d_query if deterministic else torch.zeros_like(d_query, dtype=torch.float32)
+    q_source, dz_source, descriptors = described(query, d_output, blocks.keys.m)
     keys_kernel[(triton.cdiv(n_key, blocks.keys.n), n_batch * n_group)](
-        query, key, value, d_output, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high,
+        q_source, key, value, dz_source, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
         *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=not deterministic,
+        DESCRIPTORS=descriptors,
         num_warps=blocks.keys.warps, num_stages=blocks.keys.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if not deterministic:
         return d_query_sum.to(query.dtype), d_key, d_value
+    k_source, v_source, descriptors = described(key, value, blocks.queries.n)
     queries_kernel[(triton.cdiv(n_query, blocks.queries.m), n_batch * n_head)](
-        query, key, value, d_output, lse, delta, d_query, first, stop,
+        query, k_source, v_source, d_output, lse, delta, d_query, first, stop,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3], *d_query.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
-        **constants, BLOCK_M=blocks.queries.m, BLOCK_N=blocks.queries.n, MODE=mode,
+        **constants, BLOCK_M=blocks.queries.m, BLOCK_N=blocks.queries.n, MODE=mode, DESCRIPTORS=descriptors,
         num_warps=blocks.queries.warps, num_stages=blocks.queries.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return d_query, d_key, d_value
