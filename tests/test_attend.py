@@ -21,6 +21,7 @@ from andrea.attention import (
     causal,
     choose,
     key_padding,
+    packed_documents,
 )
 from andrea.attention.torch_paths import attend_flex
 
@@ -221,3 +222,14 @@ def test_an_unknown_implementation_is_refused():
 def test_shapes_that_do_not_fit_are_refused(shapes, message):
     with pytest.raises(ValueError, match=message):
         attend(*(torch.zeros(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("mask", [key_padding(torch.tensor([3, 1])), causal() & packed_documents(torch.zeros(2, 5))])
+def test_a_mask_that_would_meet_the_heads_instead_of_the_batch_is_refused(mask):
+    """Where B = H, lengths (B,) would broadcast over the heads and be silently wrong."""
+    tensor = torch.randn(2, 2, 5, 7)
+    with pytest.raises(
+        ValueError, match=r"the mask has 1 leading dimensions and query \(2, 2, 5, 7\) has 2: .*lengths"
+    ):
+        attend(tensor, tensor, tensor, mask=mask)
+    assert attend(tensor[0], tensor[0], tensor[0], mask=mask).shape == (2, 5, 7)

@@ -75,3 +75,13 @@ def test_compiles_into_one_graph(few_at_a_time):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=False)
     expected, got = (torch.autograd.grad(run(query, key), (query, key)) for run in (loss, compiled))
     torch.testing.assert_close(got, expected)
+
+
+def test_sixteen_bit_inputs_are_served():
+    compatibility = Additive(8, 8, 8, H)
+    query, key, value = torch.randn(3, 2, H, T, 8).bfloat16().requires_grad_()
+    outputs = [
+        attend(query, key, value, compatibility=compatibility, implementation=name) for name in ("auto", "reference")
+    ]
+    torch.testing.assert_close(*outputs, atol=3e-2, rtol=3e-2)
+    outputs[0].sum().backward()

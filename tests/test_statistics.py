@@ -73,7 +73,7 @@ def measured(seed, n_batch=2):
 
 def test_heads_are_means_over_the_rows_that_count():
     heads, rows = measured(1)
-    figures = heads.figures()
+    figures = {name: value[0] for name, value in HeadStatistics.of_layers([heads]).figures().items()}
     torch.testing.assert_close(figures["entropy_nats"], rows.entropy_nats.mean((0, 2)))
     most = torch.arange(1, 12).log().mean()
     torch.testing.assert_close(figures["entropy_share"], rows.entropy_nats.mean((0, 2)) / most)
@@ -84,9 +84,9 @@ def test_heads_are_means_over_the_rows_that_count():
 
 
 def test_parts_add_up():
-    (one, _), (two, _) = measured(1), measured(2, n_batch=5)
+    (one, two) = (HeadStatistics.of_layers([measured(seed, n)[0]]) for seed, n in ((1, 2), (2, 5)))
     together = one.merged(two)
-    assert torch.equal(together.rows, torch.full((3,), 77.0))
+    assert torch.equal(together.rows, torch.full((1, 3), 77.0))
     assert torch.equal(together.largest_logit, torch.maximum(one.largest_logit, two.largest_logit))
     torch.testing.assert_close(together.figures()["entropy_nats"], (one.entropy + two.entropy) / 77)
 
@@ -106,3 +106,15 @@ def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementatio
                   compatibility=DotProduct())[1]  # fmt: skip
     torch.testing.assert_close(observed[0], head_statistics(rows, causal(), 0, 11), atol=1e-4, rtol=1e-5)
     assert not any(part.requires_grad for part in observed[0])
+
+
+def test_sequences_that_do_not_count_are_left_out():
+    """As where a micro-batch is filled up with copies: only the real ones are summed, and looked at for the largest."""
+    heads, _ = measured(1, n_batch=4)
+    some = HeadStatistics.of_layers([heads, heads], torch.tensor([True, False, True, False]))
+    by_hand = HeadStatistics(*(part[[0, 2]].sum(0) for part in heads))._replace(
+        largest_logit=heads.largest_logit[[0, 2]].amax(0)
+    )
+    assert some.rows.shape == (2, 3)
+    for part, expected in zip(some, by_hand, strict=True):
+        torch.testing.assert_close(part, expected.expand(2, 3))

@@ -87,11 +87,17 @@ def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
     assert tiny_run("name=readable", "attention.implementation=reference", *words) == 0
     fused, readable = (records_of(tmp_path, name) for name in ("fused", "readable"))
     trained = [record for record in fused if "train/loss" in record]
-    assert len(trained) == 4 and all(record.keys() >= SCALARS for record in trained)
+    of_step = {name.replace("attention/", "attention/step/") for name in SCALARS}
+    assert len(trained) == 4 and all(record.keys() >= of_step for record in trained)
+    ours, theirs = (
+        [record["attention/entropy_nats"] for record in records if "attention/entropy_nats" in record]
+        for records in (fused, readable)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-3)  # the probe: the same whatever computes it
     assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [2, 4]
     losses = [[record["train/loss"] for record in records if "train/loss" in record] for records in (fused, readable)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert not any("attention/entropy_nats" in record for record in readable if "train/loss" in record)
+    assert not any(record.keys() & of_step for record in readable)
 
 
 @pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window", "packed_documents"])

@@ -69,8 +69,8 @@ def attend(
       sdpa       torch's fused kernels; sdpa_flash, sdpa_efficient, sdpa_cudnn: that one (CUDA)
       flex       torch's FlexAttention (CUDA)
       triton     our fused kernel (CUDA)
-    statistics: return (output, AttentionStatistics) instead, measured by `triton` in the same pass, and by the
-    readable paths from the written-out scores.
+    statistics: return (output, AttentionStatistics) instead. `triton` measures log-sum-exp, largest logit and entropy in
+    the same pass, and the masses of two keys a query from those; the readable paths measure the written-out scores.
 
     >>> from andrea.attention import causal
     >>> query, key, value = torch.randn(3, 2, 8, 7, 16)  # 2 sequences, 8 heads, 7 tokens, head width 16
@@ -78,7 +78,7 @@ def attend(
     >>> output.shape, measured.entropy_nats.shape
     (torch.Size([2, 8, 7, 16]), torch.Size([2, 8, 7]))
     """
-    check_shapes(query, key, value, compatibility)
+    check_shapes(query, key, value, compatibility, mask)
     name, _ = choose(implementation, query, key, value, compatibility, mask, statistics)
     start = key.shape[-2] - query.shape[-2] if start is None else start
     if name in ("reference", "chunked"):
@@ -114,7 +114,7 @@ def attention_weights(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    check_shapes(query, key, key, compatibility)
+    check_shapes(query, key, key, compatibility, mask)
     start = key.shape[-2] - query.shape[-2] if start is None else start
     return attend_reference(query, key, key, compatibility, mask, start).weights
 
@@ -172,7 +172,7 @@ def refusal(
     if not compatibility.lowers:
         return f"{type(compatibility).__name__} has no lowered form, which every fused kernel needs"
     if name == "triton":
-        return refusal_of_triton(query, value, mask)
+        return refusal_of_triton(query, key, value, mask)
     if statistics:
         return "it returns no statistics; use triton or reference"
     if name != "sdpa" and query.device.type != "cuda":
@@ -183,7 +183,7 @@ def refusal(
     return None
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor, compatibility: Compatibility) -> None:
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, compatibility: Compatibility, mask: Mask | None) -> None:
     """Raises ValueError with the shapes that do not fit."""
     if compatibility.equal_widths and query.shape[-1] != key.shape[-1]:
         raise ValueError(
@@ -197,6 +197,11 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, compatibility: Compa
         raise ValueError(
             f"leading dimensions must be equal, got query {tuple(query.shape)}, key {tuple(key.shape)}, "
             f"value {tuple(value.shape)}"
+        )
+    if mask is not None and mask.n_leading not in (0, len(lead)):
+        raise ValueError(
+            f"the mask has {mask.n_leading} leading dimensions and query {tuple(query.shape)} has {len(lead)}: for tensors "
+            f"(B, H, T, d) give key_padding lengths (B, 1) and packed_documents documents (B, 1, S)"
         )
     if lead and (key.shape[-3] == 0 or lead[-1] % key.shape[-3]):
         raise ValueError(

@@ -19,7 +19,7 @@ HIDDEN_AT_A_TIME = 2**22  # numbers in a chunk's (..., chunk, S, n): 16 MiB in f
 def additive_scores(compatibility: Additive, query: Tensor, key: Tensor) -> Tensor:
     """query (..., T, d_q), key (..., S, d_k) -> scores (..., T, S), as `compatibility.scores` gives them."""
     query, key = compatibility.transformed(query, key)
-    return ScoresInChunks.apply(query, key, compatibility.weight)
+    return ScoresInChunks.apply(query, key, compatibility.weight.to(query.dtype))
 
 
 class ScoresInChunks(torch.autograd.Function):

@@ -29,6 +29,11 @@ class Mask(ABC):
         return None
 
     @property
+    def n_leading(self) -> int:
+        """Leading dimensions of the tensors that `visible` reads: 0, or as many as the query has."""
+        return 0
+
+    @property
     def is_interval(self) -> bool:
         """Whether `interval` answers."""
         return type(self).interval is not Mask.interval
@@ -64,6 +69,10 @@ class KeyPadding(Mask):
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         return key_position < self.lengths[..., None, None]
 
+    @property
+    def n_leading(self) -> int:
+        return self.lengths.ndim
+
     def interval(self, query_position: Tensor, n_key: int) -> Interval:
         stop = self.lengths[..., None].expand(*self.lengths.shape, len(query_position))
         return torch.zeros_like(stop), stop
@@ -77,6 +86,10 @@ class PackedDocuments(Mask):
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         first, stop = self.interval(query_position[..., 0], len(key_position))
         return (first[..., None] <= key_position) & (key_position < stop[..., None])
+
+    @property
+    def n_leading(self) -> int:
+        return self.first.ndim - 1
 
     def interval(self, query_position: Tensor, n_key: int) -> Interval:
         if self.first.shape[-1] != n_key:
@@ -100,6 +113,10 @@ class Both(Mask):
         if one is None or other is None:
             return None
         return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
+
+    @property
+    def n_leading(self) -> int:
+        return max(self.one.n_leading, self.other.n_leading)
 
     @property
     def is_interval(self) -> bool:

@@ -100,7 +100,7 @@ def count_visible(mask: Mask | None, n_query: int, n_key: int, start: int | Tens
 
 
 class HeadStatistics(NamedTuple):
-    """Sums over all queries of each head, (H,) or, for a model, (layers, H): fp32. `merged` adds them up."""
+    """Sums over the queries of each head, fp32: (B, H) of a layer, (layers, H) of a model. `merged` adds them up."""
 
     rows: Tensor  # queries that see a key
     entropy: Tensor  # Σ entropy, nats
@@ -116,9 +116,14 @@ class HeadStatistics(NamedTuple):
         return summed._replace(largest_logit=torch.maximum(self.largest_logit, other.largest_logit))
 
     @classmethod
-    def of_layers(cls, layers: list[HeadStatistics]) -> HeadStatistics:
-        """(layers, H) from each layer's (H,)."""
-        return cls(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+    def of_layers(cls, layers: list[HeadStatistics], counted: Tensor | None = None) -> HeadStatistics:
+        """(layers, H) from each layer's (B, H); counted (B,) bool: the sequences that count, all when left out."""
+        stacked = cls(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+        if counted is None:
+            counted = torch.ones(stacked.rows.shape[1], dtype=torch.bool, device=stacked.rows.device)
+        summed = cls(*(torch.where(counted[:, None], part, 0).sum(1) for part in stacked))
+        largest = torch.where(counted[:, None], stacked.largest_logit, -torch.inf).amax(1)
+        return summed._replace(largest_logit=largest)
 
     def figures(self) -> dict[str, Tensor]:
         """What is logged of each head, fp32, shaped as the sums are; NaN where no query counts."""
@@ -133,12 +138,12 @@ class HeadStatistics(NamedTuple):
 
 @torch.no_grad()
 def head_statistics(rows: AttentionStatistics, mask: Mask | None, start: int | Tensor, n_key: int) -> HeadStatistics:
-    """Sum rows (B, H, T) over B and T."""
+    """Sum rows (B, H, T) over T."""
     shape = rows.entropy_nats.shape
     position = positions(shape[-1], start, rows.entropy_nats.device)
 
     def of_heads(per_row: Tensor) -> Tensor:
-        return per_row.expand(shape).float().sum((0, 2))
+        return per_row.expand(shape).float().sum(2)
 
     sees_first = sees(mask, torch.zeros_like(position), position, n_key) & (position > 0)
     sees_previous = sees(mask, position - 1, position, n_key)
@@ -146,7 +151,7 @@ def head_statistics(rows: AttentionStatistics, mask: Mask | None, start: int | T
         rows=of_heads(rows.visible_keys > 0),
         entropy=of_heads(rows.entropy_nats),
         most_entropy=of_heads(rows.visible_keys.clamp(min=1).log()),
-        largest_logit=rows.largest_logit.float().amax((0, 2)),
+        largest_logit=rows.largest_logit.float().amax(2),
         first_rows=of_heads(sees_first),
         first_mass=of_heads(torch.where(sees_first, rows.first_token_mass, 0)),
         previous_rows=of_heads(sees_previous),

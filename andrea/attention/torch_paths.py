@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from andrea.attention.mask import Causal, Mask, as_batch_of_heads, visible_interval, visible_keys
+from andrea.attention.mask import Causal, Mask, SlidingWindow, as_batch_of_heads, visible_interval, visible_keys
 
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -49,29 +49,43 @@ def sdpa_by(backend: str | None):
 
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, start: int | Tensor) -> Tensor:
     """FlexAttention (He et al. 2024, arXiv 2412.05496): skips the blocks of a mask that nothing sees."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     lead = query.shape[:-2]
     query, key, value = (as_batch_of_heads(tensor) for tensor in (query, key, value))
-    n_batch, n_head, n_query = query.shape[:3]
+    n_head, n_query = query.shape[1:3]
     block_mask = None
     if mask is not None:
-        sees = flex_mask(mask, lead, n_query, key.shape[2], start, query.device)
-        block_mask = create_block_mask(sees, n_batch, n_head, n_query, key.shape[2], device=query.device)
+        where = (n_query, key.shape[2], start, query.device)
+        by_position = isinstance(mask, (Causal, SlidingWindow)) and isinstance(start, int)
+        block_mask = block_mask_of(mask, *where) if by_position else flex_mask(mask, lead, *where)
     flex = compiled_flex() if query.device.type == "cuda" else plain_flex()
     output = flex(query, key, value, block_mask=block_mask, scale=1.0, enable_gqa=n_head != key.shape[1])
     return output.reshape(*lead, *output.shape[-2:])
 
 
+@functools.lru_cache(maxsize=64)
+def block_mask_of(mask: Mask, n_query: int, n_key: int, start: int, device: torch.device):
+    """The blocks of a mask that positions alone decide: one for all sequences and heads, made once."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(
+        lambda b, h, i, j: mask.visible(i + start, j), None, None, n_query, n_key, device=str(device)
+    )
+
+
 def flex_mask(mask: Mask, lead: torch.Size, n_query: int, n_key: int, start: int | Tensor, device: torch.device):
-    """The predicate as FlexAttention wants it: on the indices of batch row, head, query and key."""
+    """The blocks of a mask that knows its sequences: for each of them and each head."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     interval = visible_interval(mask, n_query, n_key, start, device)
     if interval is None:  # a mask of the user's own: looked up
-        table = visible_keys(mask, n_query, n_key, start, device)
-        table = as_batch_of_heads(table.expand(*lead, n_query, n_key))
-        return lambda b, h, i, j: table[b, h, i, j]
-    first, stop = (as_batch_of_heads(end.expand(*lead, n_query)[..., None])[..., 0] for end in interval)
-    return lambda b, h, i, j: (first[b, h, i] <= j) & (j < stop[b, h, i])
+        table = as_batch_of_heads(visible_keys(mask, n_query, n_key, start, device).expand(*lead, n_query, n_key))
+        n_batch, n_head = table.shape[:2]
+        sees = lambda b, h, i, j: table[b, h, i, j]  # noqa: E731
+    else:
+        first, stop = (as_batch_of_heads(end.expand(*lead, n_query)[..., None])[..., 0] for end in interval)
+        n_batch, n_head = first.shape[:2]
+        sees = lambda b, h, i, j: (first[b, h, i] <= j) & (j < stop[b, h, i])  # noqa: E731
+    return create_block_mask(sees, n_batch, n_head, n_query, n_key, device=str(device))
 
 
 def plain_flex():

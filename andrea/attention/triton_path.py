@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ATOMICS_ARE_FASTER = False
 
 
-def refusal_of_triton(query: Tensor, value: Tensor, mask: Mask | None) -> str | None:
+def refusal_of_triton(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> str | None:
     """Why the kernel cannot serve the case, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     dtype = kernel_dtype(query)
@@ -34,9 +34,20 @@ def refusal_of_triton(query: Tensor, value: Tensor, mask: Mask | None) -> str | 
         return "triton's interpreter computes bf16 wrongly; use fp32 or fp16"
     if max(query.shape[-1], value.shape[-1]) > WIDEST_HEAD:
         return f"its widest head is {WIDEST_HEAD}, got {max(query.shape[-1], value.shape[-1])}"
+    if any(tensor.shape[-2] * tensor.stride(-2) >= 2**31 for tensor in (query, key, value)):
+        return "the rows of one head lie more than 2^31 numbers apart"
     if mask is not None and not mask.is_interval:
         return f"the mask {type(mask).__name__} does not say which interval of keys a query sees"
     return None
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """What a kernel that does not fit the card raises."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from andrea.attention.kernels.fused import KernelError
+
+    return (KernelError,)
 
 
 def kernel_dtype(query: Tensor) -> torch.dtype:

@@ -42,6 +42,8 @@ def choose_device(asked: str) -> torch.device:
         return torch.device(next(name for name, is_there in there.items() if is_there))
     if not there[kind] or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
         raise UserError(f"device={asked} is not on this machine; there: {', '.join(k for k, v in there.items() if v)}")
+    if index and kind == "cuda":
+        torch.cuda.set_device(int(index))
     return torch.device(asked)
 
 

@@ -33,7 +33,7 @@ from andrea.training.device import (
     weight_dtype,
 )
 from andrea.training.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
-from andrea.training.loss import loss_sum
+from andrea.training.loss import IGNORED, loss_sum
 from andrea.training.optimizer import Optimizer
 from andrea.training.resume import run_folder_of
 from andrea.training.scaler import LossScale
@@ -197,7 +197,8 @@ def make_loss_sum(
         observed: list[HeadStatistics] | None = [] if observing else None
         with autocast(device, run.precision):
             nats = loss_sum(model, tokens, targets, observed)
-        return nats, HeadStatistics.of_layers(observed) if observed else None
+        counted = (targets != IGNORED).any(1)  # not the rows that fill up the last micro-batch
+        return nats, HeadStatistics.of_layers(observed, counted) if observed else None
 
     if run.compile == "off":
         return eager, run

@@ -1,6 +1,8 @@
 """What attention does while it learns: figures of each layer and head, and what of them is logged.
 
-L layers, H heads. Definitions are in andrea/attention/statistics.py.
+L layers, H heads. Definitions are in andrea/attention/statistics.py. `attention/…` is of a fixed held-out batch, in fp32:
+the same for every run on the same data, whatever computes it. `attention/step/…` is of the training step itself, where
+that measures its heads.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
     return HeadStatistics.of_layers(observed)
 
 
-def scalars(heads: HeadStatistics) -> dict[str, float | None]:
-    """Over all layers and heads: means, and the extreme where one head alone is what matters."""
+def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float | None]:
+    """Over all layers and heads: means, and the extreme where one head alone is what matters; as `group/…`."""
     figures = heads.figures()
-    mean = {f"attention/{name}": value.nanmean() for name, value in figures.items() if name != "largest_logit"}
+    mean = {name: value.nanmean() for name, value in figures.items() if name != "largest_logit"}
     extremes = {
-        "attention/largest_logit": figures["largest_logit"].amax(),
-        "attention/lowest_entropy_share": lowest(figures["entropy_share"]),
-        "attention/highest_first_token_mass": -lowest(-figures["first_token_mass"]),
-        "attention/highest_previous_token_mass": -lowest(-figures["previous_token_mass"]),
+        "largest_logit": figures["largest_logit"].amax(),
+        "lowest_entropy_share": lowest(figures["entropy_share"]),
+        "highest_first_token_mass": -lowest(-figures["first_token_mass"]),
+        "highest_previous_token_mass": -lowest(-figures["previous_token_mass"]),
     }
-    return {name: plain(float(value)) for name, value in (mean | extremes).items()}
+    return {f"{group}/{name}": plain(float(value)) for name, value in (mean | extremes).items()}
 
 
 def heatmaps(heads: HeadStatistics) -> dict[str, list[list[float | None]]]:

@@ -73,6 +73,7 @@ class Trainer:
         self.bytes_of_token = torch.from_numpy(self.corpus.tokenizer.byte_lengths())
         self.probe_tokens = probe_batch(self.corpus, self.run.model.sequence_length).to(self.device)
         self.heads: HeadStatistics | None = None  # of the step just made, where every step measures them
+        self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since the last record
         self.unread: list[tuple[int, Tensor, Tensor, Tensor]] = []  # figures the host has not waited for yet
         self.last_figures: dict[str, float] = {}
         self.interval_steps, self.interval_seconds = 0, 0.0  # since the last record
@@ -126,7 +127,7 @@ class Trainer:
         self.optimizer.zero_gradients()
         self.scale.update(finite)
         if self.run.attention.qk_clip is not None:
-            self.clipped_heads = clip_logits(self.model, self.heads.largest_logit, self.run.attention.qk_clip, finite)
+            self.clipped_heads += clip_logits(self.model, self.heads.largest_logit, self.run.attention.qk_clip, finite)
         return nats / count, norm, finite
 
     def accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> tuple[Tensor, HeadStatistics | None]:
@@ -197,16 +198,17 @@ class Trainer:
             "train/seconds_per_step": pace,
         }
         if self.heads is not None:
-            figures |= scalars(self.heads)
+            figures |= scalars(self.heads, "attention/step")
         if self.run.attention.qk_clip is not None:
-            figures["attention/clipped_heads"] = int(self.clipped_heads)
+            figures["attention/step/clipped_heads"] = int(self.clipped_heads)
+            self.clipped_heads = torch.zeros_like(self.clipped_heads)
         if self.peak_flops:
             figures["train/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
         return figures
 
     def observe(self) -> dict[str, Any]:
-        """What each head does: of the step just made, or of a look at the held-out probe."""
-        heads = self.heads if self.heads is not None else probe(self.model, self.probe_tokens)
+        """What each head does with the held-out probe."""
+        heads = probe(self.model, self.probe_tokens)
         return scalars(heads) | heatmaps(heads)
 
     def evaluate(self, whole: bool = False) -> dict[str, float]:

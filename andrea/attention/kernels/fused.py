@@ -34,6 +34,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # The running maximum of a row that has seen nothing: below every score, yet 0 · (LOWEST - m) is 0, not NaN.
 LOWEST = tl.constexpr(-1e38)
 
+DESCRIPTORS_FROM = 90  # compute capability of the first card with a copy engine
+KernelError = triton.errors.TritonError  # a tile that does not fit the card, or that does not compile
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -224,10 +227,10 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    block = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    )  # the longest rows of a causal mask first: no long tail at the end
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    n_block = tl.cdiv(T, BLOCK_M)
+    # The longest rows of a causal mask first: no long tail at the end.
+    block, bh = n_block - 1 - tl.program_id(0) % n_block, tl.program_id(0) // n_block
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     interval = (first, stop, i_b, i_h, i_t)
     low, full_low, full_high, high = key_range(interval, b, h, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
@@ -264,7 +267,7 @@ def forward_kernel(
     tl.store(
         z_pointers, (z_tile / total[:, None]).to(z.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < D_V)
     )
-    row = tl.program_id(1).to(tl.int64) * T + rows
+    row = bh.to(tl.int64) * T + rows
     tl.store(lse + row, tl.where(blind, float("-inf"), m + tl.log2(total) * LN_2), mask=inside)
     if STATISTICS:
         tl.store(largest + row, tl.where(blind, float("-inf"), m), mask=inside)
@@ -280,11 +283,13 @@ def delta_kernel(
     D_V: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta_i = z_i · dz_i = Σ_j p_ij dp_ij, which the gradient of a softmax subtracts."""
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    rows, columns = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, PADDED_V)
+    n_block = tl.cdiv(T, BLOCK_M)
+    block, bh = tl.program_id(0) % n_block, tl.program_id(0) // n_block
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    rows, columns = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, PADDED_V)
     z_tile = load_tile(z + b * z_b + h * z_h, rows, T, z_t, columns, D_V, PADDED_V, True).to(tl.float32)
     dz_tile = load_tile(dz + b * dz_b + h * dz_h, rows, T, dz_t, columns, D_V, PADDED_V, True).to(tl.float32)
-    tl.store(delta + tl.program_id(1).to(tl.int64) * T + rows, tl.sum(z_tile * dz_tile, 1), mask=rows < T)
+    tl.store(delta + bh.to(tl.int64) * T + rows, tl.sum(z_tile * dz_tile, 1), mask=rows < T)
 
 
 @triton.jit
@@ -336,9 +341,9 @@ def keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    groups = H // GROUP
-    b, g = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
+    groups, n_block = H // GROUP, tl.cdiv(S, BLOCK_N)
+    block, bg = tl.program_id(0) % n_block, tl.program_id(0) // n_block
+    b, g = (bg // groups).to(tl.int64), (bg % groups).to(tl.int64)
     n0 = block * BLOCK_N
     keys = n0 + tl.arange(0, BLOCK_N)
     columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
@@ -419,15 +424,16 @@ def queries_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    n_block = tl.cdiv(T, BLOCK_M)
+    block, bh = n_block - 1 - tl.program_id(0) % n_block, tl.program_id(0) // n_block
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns_qk, columns_v = tl.arange(0, PADDED_QK), tl.arange(0, PADDED_V)
     interval = (first, stop, i_b, i_h, i_t)
     low, full_low, full_high, high = key_range(interval, b, h, rows, start, T, S, BLOCK_M, BLOCK_N, MODE)
     q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, columns_qk, D_QK, PADDED_QK, True)
     dz_tile = load_tile(dz + b * dz_b + h * dz_h, rows, T, dz_t, columns_v, D_V, PADDED_V, True)
-    row = tl.program_id(1).to(tl.int64) * T
+    row = bh.to(tl.int64) * T
     log_sum, row_delta = load_row_sums(lse + row, delta + row, rows, T)
     g = h // GROUP
     k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
@@ -479,10 +485,12 @@ def described(
     """
     tensors = (one, other)
     aligned = all(
-        tensor.data_ptr() % 16 == 0 and all(s > 0 and s * tensor.itemsize % 16 == 0 for s in tensor.stride()[:-1])
+        tensor.numel()
+        and tensor.data_ptr() % 16 == 0
+        and all(stride > 0 and stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
         for tensor in tensors
     )
-    if capability_of(one) < 90 or one.dtype == torch.float32 or not aligned:
+    if capability_of(one) < DESCRIPTORS_FROM or one.dtype == torch.float32 or not aligned:
         return one, other, False
     tiles = (
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, block, padded(tensor.shape[-1])])
@@ -558,7 +566,7 @@ def launch_forward(
     mode, first, stop, strides = interval_of(first, stop, query, causal)
     blocks = tuned_for(query, value).forward
     k_source, v_source, descriptors = described(key, value, blocks.n)
-    forward_kernel[(triton.cdiv(n_query, blocks.m), n_batch * n_head)](
+    forward_kernel[(triton.cdiv(n_query, blocks.m) * n_batch * n_head,)](
         query, k_source, v_source, output, lse, largest, entropy, first, stop,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
@@ -623,7 +631,7 @@ def launch_backward(
     constants, blocks = shape_constants(query, value), tuned_for(query, value)
 
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(n_query, 64), n_batch * n_head)](
+    delta_kernel[(triton.cdiv(n_query, 64) * n_batch * n_head,)](
         output, d_output, delta, *output.stride()[:3], *d_output.stride()[:3], n_head, n_query,
         D_V=d_v, PADDED_V=constants["PADDED_V"], BLOCK_M=64,
     )  # fmt: skip
@@ -633,7 +641,7 @@ def launch_backward(
     )
     d_query_sum = d_query if deterministic else torch.zeros_like(d_query, dtype=torch.float32)
     q_source, dz_source, descriptors = described(query, d_output, blocks.keys.m)
-    keys_kernel[(triton.cdiv(n_key, blocks.keys.n), n_batch * n_group)](
+    keys_kernel[(triton.cdiv(n_key, blocks.keys.n) * n_batch * n_group,)](
         q_source, key, value, dz_source, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
         *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
@@ -645,7 +653,7 @@ def launch_backward(
     if not deterministic:
         return d_query_sum.to(query.dtype), d_key, d_value
     k_source, v_source, descriptors = described(key, value, blocks.queries.n)
-    queries_kernel[(triton.cdiv(n_query, blocks.queries.m), n_batch * n_head)](
+    queries_kernel[(triton.cdiv(n_query, blocks.queries.m) * n_batch * n_head,)](
         query, k_source, v_source, d_output, lse, delta, d_query, first, stop,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3], *d_query.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
