@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import RESULTS, ROOT, write_record
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import RESULTS, write_record
 
 from andrea.attention import DotProduct, attend, causal, triton_path
 from andrea.attention.torch_paths import SDPA_BACKENDS
@@ -43,7 +44,25 @@ def contenders(backward: list[str]) -> dict[str, Attend]:
     for way, with_statistics in itertools.product(backward, (False, True)):
         label = "triton" + ("" if way == "two_pass" else f" {way}") + (" + statistics" if with_statistics else "")
         by_name[label] = lambda q, k, v, way=way, wanted=with_statistics: ours(q, k, v, way, wanted)
+    by_name["triton by address"] = by_address
+    by_name["triton as it trains"] = as_it_trains
     return by_name | flash_attention()
+
+
+def by_address(q, k, v) -> torch.Tensor:
+    """Our kernel without tensor descriptors: what they are worth."""
+    from andrea.attention.kernels import fused
+
+    before, fused.DESCRIPTORS_FROM = fused.DESCRIPTORS_FROM, 10**6
+    try:
+        return ours(q, k, v, "two_pass", False)
+    finally:
+        fused.DESCRIPTORS_FROM = before
+
+
+def as_it_trains(q, k, v) -> torch.Tensor:
+    """Through `attend`, with everything that is measured of a head."""
+    return attend(q, k, v, **CASE, implementation="triton", statistics=True)[0]
 
 
 CASE = {"compatibility": DotProduct(), "mask": causal()}
@@ -102,6 +121,10 @@ def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
     return statistics.median(times)
 
 
+def in_one_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
+
+
 def timed(run: Attend, tensors, leaves, upstream, chosen: argparse.Namespace) -> tuple[float, float]:
     """Milliseconds of the forward pass alone, and of forward and backward."""
     with torch.no_grad():
@@ -141,8 +164,8 @@ def measure(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
         try:
             forward, both = timed(run, (q, k, v), leaves, upstream, chosen)
             off = errors(run, q, k, v, upstream)
-        except (RuntimeError, ValueError) as error:
-            print(f"width {width}, T {length}: {name} left out: {str(error).splitlines()[0]}", flush=True)
+        except Exception as error:  # whatever it is, the others are still to be measured
+            print(f"width {width}, T {length}: {name} left out: {in_one_line(error)}", flush=True)
             continue
         rows.append({
             "width": width, "length": length, "batch": n_batch, "heads": heads, "implementation": name,
@@ -184,14 +207,15 @@ def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
     try:
         for kernel in ("forward", "keys", "queries"):
             for m, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3)):
-                if kernel == "forward" and m < 64:
+                too_small, too_large = kernel == "forward" and m < 64, kernel != "forward" and m * n > 128 * 64
+                if too_small or too_large or time.monotonic() > chosen.until:
                     continue
                 blocks = fused.Blocks(m, n, warps, stages)
                 fused.tuning = lambda *_, changed={kernel: blocks}: fused.Tuning(**(vars(card) | changed))
                 try:
                     row = tuned_row(width, length, chosen)
-                except (RuntimeError, fused.triton.runtime.errors.OutOfResources) as error:
-                    print(f"{kernel} {blocks}: {str(error).splitlines()[0][:80]}", flush=True)
+                except Exception as error:  # a tile that does not fit
+                    print(f"{kernel} {blocks}: {in_one_line(error)[:80]}", flush=True)
                     continue
                 rows.append({"kernel": kernel, **vars(blocks), **row})
             best = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row["ms"][kernel])
@@ -225,20 +249,31 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens in the batch, whatever the length")
     parser.add_argument("--backward", nargs="+", choices=("two_pass", "atomic"), default=["two_pass", "atomic"])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=540, help="stop after so long, with what has been measured")
     parser.add_argument("--tune", action="store_true", help="instead: time every tile of our kernels")
     parser.add_argument("--device", default="cuda", help="cpu, under TRITON_INTERPRET=1, tries the program alone")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     assert chosen.backward and triton_path.WIDEST_HEAD >= max(chosen.widths)
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.config.recompile_limit = 1000  # FlexAttention compiles for each shape, and past the limit it is eager
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     work = tune if chosen.tune else measure
-    rows = [row for width in chosen.widths for length in chosen.lengths for row in work(width, length, chosen)]
+    chosen.until = time.monotonic() + chosen.seconds
+    settings = {key: value for key, value in vars(chosen).items() if key not in ("output", "until")}
+    path = chosen.output or RESULTS / f"attention-{'tune-' if chosen.tune else ''}{chosen.device}.json"
+    rows: list[dict] = []
+    for width, length in itertools.product(chosen.widths, chosen.lengths):
+        if time.monotonic() > chosen.until:
+            print(f"out of time before width {width}, T {length}", flush=True)
+            break
+        rows += work(width, length, chosen)
+        write_record(
+            path, "attention", chosen.device, {"settings": settings, "rows": rows}
+        )  # what there is, if cut off
     if not chosen.tune:
         for name, marks in PUBLIC_FORWARD.items():
             print(f"public, H100, d 64, forward, {name}: " + ", ".join(f"T {t} {mark}" for t, mark in marks.items()))
-    settings = {key: value for key, value in vars(chosen).items() if key != "output"}
-    path = chosen.output or RESULTS / f"attention-{'tune-' if chosen.tune else ''}{chosen.device}.json"
-    write_record(path, "attention", chosen.device, {"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -42,8 +42,9 @@ def model_config(name: str, sequence_length: int | None = None) -> ModelConfig:
     return parse(ModelConfig, values, "model")
 
 
-def make_andrea(config: ModelConfig, n_vocab: int, device: str) -> GPT:
+def make_andrea(config: ModelConfig, n_vocab: int, device: str, implementation: str = "auto") -> GPT:
     values = yaml.safe_load((ROOT / "configs" / "attention" / "scaled_dot.yaml").read_text(encoding="utf-8"))
+    values["implementation"] = implementation
     model = GPT(config, parse(AttentionConfig, values, "attention"), n_vocab)
     initialise(model, torch.Generator().manual_seed(0))
     return model.to(device)
@@ -134,6 +135,13 @@ def write_record(path: Path, bench: str, device: str, content: dict) -> None:
     print(f"\nwritten: {path}")
 
 
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def machine(device: str) -> dict:
     processor = platform.processor() or platform.machine()
     cpu_info = Path("/proc/cpuinfo")
@@ -147,5 +155,6 @@ def machine(device: str) -> dict:
         "bf16": torch.cpu._is_avx512_bf16_supported(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
     }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
-# Parts: checks attention tune train generate; all of them when none is named. One table at the end.
+# Parts: checks attention tune train generate; all of them when none is named. One table at the end. Where a command may
+# run for ten minutes only, name one part at a time: each writes what it has as it goes.
 # Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; not Hydra, not wandb.
 set -uo pipefail
 cd "$(dirname "$0")/.."

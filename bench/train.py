@@ -17,8 +17,10 @@ import torch
 import yaml
 from common import ROOT, arguments, interleave, make_andrea, make_hugging_face, model_config, report, same_size
 
-from andrea.config import OptimizerConfig, parse
-from andrea.training.device import autocast, choose_precision
+from andrea.attention import HeadStatistics, causal
+from andrea.attention.fastest import measure
+from andrea.config import ModelConfig, OptimizerConfig, parse
+from andrea.training.device import autocast, choose_precision, weight_dtype
 from andrea.training.loss import loss_sum
 from andrea.training.optimizer import Optimizer
 
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="this project's")
     parser.add_argument("--compile", choices=("on", "off"), default="on", help="this project's")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=["fp32"], help="how Hugging Face's model runs")
+    parser.add_argument("--attention", default="auto", help="this project's attention.implementation")
     chosen = arguments(parser)
     config = model_config(chosen.model, chosen.sequence_length)
     shape = (chosen.batch, config.sequence_length + 1)
@@ -45,13 +48,24 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
 
     peer = make_hugging_face(config, chosen.vocabulary, chosen.device).train()
-    andrea = make_andrea(config, chosen.vocabulary, chosen.device)
-    facts = {"parameters": same_size(andrea, peer), "andrea_precision": precision}
+    attention = choose_attention(config, precision, chosen)
+    andrea = make_andrea(config, chosen.vocabulary, chosen.device, attention)
+    facts = {"parameters": same_size(andrea, peer), "andrea_precision": precision, "andrea_attention": attention}
     # One model and one optimizer for all of Hugging Face's rows: three would not fit a laptop.
     runs = {f"hugging face, {mode}": hugging_face_steps(peer, text, mode, chosen.steps) for mode in chosen.peers}
     name = f"andrea, {precision}{', compiled' if chosen.compile == 'on' else ''}, {chosen.optimizer}"
     runs[name] = andrea_steps(andrea, text, precision, chosen)
     report("train", chosen, interleave(runs, chosen.pairs, chosen.device), next(iter(runs)), facts)
+
+
+def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
+    """As the trainer chooses: on a card the fastest, measured."""
+    if chosen.attention != "auto" or not chosen.device.startswith("cuda"):
+        return chosen.attention
+    shape = (chosen.batch, config.n_head, config.n_kv_head or config.n_head, config.sequence_length, config.d_head)
+    times = measure(*shape, weight_dtype(precision), torch.device(chosen.device), causal())
+    print("attention, ms forward and backward:", {name: round(time, 3) for name, time in times.items()}, flush=True)
+    return next(iter(times), "auto")
 
 
 def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_step: int) -> Callable[[], int]:
@@ -79,13 +93,19 @@ def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, cho
     """The pieces the trainer uses: loss_sum under autocast, compiled; clip; the gated optimizer step."""
     values = yaml.safe_load((ROOT / "configs" / "optimizer" / f"{chosen.optimizer}.yaml").read_text(encoding="utf-8"))
     optimizer = Optimizer(model, parse(OptimizerConfig, values, "optimizer"), model.config.d_model, precision == "bf16")
-    loss_of = torch.compile(loss_sum, dynamic=False) if chosen.compile == "on" else loss_sum
+    measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
+
+    def measured(model, tokens, targets):
+        observed = [] if measuring else None
+        return loss_sum(model, tokens, targets, observed), HeadStatistics.of_layers(observed) if measuring else None
+
+    loss_of = torch.compile(measured, dynamic=False) if chosen.compile == "on" else measured
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def run() -> int:
         for _ in range(chosen.steps):
             with autocast(tokens.device, precision):
-                loss = loss_of(model, tokens, targets) / targets.numel()
+                loss = loss_of(model, tokens, targets)[0] / targets.numel()
             loss.backward()
             norm = optimizer.clip()
             optimizer.step(1.0, torch.isfinite(norm) & torch.isfinite(loss.detach()))
