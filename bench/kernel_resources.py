@@ -9,6 +9,7 @@ the number of programs that fit one multiprocessor by registers and shared memor
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
@@ -123,7 +124,9 @@ def main() -> None:
     chosen = parser.parse_args()
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes)
     if chosen.json:
-        chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record = {"bench": "kernel_resources", "date": date, "triton": triton.__version__, "rows": rows}
+        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def compiled(tmp_path: Path, *words: str) -> list[dict]:
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text())
+    return json.loads(out.read_text())["rows"]
 
 
 @pytest.mark.parametrize("width", [64, 128])

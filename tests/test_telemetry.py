@@ -82,7 +82,8 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
 
 
 def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
-    words = ("precision=fp32", "train.steps=4", "train.log_every=1", "train.attention_every=2", "train.micro_batch=3")
+    words = ("precision=fp32", "train.steps=4", "train.log_every=1", "train.attention_every=4", "train.micro_batch=3")
+    words += ("model.n_layer=1", "model.n_head=1")  # every program of a kernel costs the interpreter milliseconds
     assert tiny_run("name=fused", "attention.implementation=triton", *words) == 0
     assert tiny_run("name=readable", "attention.implementation=reference", *words) == 0
     fused, readable = (records_of(tmp_path, name) for name in ("fused", "readable"))
@@ -94,7 +95,7 @@ def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
         for records in (fused, readable)
     )
     assert ours == pytest.approx(theirs, rel=1e-3)  # the probe: the same whatever computes it
-    assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [2, 4]
+    assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [4]
     losses = [[record["train/loss"] for record in records if "train/loss" in record] for records in (fused, readable)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert not any(record.keys() & of_step for record in readable)

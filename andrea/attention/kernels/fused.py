@@ -74,7 +74,7 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
             return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
         if capability >= 90:
             return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
-        return Tuning(Blocks(128, 32, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
+        return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2))
     if capability >= 90:
         return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3 if capability >= 100 else 2))
     return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
