@@ -42,7 +42,6 @@ class Compatibility(nn.Module, ABC):
     """A module, because what a function learns belongs to it. Subclasses write `scores`, and `lower` where there is one."""
 
     equal_widths = True  # d_q = d_k is needed
-    normalises = False  # the length of queries and keys makes no difference
     lower_upcasts = True  # `lower` is given fp32; False where one rounding at the end is all that `lower` does anyway
 
     @abstractmethod
@@ -129,8 +128,6 @@ class Cosine(Compatibility):
 
     Henry et al. 2020, arXiv 2010.04245, eq. 5 (their g, one for all heads).
     """
-
-    normalises = True
 
     def __init__(self, n_head: int | None = None, sharpness: float = 10.0) -> None:
         super().__init__()

@@ -519,6 +519,12 @@ def rows_first(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def launch(kernel, n_program: int, like: Tensor, *arguments, **options) -> None:
+    """Run so many programs on the card that `like` is on: triton launches on the current one."""
+    with torch.cuda.device_of(like):
+        kernel[(n_program,)](*arguments, **options, enable_fp_fusion=True)
+
+
 def like_heads(n_batch: int, n_head: int, n_row: int, width: int, like: Tensor) -> Tensor:
     """An empty (B, H, T, D) that lies in memory as (B, T, H, D), as the projection after it wants it."""
     return like.new_empty(n_batch, n_row, n_head, width).transpose(1, 2)
@@ -542,22 +548,7 @@ def fused_attention(
     Query i sees the keys first[i] .. stop[i]-1 (int32, broadcastable to (B, H, T), of equal strides, non-decreasing in
     i), or with causal the keys 0 .. start + i, or all. deterministic: of the backward pass, which this one hands on.
     """
-    with torch.cuda.device_of(query):  # kernels are launched on the current card
-        return launch_forward(
-            rows_first(query), rows_first(key), rows_first(value), first, stop, causal, start, statistics
-        )
-
-
-def launch_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: Tensor | None,
-    stop: Tensor | None,
-    causal: bool,
-    start: int,
-    statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value = rows_first(query), rows_first(key), rows_first(value)
     n_batch, n_head, n_query = query.shape[:3]
     n_group, n_key = key.shape[1:3]
     output, lse, largest, entropy = empty_outputs(query, value, statistics)
@@ -566,13 +557,13 @@ def launch_forward(
     mode, first, stop, strides = interval_of(first, stop, query, causal)
     blocks = tuned_for(query, value).forward
     k_source, v_source, descriptors = described(key, value, blocks.n)
-    forward_kernel[(triton.cdiv(n_query, blocks.m) * n_batch * n_head,)](
+    launch(
+        forward_kernel, triton.cdiv(n_query, blocks.m) * n_batch * n_head, query,
         query, k_source, v_source, output, lse, largest, entropy, first, stop,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
-        DESCRIPTORS=descriptors,
-        num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
+        DESCRIPTORS=descriptors, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return output, lse, largest, entropy
 
@@ -604,25 +595,8 @@ def fused_attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each of its own shape and type."""
-    with torch.cuda.device_of(query):
-        rows = (rows_first(tensor) for tensor in (d_output, query, key, value))
-        return launch_backward(*rows, output, lse, first, stop, causal, start, deterministic)
-
-
-def launch_backward(
-    d_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    first: Tensor | None,
-    stop: Tensor | None,
-    causal: bool,
-    start: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n_batch, n_head, n_query, d_qk = query.shape
+    d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
+    n_batch, n_head, n_query = query.shape[:3]
     n_group, n_key, d_v = value.shape[1:]
     d_query, d_key, d_value = empty_gradients(query, key, value)
     if 0 in (n_batch, n_head, n_query):
@@ -631,7 +605,8 @@ def launch_backward(
     constants, blocks = shape_constants(query, value), tuned_for(query, value)
 
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(n_query, 64) * n_batch * n_head,)](
+    launch(
+        delta_kernel, triton.cdiv(n_query, 64) * n_batch * n_head, query,
         output, d_output, delta, *output.stride()[:3], *d_output.stride()[:3], n_head, n_query,
         D_V=d_v, PADDED_V=constants["PADDED_V"], BLOCK_M=64,
     )  # fmt: skip
@@ -641,24 +616,25 @@ def launch_backward(
     )
     d_query_sum = d_query if deterministic else torch.zeros_like(d_query, dtype=torch.float32)
     q_source, dz_source, descriptors = described(query, d_output, blocks.keys.m)
-    keys_kernel[(triton.cdiv(n_key, blocks.keys.n) * n_batch * n_group,)](
+    launch(
+        keys_kernel, triton.cdiv(n_key, blocks.keys.n) * n_batch * n_group, query,
         q_source, key, value, dz_source, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
         *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=not deterministic,
-        DESCRIPTORS=descriptors,
-        num_warps=blocks.keys.warps, num_stages=blocks.keys.stages, enable_fp_fusion=True,
+        DESCRIPTORS=descriptors, num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
     )  # fmt: skip
     if not deterministic:
         return d_query_sum.to(query.dtype), d_key, d_value
     k_source, v_source, descriptors = described(key, value, blocks.queries.n)
-    queries_kernel[(triton.cdiv(n_query, blocks.queries.m) * n_batch * n_head,)](
+    launch(
+        queries_kernel, triton.cdiv(n_query, blocks.queries.m) * n_batch * n_head, query,
         query, k_source, v_source, d_output, lse, delta, d_query, first, stop,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3], *d_query.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group,
         **constants, BLOCK_M=blocks.queries.m, BLOCK_N=blocks.queries.n, MODE=mode, DESCRIPTORS=descriptors,
-        num_warps=blocks.queries.warps, num_stages=blocks.queries.stages, enable_fp_fusion=True,
+        num_warps=blocks.queries.warps, num_stages=blocks.queries.stages,
     )  # fmt: skip
     return d_query, d_key, d_value
 
