@@ -184,6 +184,8 @@ class TokenizerConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     kind: Literal["muon", "adamw"]
+    tuned_d_model: int | None
+    tuned_n_layer: int | None
     learning_rate: float
     embedding_learning_rate: float | None
     matrix_learning_rate: float | None
@@ -199,6 +201,14 @@ class OptimizerConfig:
     final_fraction: float
 
     def check(self, path: str) -> None:
+        if (self.tuned_d_model is None) != (self.tuned_n_layer is None):
+            raise UserError(
+                f"{path}.tuned_d_model={self.tuned_d_model} and {path}.tuned_n_layer={self.tuned_n_layer} belong together: "
+                f"the size of the model that the rates were tuned on, or null and null"
+            )
+        for key in ("tuned_d_model", "tuned_n_layer"):
+            if getattr(self, key) is not None:
+                positive(f"{path}.{key}", getattr(self, key))
         for key in ("learning_rate", "epsilon"):
             positive(f"{path}.{key}", getattr(self, key))
         for key in ("embedding_learning_rate", "matrix_learning_rate", "clip_norm"):

@@ -37,8 +37,8 @@ VARIANTS = {
     "cosine schedule": ["optimizer.schedule=cosine"],
     "without weight decay": ["optimizer.weight_decay=0"],
     "warm-up of 50 steps": ["optimizer.warmup_steps=50"],
-    "head rate halved": ["optimizer.learning_rate=0.0025"],
-    "head rate doubled": ["optimizer.learning_rate=0.01"],
+    "head rate halved": ["optimizer.learning_rate=0.005"],
+    "head rate doubled": ["optimizer.learning_rate=0.02"],
     "T = 128": ["model.sequence_length=128"],
 }
 QUIET = ["logger=none", "compile=on", "train.sample_tokens=0", "train.eval_every=1000000", "train.save_every=1000000"]

@@ -92,7 +92,7 @@ def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_
 def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Callable[[], int]:
     """The pieces the trainer uses: loss_sum under autocast, compiled; clip; the gated optimizer step."""
     values = yaml.safe_load((ROOT / "configs" / "optimizer" / f"{chosen.optimizer}.yaml").read_text(encoding="utf-8"))
-    optimizer = Optimizer(model, parse(OptimizerConfig, values, "optimizer"), model.config.d_model, precision == "bf16")
+    optimizer = Optimizer(model, parse(OptimizerConfig, values, "optimizer"), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
 
     def measured(model, tokens, targets):

@@ -27,7 +27,7 @@ def make(*words: str) -> tuple[GPT, Optimizer]:
     run = configure(TrainingRun, "train", [*words, *SMALL])
     model = GPT(run.model, run.attention, 29)
     initialise(model, torch.Generator().manual_seed(1))
-    return model, Optimizer(model, run.optimizer, run.model.d_model, bf16=False)
+    return model, Optimizer(model, run.optimizer, bf16=False)
 
 
 def random_gradients(model: GPT, seed: int = 2) -> None:
@@ -56,15 +56,14 @@ def test_a_parameter_of_an_unknown_name_is_an_error() -> None:
         group_parameters(model)
 
 
-def test_rates_scale_with_width_and_decay_is_only_for_matrices() -> None:
-    model, optimizer = make("optimizer=muon")
+def test_each_rate_goes_to_its_parameters_and_decay_is_only_for_matrices() -> None:
+    model, optimizer = make("optimizer=muon", "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null")
     peaks = {
         optimizer.names[p]: (g["peak"], g["weight_decay"]) for g in optimizer.adamw.param_groups for p in g["params"]
     }
     config = configure(TrainingRun, "train", []).optimizer
-    scale = math.sqrt(768 / 24)
-    assert peaks["head.weight"] == pytest.approx((config.learning_rate * scale, 0.0))
-    assert peaks["embedding.weight"] == pytest.approx((config.embedding_learning_rate * scale, 0.0))
+    assert peaks["head.weight"] == (config.learning_rate, 0.0)
+    assert peaks["embedding.weight"] == (config.embedding_learning_rate, 0.0)
     assert not any(name.startswith("blocks") and "norm" not in name for name in peaks)
 
 
@@ -100,7 +99,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
 def test_muon_points_along_the_orthogonal_factor_of_the_gradient() -> None:
     generator = torch.Generator().manual_seed(4)
     matrix = torch.nn.Parameter(torch.zeros(5, 17))
-    muon = Muon({"m": matrix}, peak=0.1, momentum=0.0, weight_decay=0.0, bf16=False)
+    muon = Muon({"m": matrix}, {"m": 1.0}, peak=0.1, momentum=0.0, weight_decay=0.0, bf16=False)
     matrix.grad = torch.randn(5, 17, generator=generator)
     u, _, v = torch.linalg.svd(matrix.grad, full_matrices=False)
     muon.step(1.0, torch.tensor(True))

@@ -28,6 +28,7 @@ from andrea.attention import (
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
+from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 
 
 def make_mask(attention: AttentionConfig) -> Mask:
@@ -126,7 +127,7 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def initialise(model: GPT, generator: torch.Generator) -> None:
+def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None = None) -> None:
     """Draw every weight, in one place and in the order of `named_parameters`.
 
     | parameter                                | value                                                             |
@@ -139,9 +140,10 @@ def initialise(model: GPT, generator: torch.Generator) -> None:
     | norm weights, biases                     | one, zero                                                         |
     | of a compatibility function              | what the function says: `Compatibility.initialise`                |
 
+    Each times what `transfer` says where the rates were tuned at another width or depth (andrea/model/transfer.py).
     Numbers come from a CPU generator in fp32, so that a seed means the same model on every device.
     """
-    writes_residual = ("attention.output.weight", "mlp.down.weight")
+    transfer = transfer or Transfer()
     for module in model.modules():
         if isinstance(module, Compatibility):
             module.initialise(generator)
@@ -149,13 +151,14 @@ def initialise(model: GPT, generator: torch.Generator) -> None:
         if ".compatibility." in name:
             continue
         if parameter.dim() == 1:
-            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            parameter.fill_(transfer.factors(name).initial if name.endswith("norm.weight") else 0.0)
             continue
         deviation = 0.1 if name == "embedding.weight" and model.head is not None else 0.02
         if name.startswith("blocks."):
             deviation = 0.5 / math.sqrt(parameter.shape[1])
-        if name.endswith(writes_residual):
+        if name.endswith(WRITES_RESIDUAL):
             deviation /= math.sqrt(2 * model.config.n_layer)
-        if model.config.zero_init_projections and name.endswith((*writes_residual, "head.weight")):
+        if model.config.zero_init_projections and name.endswith((*WRITES_RESIDUAL, "head.weight")):
             deviation = 0.0
+        deviation *= transfer.factors(name).initial
         parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))

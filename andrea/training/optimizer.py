@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from andrea.config import OptimizerConfig
+from andrea.model.gpt import GPT
+from andrea.model.transfer import Factors, Transfer
 
 # The first pattern that matches a parameter's whole name decides its group.
 GROUP_OF_NAME = (
@@ -23,7 +25,6 @@ GROUP_OF_NAME = (
     (re.compile(r".*(norm\.weight|\.bias)"), "vector"),
     (re.compile(r"blocks\.\d+\.attention\.compatibility\.\w+"), "vector"),  # learned per head: not one matrix
 )
-RATES_KNOWN_AT_WIDTH = 768  # AdamW's rates are given at this d_model and scaled by (d_model / 768)^-0.5
 
 
 def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
@@ -42,15 +43,15 @@ def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 class Optimizer:
     """AdamW over embeddings, head and vectors, with Muon (or AdamW again) over the blocks' matrices."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, d_model: int, bf16: bool) -> None:
+    def __init__(self, model: GPT, config: OptimizerConfig, bf16: bool) -> None:
         groups = group_parameters(model)
-        width_scale = (d_model / RATES_KNOWN_AT_WIDTH) ** -0.5
+        transfer = Transfer.of(model.config, config)
         everywhere = config.kind == "adamw"
         peaks = {
-            "embedding": (config.embedding_learning_rate or config.learning_rate) * width_scale,
-            "head": config.learning_rate * width_scale,
-            "vector": config.learning_rate * width_scale,
-            "matrix": (config.matrix_learning_rate or config.learning_rate) * (width_scale if everywhere else 1.0),
+            "embedding": config.embedding_learning_rate or config.learning_rate,
+            "head": config.learning_rate,
+            "vector": config.learning_rate,
+            "matrix": config.matrix_learning_rate or config.learning_rate,
         }
         decays = {
             "matrix": config.weight_decay,
@@ -59,24 +60,31 @@ class Optimizer:
             "vector": 0.0,
         }
         self.names = {parameter: name for name, parameter in model.named_parameters()}
+        alike: dict[tuple[str, Factors], list[nn.Parameter]] = defaultdict(list)  # those that share all settings
+        for group, members in groups.items():
+            if everywhere or group != "matrix":
+                for name, parameter in members.items():
+                    alike[group, transfer.factors(name)].append(parameter)
         self.adamw = torch.optim.AdamW(
             [
                 {
-                    "params": list(members.values()),
-                    "lr": peaks[group],
-                    "peak": peaks[group],
-                    "weight_decay": decays[group],
+                    "params": parameters,
+                    "lr": peaks[group] * factors.adamw_rate,
+                    "peak": peaks[group] * factors.adamw_rate,
+                    "weight_decay": decays[group] / factors.adamw_rate,
+                    "eps": config.epsilon * factors.epsilon,
                 }
-                for group, members in groups.items()
-                if members and (everywhere or group != "matrix")
+                for (group, factors), parameters in alike.items()
             ],
             betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
             fused=True,
         )
         self.muon = None
         if not everywhere and groups["matrix"]:
-            self.muon = Muon(groups["matrix"], peaks["matrix"], config.momentum or 0.0, config.weight_decay, bf16)
+            factors = {name: transfer.factors(name).muon_rate for name in groups["matrix"]}
+            self.muon = Muon(
+                groups["matrix"], factors, peaks["matrix"], config.momentum or 0.0, config.weight_decay, bf16
+            )
         self.clip_norm = config.clip_norm
 
     @property
@@ -134,41 +142,51 @@ class Optimizer:
 
 
 class Muon:
-    """Momentum, orthogonalised by Newton–Schulz (Jordan et al. 2024, "Muon"), matrices of one shape at a time."""
+    """Momentum, orthogonalised by Newton–Schulz (Jordan et al. 2024, "Muon"), matrices of one shape at a time.
+
+    factors: what `peak` is multiplied by, by name. Weight decay takes its share of the peak itself.
+    """
 
     def __init__(
-        self, matrices: dict[str, nn.Parameter], peak: float, momentum: float, weight_decay: float, bf16: bool
+        self,
+        matrices: dict[str, nn.Parameter],
+        factors: dict[str, float],
+        peak: float,
+        momentum: float,
+        weight_decay: float,
+        bf16: bool,
     ) -> None:
         self.peak, self.momentum, self.weight_decay = peak, momentum, weight_decay
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         by_shape: dict[tuple, list[str]] = defaultdict(list)
         for name, matrix in matrices.items():
-            by_shape[tuple(matrix.shape)].append(name)
+            by_shape[(*matrix.shape, factors[name])].append(name)
         self.stacks = [
             (
                 names,
                 [matrices[name] for name in names],
-                torch.zeros(len(names), *shape, device=matrices[names[0]].device),
+                torch.zeros(len(names), rows, columns, device=matrices[names[0]].device),
+                factor,
             )
-            for shape, names in by_shape.items()
-        ]  # (names, matrices, momentum (n, rows, columns))
+            for (rows, columns, factor), names in by_shape.items()
+        ]  # (names, matrices, momentum (n, rows, columns), factor of the rate)
 
     @torch.no_grad()
     def step(self, rate: float, finite: Tensor) -> None:
-        for _, matrices, momentum in self.stacks:
+        for _, matrices, momentum, factor in self.stacks:
             gradient = torch.stack([matrix.grad for matrix in matrices])  # (n, rows, columns)
             momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
             nesterov = gradient.lerp_(momentum, self.momentum)
             update = orthogonalise(nesterov.to(self.dtype))
             rows, columns = update.shape[1:]
-            size = max(1.0, rows / columns) ** 0.5 * self.peak * rate
+            size = max(1.0, rows / columns) ** 0.5 * self.peak * rate * factor
             for matrix, change in zip(matrices, update.to(torch.float32), strict=True):
                 moved = matrix * (1 - self.peak * rate * self.weight_decay) - size * change
                 matrix.copy_(torch.where(finite, moved, matrix))
 
     def momentum_buffers(self) -> dict[str, Tensor]:
         """Momentum by parameter name, as views of the stacks."""
-        return {name: buffer for names, _, stack in self.stacks for name, buffer in zip(names, stack, strict=True)}
+        return {name: buffer for names, _, stack, _ in self.stacks for name, buffer in zip(names, stack, strict=True)}
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:

@@ -19,6 +19,7 @@ from andrea.config import Text, TrainingRun, UserError, to_plain
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise, make_mask
 from andrea.model.size import count_parameters, flops_per_token
+from andrea.model.transfer import Transfer
 from andrea.text.prepare import Corpus, prepare
 from andrea.training import plan
 from andrea.training.console import Console
@@ -59,11 +60,11 @@ def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
     torch.manual_seed(run.seed)
     model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
     if weights is None:
-        initialise(model, torch.Generator().manual_seed(run.seed))
+        initialise(model, torch.Generator().manual_seed(run.seed), Transfer.of(run.model, run.optimizer))
     else:
         model.load_state_dict(weights)
     model.to(device)
-    optimizer = Optimizer(model, run.optimizer, run.model.d_model, bf16=run.precision == "bf16")
+    optimizer = Optimizer(model, run.optimizer, bf16=run.precision == "bf16")
     scale = LossScale(device, active=run.precision == "fp16")
     progress = restore(checkpoint, optimizer, scale) if checkpoint else Progress()
 
