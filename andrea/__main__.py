@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from andrea.command_line import configure, help_text, run
-from andrea.config import TrainingRun, UserError, nearest
+from andrea.config import CompareRun, DashboardRun, LensRun, TrainingRun, UserError, nearest
 
 
 def prepare(words: list[str]) -> int:
@@ -24,7 +24,37 @@ def prepare(words: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"prepare": prepare}
+def lens(words: list[str]) -> int:
+    """Write a page that shows what every head does with prompt=…, and the arithmetic behind it."""
+    config = configure(LensRun, "lens", words)
+
+    from andrea.insight.lens import lens
+    from andrea.training.device import choose_device, choose_threads
+
+    device = choose_device(config.device)
+    choose_threads(config.threads)
+    return lens(config, device)
+
+
+def compare(words: list[str]) -> int:
+    """Compare run folders: a page, a picture, a table, and a scaling fit where the runs carry one."""
+    from andrea.insight.compare import compare, run_words
+
+    config = configure(CompareRun, "compare", run_words(words))
+    size = configure(TrainingRun, "train", [f"model={config.predict}"]).model if config.predict else None
+    return compare(config, size)
+
+
+def dashboard(words: list[str]) -> int:
+    """Save a wandb workspace that shows the runs of project=… side by side; offline, print what it would send."""
+    from andrea.insight.dashboard import dashboard, option_words
+
+    return dashboard(configure(DashboardRun, "dashboard", option_words(words)))
+
+
+COMMANDS = {"prepare": prepare, "lens": lens, "compare": compare, "dashboard": dashboard}
+# The YAML whose keys --help shows.
+CONFIG_NAMES = {"prepare": "train", "lens": "lens", "compare": "compare", "dashboard": "dashboard"}
 
 
 def main(words: list[str]) -> int:
@@ -36,7 +66,7 @@ def main(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         raise UserError(f"{words[0]!r} is not a command; allowed: {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
     if {"-h", "--help"} & set(words):
-        print(help_text("train", f"python -m andrea {words[0]} [key=value …]"))
+        print(help_text(CONFIG_NAMES[words[0]], f"python -m andrea {words[0]} [key=value …]"))
         return 0
     return COMMANDS[words[0]](words[1:])
 

@@ -252,6 +252,9 @@ class TrainConfig:
     sample_tokens: int
     max_minutes: float | None
     attention_every: int | Literal["auto"] = "auto"
+    tokens_per_parameter: float | None = None
+    flops: float | None = None
+    lens_prompt: Text | None = None
 
     def check(self, path: str) -> None:
         for key in (
@@ -268,10 +271,59 @@ class TrainConfig:
             if getattr(self, key) != "auto":
                 positive(f"{path}.{key}", getattr(self, key))
         at_least(f"{path}.sample_tokens", self.sample_tokens, 0)
+        for key in ("tokens_per_parameter", "flops"):
+            if getattr(self, key) is not None:
+                positive(f"{path}.{key}", getattr(self, key))
+        if self.tokens_per_parameter is not None and self.flops is not None:
+            raise UserError(
+                f"{path}.tokens_per_parameter={self.tokens_per_parameter:g} and {path}.flops={self.flops:g} both say how long to "
+                f"train; leave one out"
+            )
         if self.eval_tokens is not None:
             positive(f"{path}.eval_tokens", self.eval_tokens)
         if self.max_minutes is not None:
             positive(f"{path}.max_minutes", self.max_minutes)
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    on_failure: Literal["warn", "stop"]
+    samples: int
+    showing: float
+    repetition: float
+    variety: float
+    loss_spike: float
+    gradient_spike: float
+    clipped_share: float
+    update_ratio: float
+    unigram_steps: int
+    head_share: float
+    one_key_entropy: float
+    uniform_entropy: float
+    largest_logit: float
+    source_rise_nats: float
+    leak_nats: float
+    leak_errors: float
+    overfit_nats: float
+    epochs: float
+
+    def check(self, path: str) -> None:
+        for key in ("samples", "unigram_steps"):
+            at_least(f"{path}.{key}", getattr(self, key), 0)
+        for key in (
+            "showing",
+            "repetition",
+            "variety",
+            "clipped_share",
+            "head_share",
+            "one_key_entropy",
+            "uniform_entropy",
+        ):
+            between(f"{path}.{key}", getattr(self, key), 0.0, 1.0)
+        for key in ("loss_spike", "gradient_spike", "update_ratio", "largest_logit", "epochs"):
+            positive(f"{path}.{key}", getattr(self, key))
+        for key in ("source_rise_nats", "leak_nats", "leak_errors", "overfit_nats"):
+            at_least(f"{path}.{key}", getattr(self, key), 0)
 
 
 @dataclass(frozen=True)
@@ -296,6 +348,7 @@ class TrainingRun:
     tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
     logger: LoggerConfig
+    health: HealthConfig
     train: TrainConfig
 
     def check(self, path: str) -> None:
@@ -387,6 +440,74 @@ class SamplingRun:
             )
         if any(not stop for stop in self.stop):
             raise UserError("stop='' is empty and would stop at once; name a text, or leave stop out")
+
+
+@dataclass(frozen=True)
+class LensRun:
+    """Everything `python -m andrea lens` needs (configs/lens.yaml)."""
+
+    checkpoint: Text | None
+    runs_dir: Text
+    prompt: Text
+    out: Text
+    heads: list[Text]
+    device: str
+    threads: int | Literal["auto"]
+
+    def check(self, path: str) -> None:
+        if not self.out.endswith((".html", ".npz", ".png")):
+            raise UserError(
+                f"out={self.out} is of no kind the lens writes; allowed: a page .html, arrays .npz, one head's picture .png"
+            )
+        device_name("device", self.device)
+        if self.threads != "auto":
+            positive("threads", self.threads)
+
+
+@dataclass(frozen=True)
+class CompareRun:
+    """Everything `python -m andrea compare` needs (configs/compare.yaml)."""
+
+    runs: list[Text]
+    out: Text
+    size: str
+    predict: str | None
+    predict_tokens: int | None
+    seed: int
+
+    def check(self, path: str) -> None:
+        if not self.runs:
+            raise UserError(
+                "no run named; name run folders, or a folder that holds some: python -m andrea compare runs/"
+            )
+        if not self.out.endswith(".html"):
+            raise UserError(f"out={self.out} must end in .html: it is a page, and the picture goes beside it as .png")
+        width, cross, height = self.size.partition("x")
+        if not (
+            cross and width.isdigit() and height.isdigit() and 400 <= int(width) <= 8000 and 300 <= int(height) <= 8000
+        ):
+            raise UserError(
+                f"size={self.size} is not a picture's size; write 1600x1000, from 400x300 to 8000x8000 pixels"
+            )
+        if self.predict_tokens is not None:
+            positive("predict_tokens", self.predict_tokens)
+            if self.predict is None:
+                raise UserError("predict_tokens is of the size that predict=… names; set predict=andrea-480m, say")
+        at_least("seed", self.seed, 0)
+
+    @property
+    def size_pixels(self) -> tuple[int, int]:
+        width, _, height = self.size.partition("x")
+        return int(width), int(height)
+
+
+@dataclass(frozen=True)
+class DashboardRun:
+    """Everything `python -m andrea dashboard` needs (configs/dashboard.yaml)."""
+
+    entity: str | None
+    project: str
+    name: Text
 
 
 # --------------------------------------------------------------------------------------------------- the checks

@@ -19,7 +19,7 @@ def make(*words: str) -> TrainingRun:
 
 
 def test_every_shipped_config_parses() -> None:
-    for group in ("model", "attention", "data", "tokenizer", "optimizer", "logger"):
+    for group in ("model", "attention", "data", "tokenizer", "optimizer", "logger", "health"):
         for path in (CONFIGS / group).glob("*.yaml"):
             extra = {"text": ["data.path=x"], "shards": ["data.path=x"]}.get(path.stem, [])
             extra = ["data.sources={a: {kind: pystdlib}}"] if path.stem == "mixture" else extra

@@ -76,6 +76,12 @@ class Console(Logger):
         text = "\n".join("  │ " + line for line in (sample["prompt"] + sample["text"]).splitlines())
         self.say(f"sample at step {sample['step']}:\n{text}")
 
+    def page(self, page: dict[str, Any]) -> None:
+        """A terminal shows none."""
+
+    def alert(self, alert: dict[str, Any]) -> None:
+        self.say(f"health: step {alert['step']}: {alert['finding']}: {alert['message']}")
+
     def finish(self, exit_code: int) -> None:
         self.stop()
 

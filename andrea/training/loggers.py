@@ -29,16 +29,26 @@ class Logger(ABC):
         """Take one text the model wrote: step, tokens, prompt, text."""
 
     @abstractmethod
+    def page(self, page: dict[str, Any]) -> None:
+        """Take a page: step, its name, its html."""
+
+    @abstractmethod
+    def alert(self, alert: dict[str, Any]) -> None:
+        """Take what health has found, or what is over: step, finding (its name), begins (true, false), message."""
+
+    @abstractmethod
     def finish(self, exit_code: int) -> None:
         """The run is over; nothing comes after."""
 
 
 class RunFolder(Logger):
-    """`metrics.jsonl` and `samples.jsonl`: appended a line at a time, cut back on resume."""
+    """`metrics.jsonl`, `samples.jsonl` and `health.jsonl`: appended a line at a time, cut back on resume; and pages."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.metrics = folder / "metrics.jsonl"
         self.samples = folder / "samples.jsonl"
+        self.alerts = folder / "health.jsonl"
 
     def record(self, record: dict[str, Any]) -> None:
         append_line(self.metrics, record)
@@ -46,19 +56,28 @@ class RunFolder(Logger):
     def sample(self, sample: dict[str, Any]) -> None:
         append_line(self.samples, sample)
 
+    def page(self, page: dict[str, Any]) -> None:
+        path = self.folder / page["name"] / f"step-{page['step']:08d}.html"
+        with storing(path):
+            path.parent.mkdir(exist_ok=True)
+        replace_text(path, page["html"])
+
+    def alert(self, alert: dict[str, Any]) -> None:
+        append_line(self.alerts, alert)
+
     def finish(self, exit_code: int) -> None:
         self.flush()
 
     def flush(self) -> None:
         """On the disk now: a checkpoint must not outlive the records that led to it."""
-        for path in (self.metrics, self.samples):
+        for path in (self.metrics, self.samples, self.alerts):
             if path.exists():
                 with storing(path):
                     flush_to_disk(path)
 
     def cut_after(self, step: int) -> None:
         """Drop what lies beyond a checkpoint's step, and the line of a run that had stopped there."""
-        for path in (self.metrics, self.samples):
+        for path in (self.metrics, self.samples, self.alerts):
             kept = [record for record in read_lines(path) if record["step"] <= step and "event" not in record]
             replace_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
 
@@ -131,6 +150,22 @@ class Wandb(Logger):
         self.run.log(
             {**axes, "sample": wandb.Html(f"<pre>{escape(sample['prompt'] + sample['text'])}</pre>", inject=False)}
         )
+
+    def page(self, page: dict[str, Any]) -> None:
+        import wandb
+
+        axes = {axis: page[axis] for axis in ("step", *AXES)}
+        self.run.log({**axes, page["name"]: wandb.Html(page["html"], inject=False)})
+
+    def alert(self, alert: dict[str, Any]) -> None:
+        import wandb
+
+        if alert["begins"]:
+            self.run.alert(
+                title=f"{alert['finding']} at step {alert['step']}",
+                text=alert["message"],
+                level=wandb.AlertLevel.WARN,
+            )
 
     def finish(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)

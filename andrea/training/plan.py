@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import torch
 
-from andrea.config import TrainingRun
+from andrea.config import Text, TrainingRun, UserError
 from andrea.model.size import Memory, count_parameters, flops_per_token, plan_memory
 from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.console import duration
@@ -26,6 +27,39 @@ def planned_vocabulary(run: TrainingRun) -> int:
         assert run.tokenizer.vocab_size is not None
         return run.tokenizer.vocab_size
     return 257 if run.tokenizer.kind == "byte" else GPT2_VOCABULARY
+
+
+def complete(run: TrainingRun) -> TrainingRun:
+    """The run with what follows from its size filled in: its steps, and {model}, {tokens} and {seed} in its name."""
+    train = run.train
+    if train.tokens_per_parameter is not None or train.flops is not None:
+        n_vocab = planned_vocabulary(run)
+        if train.flops is not None:
+            key, tokens = f"flops={train.flops:g}", train.flops / flops_per_token(run.model, run.attention, n_vocab)
+        else:
+            key = f"tokens_per_parameter={train.tokens_per_parameter:g}"
+            tokens = train.tokens_per_parameter * count_parameters(run.model, run.attention, n_vocab).total
+        steps = max(1, round(tokens / run.tokens_per_step))
+        if train.steps not in ("auto", steps):
+            raise UserError(
+                f"train.steps={train.steps} and train.{key}, which makes {steps}; set train.steps=auto or leave one out"
+            )
+        run = dataclasses.replace(run, train=dataclasses.replace(train, steps=steps))
+    if run.name is None:
+        return run
+    seen = {"{model}": run.model.name, "{tokens}": rounded(run.steps * run.tokens_per_step), "{seed}": str(run.seed)}
+    name = str(run.name)
+    for placeholder, value in seen.items():
+        name = name.replace(placeholder, value)
+    return dataclasses.replace(run, name=Text(name))
+
+
+def rounded(count: int) -> str:
+    """A count in three digits and a letter: 819k, 2.87M, 1.2B."""
+    for letter, unit in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter}"
+    return str(count)
 
 
 def choose_micro_batch(run: TrainingRun, n_vocab: int, device: torch.device, precision: str) -> int:

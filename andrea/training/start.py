@@ -20,7 +20,9 @@ from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise, make_mask
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.model.transfer import Transfer
+from andrea.text.loader import Loader
 from andrea.text.prepare import Corpus, prepare
+from andrea.text.tokenizer import Tokenizer
 from andrea.training import plan
 from andrea.training.console import Console
 from andrea.training.device import (
@@ -33,19 +35,26 @@ from andrea.training.device import (
     peak_flops,
     weight_dtype,
 )
+from andrea.training.health import Data, Health
 from andrea.training.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
 from andrea.training.loss import IGNORED, loss_sum
 from andrea.training.optimizer import Optimizer
 from andrea.training.resume import run_folder_of
 from andrea.training.scaler import LossScale
+from andrea.training.text_health import ReferenceText
 from andrea.training.trainer import Progress, Trainer
 
 SAMPLE_TEMPERATURE = 0.8  # of the samples written during training
-WriteSample = Callable[[GPT, int], dict[str, str]]
+LENS_TOKENS = 40  # of held-out text, drawn at each evaluation where no prompt is given
+WriteSamples = Callable[[GPT, int, int], list[dict[str, str]]]
+Observe = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> HTML
 
 
-def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
-    """Train `run`, from `checkpoint` where one is given; returns the process's exit code. Raises UserError."""
+def start(run: TrainingRun, checkpoint: Checkpoint | None, observe: Observe | None = None) -> int:
+    """Train `run`, from `checkpoint` where one is given; returns the process's exit code. Raises UserError.
+
+    observe: draws the page of a fixed prompt at each evaluation; what rooms above this one show, the script hands over.
+    """
     console = Console(run.steps)
     device = choose_device(run.device)
     folder = run_folder_of(checkpoint) if checkpoint else new_run_folder(run)
@@ -81,10 +90,12 @@ def start(run: TrainingRun, checkpoint: Checkpoint | None) -> int:
     loggers, run_id = open_loggers(run, folder, checkpoint, console, derived)
     facts = {"config": to_plain(run), "data": corpus.fingerprint, "wandb_id": run_id}
 
+    health = make_health(run, corpus, checkpoint)
     trainer = Trainer(
         run=run, folder=folder, corpus=corpus, model=model, loss_sum=loss, optimizer=optimizer, scale=scale, device=device,
         precision=run.precision, micro_batch=run.train.micro_batch, flops_per_token=per_token, peak_flops=peak_flops(device),
-        progress=progress, loggers=loggers, console=console, write_sample=sampler(run, corpus), facts=facts,
+        progress=progress, loggers=loggers, console=console, write_samples=sampler(run, corpus), health=health,
+        draw=drawer(run, corpus, observe), facts=facts,
     )  # fmt: skip
     code = 1
     try:
@@ -317,12 +328,36 @@ def open_loggers(
     return loggers, run_id
 
 
-def sampler(run: TrainingRun, corpus: Corpus) -> WriteSample:
-    """What writes a sample during training: the generation engine on the model as it is."""
+def make_health(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None) -> Health:
+    """The judge of the run, who remembers what it had seen before the checkpoint."""
+    reference = None
+    if run.health.samples and run.train.sample_tokens:
+        held_out = [source.val for source in corpus.sources]
+        reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
+    loader = Loader(corpus.sources, run.model.sequence_length, run.seed)
+    health = Health(run, corpus.tokenizer.n_vocab, Data.of(corpus, loader), reference)
+    if checkpoint is not None and "health" in checkpoint.state:  # older versions wrote none
+        health.load_state(checkpoint.state["health"])
+    return health
 
-    def write(model: GPT, seed: int) -> dict[str, str]:
-        prompt = str(run.data.sample_prompt)
-        request = Request(run.train.sample_tokens, seed=seed, sampling=Sampling(temperature=SAMPLE_TEMPERATURE))
-        return {"prompt": prompt, "text": Engine(model, corpus.tokenizer).write(prompt, request)[0]}
+
+def drawer(run: TrainingRun, corpus: Corpus, observe: Observe | None) -> Callable[[GPT], str] | None:
+    """What draws the attention of train.lens_prompt, or else of the first held-out tokens."""
+    prompt, tokenizer = run.train.lens_prompt, corpus.tokenizer
+    if prompt is None:
+        held_out = corpus.sources[0].val[: min(LENS_TOKENS, run.model.sequence_length - 1)]
+        prompt = tokenizer.decode([token for token in held_out.tolist() if token != tokenizer.end_of_text])
+    if observe is None or not prompt:
+        return None
+    return lambda model: observe(model, tokenizer, prompt)
+
+
+def sampler(run: TrainingRun, corpus: Corpus) -> WriteSamples:
+    """What writes samples during training: the generation engine on the model as it is."""
+
+    def write(model: GPT, seed: int, count: int) -> list[dict[str, str]]:
+        prompt, sampling = str(run.data.sample_prompt), Sampling(temperature=SAMPLE_TEMPERATURE)
+        request = Request(run.train.sample_tokens, num_samples=count, seed=seed, sampling=sampling)
+        return [{"prompt": prompt, "text": text} for text in Engine(model, corpus.tokenizer).write(prompt, request)]
 
     return write

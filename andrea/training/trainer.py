@@ -23,6 +23,7 @@ from andrea.model.gpt import GPT
 from andrea.text.loader import Loader, validation_batches
 from andrea.text.prepare import Corpus
 from andrea.training.console import Console
+from andrea.training.health import Evaluation, Health, sampled_weights, update_ratios
 from andrea.training.loggers import Logger, RunFolder
 from andrea.training.loss import IGNORED, evaluate, summary
 from andrea.training.optimizer import Optimizer
@@ -65,7 +66,9 @@ class Trainer:
     progress: Progress
     loggers: list[Logger]
     console: Console
-    write_sample: Callable[[GPT, int], dict[str, str]]  # model, seed -> {"prompt", "text"}
+    write_samples: Callable[[GPT, int, int], list[dict[str, str]]]  # model, seed, how many -> [{"prompt", "text"}]
+    health: Health
+    draw: Callable[[GPT], str] | None  # a page that shows what attention does with a fixed prompt; None: none is wanted
     facts: dict[str, Any]  # what a checkpoint says besides progress: configuration, fingerprint, wandb id
 
     def __post_init__(self) -> None:
@@ -74,6 +77,10 @@ class Trainer:
         self.probe_tokens = probe_batch(self.corpus, self.run.model.sequence_length).to(self.device)
         self.heads: HeadStatistics | None = None  # of the step just made, where every step measures them
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since the last record
+        self.probed: tuple[int, HeadStatistics] | None = None  # step, what each head did with the probe then
+        self.written: tuple[int, list[dict[str, str]]] | None = None  # step, the samples written then
+        self.update_ratios: Tensor | None = None  # (matrices,), of the step just made, where an evaluation follows
+        self.evaluated: dict[str, dict[str, float]] = {}  # source -> what the last evaluation measured of it
         self.unread: list[tuple[int, Tensor, Tensor, Tensor]] = []  # figures the host has not waited for yet
         self.last_figures: dict[str, float] = {}
         self.interval_steps, self.interval_seconds = 0, 0.0  # since the last record
@@ -95,7 +102,7 @@ class Trainer:
                 progress.tokens += run.tokens_per_step
                 progress.flops += run.tokens_per_step * self.flops_per_token
                 record = self.due(run.train.log_every)
-                evaluation = self.due(run.train.eval_every) or progress.step == run.steps
+                evaluation = self.evaluates_at(progress.step)
                 saving = self.due(run.train.save_every) or progress.step == run.steps
                 if not self.read_figures(all_of_them=record or evaluation or saving):
                     return self.stop_not_finite()
@@ -104,11 +111,15 @@ class Trainer:
                 if self.due(run.train.attention_every):
                     self.log(self.observe())
                 if record or evaluation:
-                    self.log(self.training_figures() | (self.evaluate() if evaluation else {}))
+                    self.log(self.training_figures() | (self.evaluate() | self.judge() if evaluation else {}))
+                if evaluation:
+                    self.show_attention()
                 if self.due(run.train.sample_every) or progress.step == run.steps:
                     self.sample()
                 if saving:
                     self.save()
+                if evaluation and self.run.health.on_failure == "stop" and self.health.failed():
+                    return self.stop_failed()
             if not self.read_figures(all_of_them=True):
                 return self.stop_not_finite()
             return self.conclude()
@@ -123,7 +134,10 @@ class Trainer:
         self.scale.unscale(self.optimizer.parameters)
         norm = self.optimizer.clip()
         finite = torch.isfinite(norm) & torch.isfinite(nats)
+        before = sampled_weights(self.model) if self.evaluates_at(self.progress.step + 1) else None
         self.optimizer.step(rate_at(self.progress.step, self.run.steps, self.run.optimizer), finite)
+        if before is not None:
+            self.update_ratios = update_ratios(before, sampled_weights(self.model))
         self.optimizer.zero_gradients()
         self.scale.update(finite)
         if self.run.attention.qk_clip is not None:
@@ -158,6 +172,10 @@ class Trainer:
         assert isinstance(every, int), "auto is settled before the trainer is made"
         return self.progress.step % every == 0
 
+    def evaluates_at(self, step: int) -> bool:
+        assert isinstance(self.run.train.eval_every, int), "auto is settled before the trainer is made"
+        return step % self.run.train.eval_every == 0 or step == self.run.steps
+
     def out_of_time(self) -> bool:
         limit = self.run.train.max_minutes
         return limit is not None and time.monotonic() - self.started > 60 * limit
@@ -171,7 +189,9 @@ class Trainer:
         while len(self.unread) > int(newest_may_wait):
             step, loss, norm, finite = self.unread.pop(0)
             self.last_figures = {"step": step, "loss": float(loss), "norm": float(norm)}
-            if not bool(finite) and not self.scale.may_back_off():
+            if bool(finite):
+                self.health.note_step(step, self.last_figures["loss"], self.last_figures["norm"])
+            elif not self.scale.may_back_off():
                 return False
         return True
 
@@ -208,8 +228,14 @@ class Trainer:
 
     def observe(self) -> dict[str, Any]:
         """What each head does with the held-out probe."""
-        heads = probe(self.model, self.probe_tokens)
+        heads = self.probed_heads()
         return scalars(heads) | heatmaps(heads)
+
+    def probed_heads(self) -> HeadStatistics:
+        """The heads' statistics (L, H) over the held-out probe, measured once a step."""
+        if self.probed is None or self.probed[0] != self.progress.step:
+            self.probed = self.progress.step, probe(self.model, self.probe_tokens)
+        return self.probed[1]
 
     def evaluate(self, whole: bool = False) -> dict[str, float]:
         """Validation loss and bits per byte over all sources and, where there are several, of each."""
@@ -229,18 +255,51 @@ class Trainer:
             }
         total = summary(*(sum(part[key] for part in parts.values()) for key in ("nats", "tokens", "bytes")))
         self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
+        self.evaluated = parts
         figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
         if len(parts) > 1:
             figures |= {f"val/{name}/{key}": part[key] for name, part in parts.items() for key in ("loss", "bpb")}
         return figures
 
+    def judge(self) -> dict[str, Any]:
+        """Health's figures of the evaluation just made; what begins or ends goes to the loggers as alerts."""
+        texts = [sample["text"] for sample in self.samples(self.run.health.samples)]
+        seen = Evaluation(
+            self.progress.step, self.progress.tokens, texts, self.probed_heads(), self.update_ratios, self.evaluated
+        )
+        self.update_ratios = None
+        figures, begun, ended = self.health.judge(seen)
+        alerts = [{"finding": name, "begins": True, "message": message} for name, message in begun.items()]
+        alerts += [
+            {"finding": name, "begins": False, "message": f"over; it began at step {step}"}
+            for name, step in ended.items()
+        ]
+        for alert in alerts:
+            for logger in self.loggers:
+                logger.alert(self.axes() | alert)
+        return figures
+
+    def samples(self, count: int) -> list[dict[str, str]]:
+        """At least `count` samples of the model as it is, written once a step; none where their length is 0."""
+        if not self.run.train.sample_tokens or not count:
+            return []
+        if self.written is None or self.written[0] != self.progress.step or len(self.written[1]) < count:
+            self.console.waiting(f"step {self.progress.step}: writing samples …")
+            seed = self.run.seed + self.progress.step
+            self.written = self.progress.step, self.write_samples(self.model, seed, count)
+        return self.written[1]
+
     def sample(self) -> None:
-        if not self.run.train.sample_tokens:
+        for written in self.samples(1)[:1]:
+            for logger in self.loggers:
+                logger.sample(self.axes() | written)
+
+    def show_attention(self) -> None:
+        if self.draw is None:
             return
-        self.console.waiting(f"step {self.progress.step}: writing a sample …")
-        written = self.write_sample(self.model, self.run.seed + self.progress.step)
+        page = self.axes() | {"name": "lens", "html": self.draw(self.model)}
         for logger in self.loggers:
-            logger.sample(self.axes() | written)
+            logger.page(page)
 
     def axes(self) -> dict[str, float]:
         progress = self.progress
@@ -265,7 +324,8 @@ class Trainer:
             self.folder / "checkpoints",
             self.facts
             | vars(progress)
-            | {"loss_scale": self.scale.state(), "torch_random": torch.get_rng_state().tolist()},
+            | {"loss_scale": self.scale.state(), "torch_random": torch.get_rng_state().tolist()}
+            | {"health": self.health.state()},
             self.model.state_dict(),
             self.optimizer.state_tensors(),
             self.corpus.tokenizer,
@@ -283,7 +343,7 @@ class Trainer:
         path = self.folder / "checkpoints" / f"step-{progress.step:08d}"
         if not done:
             if not self.stop_signal and progress.step:
-                self.log(self.evaluate(whole=True))
+                self.log(self.evaluate(whole=True) | self.judge())
                 self.sample()
             if path not in checkpoints_of(self.folder):
                 self.save()
@@ -308,6 +368,20 @@ class Trainer:
             f" or precision=fp32"
         )
         return 3
+
+    def stop_failed(self) -> int:
+        """Health has found a failure, and is asked to stop: save, say so, and how to go on. Exit code 4."""
+        progress, failed = self.progress, ", ".join(self.health.failed())
+        path = self.folder / "checkpoints" / f"step-{progress.step:08d}"
+        if path not in checkpoints_of(self.folder):
+            self.save()
+        self.log({"event": "failed", "health/failed": failed, "val/bpb": progress.val_bpb, "checkpoint": str(path)})
+        self.console.stop()
+        self.console.say(f"error: stopped at step {progress.step} of {self.run.steps}: {failed} · {path}")
+        self.console.say(
+            f"go on all the same: python train.py name={self.folder.name} resume=auto health.on_failure=warn"
+        )
+        return 4
 
     @contextmanager
     def signals_noted(self) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""What training left behind, made visible: one prompt head by head, many runs side by side."""
