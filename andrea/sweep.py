@@ -126,10 +126,9 @@ def launch(
 
 def run_name(own: list[str], group: str) -> str:
     """What differs between the runs: size, tokens and seed (filled in by the run itself), then whatever else was varied."""
-    others = [
-        word.rpartition(".")[2].replace("/", "_") for word in own if word.partition("=")[0] not in ("model", "seed")
-    ]
-    return "-".join(["{model}", "{tokens}", "seed{seed}", *others, group])
+    parts = [word.partition("=") for word in own]
+    others = [f"{key.rpartition('.')[2]}={value}" for key, _, value in parts if key not in ("model", "seed")]
+    return "-".join(["{model}", "{tokens}", "seed{seed}", *others, group]).replace("/", "_")
 
 
 def report(jobs: list[Job]) -> int:

@@ -17,13 +17,17 @@ import torch
 import yaml
 from common import RESULTS, ROOT, write_record
 
+from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.command_line import configure
 from andrea.config import HealthConfig, TrainingRun, parse
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
-from andrea.text.prepare import prepare
+from andrea.text.loader import Loader
+from andrea.text.prepare import Corpus, prepare
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
+from andrea.training.health import Data, Evaluation, Health
+from andrea.training.loggers import read_lines
 from andrea.training.text_health import ReferenceText
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()
@@ -76,7 +80,10 @@ def lists(chance: random.Random) -> dict[str, str]:
 
 
 def collapses(chance: random.Random, healthy: np.ndarray, tokenizer: Tokenizer) -> dict[str, str]:
-    """The three collapses, by the name they must be given: after up to two fifths of healthy tokens, with stray words."""
+    """The three collapses, by the name they must be given: after up to two fifths of healthy tokens, with stray words.
+
+    And a text of three to six words in any order, which is no loop.
+    """
 
     def loop(unit: Callable[[], str], joint: str) -> str:
         noise, start = chance.choice([0.0, 0.02, 0.05]), int(chance.choice([0.0, 0.2, 0.4]) * len(healthy))
@@ -92,7 +99,9 @@ def collapses(chance: random.Random, healthy: np.ndarray, tokenizer: Tokenizer) 
         "repeated_word": loop(lambda: word, chance.choice([" ", "\n", "  "])),
         "repeated_punctuation": loop(lambda: mark * chance.randint(1, longest), " "),
         "repeated_phrase": loop(lambda: phrase, chance.choice([", ", ",", ",\n"])),
-        "poor_text": loop(lambda: chance.choice(few), " "),
+        "poor_text": tokenizer.decode(
+            tokenizer.encode_array(" ".join(chance.choices(few, k=len(healthy))))[: len(healthy)]
+        ),
     }
 
 
@@ -125,6 +134,30 @@ def samples(checkpoint: Path, count: int, n_token: int, prompt: str) -> tuple[in
     return saved.step, Engine(model, tokenizer).write(prompt, request)
 
 
+def replayed(folder: Path, run: TrainingRun, corpus: Corpus) -> dict[str, list[str]]:
+    """Step of each evaluation in the run's records -> what is found in its losses, gradients and heads, without text."""
+    loader = Loader(corpus.sources, run.model.sequence_length, run.seed)
+    health = Health(run, corpus.tokenizer.n_vocab, Data.of(corpus, loader), None)
+    records, heads, found = read_lines(folder / "metrics.jsonl"), None, {}
+    last = max(record["step"] for record in records)
+    for record in records:
+        if "event" in record:
+            continue
+        if "attention/heads/entropy_share" in record:
+            share = torch.tensor(record["attention/heads/entropy_share"])  # (L, H), of one row each
+            largest = torch.tensor(record["attention/heads/largest_logit"])
+            known = {"entropy": share, "largest_logit": largest}
+            heads = HeadStatistics(*(known.get(name, torch.ones_like(share)) for name in HeadStatistics._fields))
+        if "train/loss" in record:
+            health.note_step(record["step"], record["train/loss"], record["train/gradient_norm"])
+        if "val/loss" in record and heads is not None:
+            # The last evaluation reads the whole held-out split, those before a part: not to be compared.
+            val = {corpus.sources[0].name: {"loss": record["val/loss"], "tokens": float(record["step"] == last)}}
+            evaluation = Evaluation(record["step"], record["tokens"], [], heads, None, val)
+            found[str(record["step"])] = sorted(health.judge(evaluation)[1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", default="data")
@@ -135,7 +168,7 @@ def main() -> None:
         "--runs", type=Path, nargs="*", default=[], help="healthy runs whose checkpoints must not be named"
     )
     parser.add_argument(
-        "--samples", type=int, default=16, help="of each checkpoint; judged four at a time as in training"
+        "--samples", type=int, default=20, help="of each checkpoint; judged health.samples at a time as in training"
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "health.json")
     chosen = parser.parse_args()
@@ -158,14 +191,6 @@ def main() -> None:
         for kind, texts in legitimate.items():
             alarms = [found for each in texts if (found := named(reference, config, each))]
             row["false_alarms"][kind] = [len(alarms), len(texts)]
-            if alarms:
-                print(
-                    tokenizer.kind,
-                    kind,
-                    len(alarms),
-                    [(reference.judge([each], config)[1]) for each in texts if named(reference, config, each)][:2],
-                    repr(texts[0][:60]),
-                )
         if chosen.prose:
             prose = tokenizer.encode_array(chosen.prose.read_text(encoding="utf-8"))
             own = ReferenceText.of([Stream(prose)], tokenizer, n_token)
@@ -186,17 +211,22 @@ def main() -> None:
         row["false_alarms"]["all lists"] = [sum(value[0] for value in lists_), sum(value[1] for value in lists_)]
         print(tokenizer.kind, *(f"\n  {key} {kind}: {a} of {b}" for key in row for kind, (a, b) in row[key].items()))
     models: dict[str, dict] = {}
+    records = {folder.name: replayed(folder, run, corpus) for folder in chosen.runs}
+    print(records)
     for folder in chosen.runs:
         reference = ReferenceText.of([held_out], corpus.tokenizer, n_token)
         for checkpoint in checkpoints_of(folder):
             step, texts = samples(checkpoint, chosen.samples, n_token, str(run.data.sample_prompt))
-            alarms = [set(reference.judge(texts[i : i + 4], config)[1]) for i in range(0, len(texts), 4)]
+            groups = [texts[first : first + config.samples] for first in range(0, len(texts), config.samples)]
+            alarms = [set(reference.judge(group, config)[1]) for group in groups]
             models[f"{folder.name} step {step}"] = {
                 "evaluations": len(alarms), "named": sorted(name for names in alarms for name in names),
                 "single_texts_named": sum(bool(named(reference, config, each)) for each in texts),
             }  # fmt: skip
             print(f"{folder.name} step {step}: {models[f'{folder.name} step {step}']}", flush=True)
-    write_record(chosen.output, "health", "cpu", {"sample_tokens": n_token, "text": rows, "models": models})
+    write_record(
+        chosen.output, "health", "cpu", {"sample_tokens": n_token, "text": rows, "records": records, "models": models}
+    )
 
 
 class Stream:

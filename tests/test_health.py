@@ -111,7 +111,7 @@ def test_the_size_of_an_update_by_hand() -> None:
 
 def test_a_loss_that_knows_nothing_is_named() -> None:
     high = {"code": 5.0, "notes": 5.0}
-    assert set(found(noted(make(), steady(20, 4.2)), seen(20, {"code": 3.8, "notes": 4.2}))) == {"loss_above_uniform"}
+    assert set(found(noted(make(), steady(20, 4.2)), seen(20, {"code": 4.1, "notes": 4.5}))) == {"loss_above_uniform"}
     assert not found(noted(make(), steady(14, 4.2)), seen(14, high))  # warming up: 5 steps, and 10 to judge by
     assert set(found(noted(make(), steady(20, 2.5)), seen(20, high))) == {"loss_above_uniform"}  # validation alone
 

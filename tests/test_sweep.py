@@ -35,7 +35,7 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
         (["train.stps=1,2"], "train.steps"),
         (["name=a", "seed=1,2"], "name="),
         (["seed"], "key=value"),
-        (["data.path=a b", "seed=1,2"], "data.path=a b"),
+        (["data.path={a", "seed=1,2"], "data.path={a"),
     ],
 )
 def test_a_wrong_sweep_is_one_line_and_starts_nothing(

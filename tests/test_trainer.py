@@ -20,7 +20,8 @@ from andrea.training.loggers import read_lines
 from andrea.training.loss import IGNORED
 from andrea.training.trainer import Trainer, micro_batches
 
-TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step"}
+# Of the machine rather than of the run: these may differ between equal runs.
+TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes"}
 
 
 def metrics(run: Path) -> list[dict]:

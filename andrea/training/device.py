@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -105,3 +107,11 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory held so far: by tensors on the card, or by this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

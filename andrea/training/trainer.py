@@ -23,6 +23,7 @@ from andrea.model.gpt import GPT
 from andrea.text.loader import Loader, validation_batches
 from andrea.text.prepare import Corpus
 from andrea.training.console import Console
+from andrea.training.device import peak_memory_bytes
 from andrea.training.health import Evaluation, Health, sampled_weights, update_ratios
 from andrea.training.loggers import Logger, RunFolder
 from andrea.training.loss import IGNORED, evaluate, summary
@@ -348,7 +349,9 @@ class Trainer:
             if path not in checkpoints_of(self.folder):
                 self.save()
         why = "done" if done else "interrupted" if self.stop_signal else "stopped"
-        self.log({"event": why, "val/loss": progress.val_loss, "val/bpb": progress.val_bpb, "checkpoint": str(path)})
+        figures = {"val/loss": progress.val_loss, "val/bpb": progress.val_bpb}
+        figures["train/peak_memory_bytes"] = peak_memory_bytes(self.device)
+        self.log({"event": why, **figures, "checkpoint": str(path)})
         self.console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         self.console.say(f"{why} at step {progress.step} of {self.run.steps}{bits} · {path}")
