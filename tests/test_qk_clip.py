@@ -90,7 +90,8 @@ def test_nothing_changes_below_the_threshold_or_where_the_step_was_not_finite():
 
 def trained(tiny_run, tmp_path: Path, name: str, *words: str) -> list[dict]:
     """Training at a rate that drives the logits up, without QK-norm."""
-    hot = ("model.qk_norm=false", "optimizer=adamw", "optimizer.learning_rate=0.1", "optimizer.weight_decay=0",
+    hot = ("model.qk_norm=false", "optimizer=adamw", "optimizer.learning_rate=0.5", "optimizer.weight_decay=0",
+           "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null",
            "train.steps=20", "train.log_every=1", "train.micro_batch=3", "precision=fp32")  # fmt: skip
     assert tiny_run(f"name={name}", *hot, *words) == 0
     return read_lines(tmp_path / "runs" / name / "metrics.jsonl")
