@@ -142,12 +142,13 @@ def test_some_samples_must_show_it(reference: ReferenceText, real: str) -> None:
     assert set(named(reference, loop, healthy, healthy, showing=0.2)) == {"repeated_word"}
 
 
-def test_a_few_words_in_any_order_are_poor(reference: ReferenceText) -> None:
+def test_a_few_words_in_any_order_are_poor(reference: ReferenceText, real: str) -> None:
     draw = np.random.default_rng(1)
     text = " ".join(draw.choice(["to", "of", "and", "it"], 200))[:N_TOKEN]
     found = named(reference, text)
     assert set(found) == {"poor_text"} and "health.variety=0.5" in found["poor_text"]
     assert not named(reference, text, variety=0.01)
+    assert not named(reference, real[: N_TOKEN // 3], variety=0.95)  # a text that ended early has fewer tokens
 
 
 # ------------------------------------------------------------------------------------------- what is legitimate

@@ -113,6 +113,7 @@ class TextFigures:
     distinct_3: float
     vocabulary: float  # different tokens, as a share of the vocabulary
     compression: float  # bytes before zlib over bytes after
+    tokens: int
     tabular: bool  # more values than words: a table, whose few words say nothing
 
     @classmethod
@@ -122,11 +123,13 @@ class TextFigures:
         if len(pieces) < LEAST_PIECES:
             return None
         written, words = text.encode("utf-8", "replace"), [piece for piece in pieces if piece[0].isalnum()]
+        tokens = tokenizer.encode_array(text)
         return cls(
             find_loop(pieces),
             *(distinct(pieces, n) for n in (1, 2, 3)),
-            vocabulary=len(np.unique(tokenizer.encode_array(text))) / tokenizer.n_vocab,
+            vocabulary=len(np.unique(tokens)) / tokenizer.n_vocab,
             compression=len(written) / len(zlib.compress(written, 9)),
+            tokens=len(tokens),
             tabular=sum(map(is_value, words)) > len(words) / 2,
         )
 
@@ -200,8 +203,12 @@ class ReferenceText:
         }
 
     def poverty(self, judged: Sequence[TextFigures], config: HealthConfig) -> dict[str, str]:
-        """Text that is no loop, and yet far poorer by some measure than real text ever is: a few words in any order."""
-        rows = [{name: self.richness(each, name) for name in VARIETY} for each in judged if not each.tabular]
+        """Text that is no loop, and yet far poorer by some measure than real text ever is: a few words in any order.
+
+        A sample that ended by itself, early, has few different tokens for want of tokens.
+        """
+        long = [each for each in judged if each.tokens >= self.usual("tokens") / 2 and not each.tabular]
+        rows = [{name: self.richness(each, name) for name in VARIETY} for each in long]
         poor = [row for row in rows if min(row.values()) < config.variety]
         if not poor or len(poor) < config.showing * len(judged):
             return {}
