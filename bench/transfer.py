@@ -36,12 +36,15 @@ VALIDATION_TOKENS = 32768
 SEEDS = (0, 1)
 ENDS_WORSE_BY = 0.05  # nats
 LEAST_RANGE = 16  # highest rate tried over the lowest
-START = {"adamw": 0.004, "muon": 0.02}  # where a sweep begins: of learning_rate (adamw) or of all three rates (muon)
+# Where a sweep begins: of learning_rate (adamw), of all three rates (muon), of AdamW's two under Muon (muon-adamw-part),
+# whose matrices keep the best rate of the sweep before.
+START = {"adamw": 0.004, "muon": 0.02, "muon-adamw-part": 0.01}
+MATRIX_RATE = 0.05
 
 
 def configured(optimizer: str, width: int, transfer: bool, rate: float) -> TrainingRun:
     words = [
-        f"optimizer={optimizer}", "tokenizer=byte", f"model.d_model={width}", f"model.n_head={width // D_HEAD}",
+        f"optimizer={optimizer.partition('-')[0]}", "tokenizer=byte", f"model.d_model={width}", f"model.n_head={width // D_HEAD}",
         f"model.n_layer={N_LAYER}", f"model.d_mlp={3 * width}", f"model.sequence_length={SEQUENCE_LENGTH}",
         f"train.tokens_per_step={SEQUENCES_PER_STEP * SEQUENCE_LENGTH}", f"train.steps={STEPS}", "optimizer.warmup_steps=10",
         f"optimizer.tuned_d_model={TUNED_WIDTH if transfer else 'null'}",
@@ -49,11 +52,17 @@ def configured(optimizer: str, width: int, transfer: bool, rate: float) -> Train
     ]  # fmt: skip
     if optimizer == "adamw":
         words += [f"optimizer.learning_rate={rate}"]
-    else:  # the three rates keep the recipe's proportions
+    elif optimizer == "muon":  # the three rates keep the recipe's proportions
         words += [
             f"optimizer.matrix_learning_rate={rate}",
             f"optimizer.learning_rate={rate / 2}",
             f"optimizer.embedding_learning_rate={rate * 2.5}",
+        ]
+    else:
+        words += [
+            f"optimizer.matrix_learning_rate={MATRIX_RATE}",
+            f"optimizer.learning_rate={rate}",
+            f"optimizer.embedding_learning_rate={rate * 5}",
         ]
     return configure(TrainingRun, "train", words)
 

@@ -1,0 +1,68 @@
+"""What the instruments cost: whole default runs with and without health's samples and the lens, interleaved.
+
+python bench/instruments.py                          # three rounds of two runs, each `python train.py` of 3 to 4 minutes
+python bench/instruments.py --before OTHER_CHECKOUT  # besides, the default run of another checkout of this project
+
+Every run is a process of its own, timed from command to exit, with an empty compiler cache; data are prepared before.
+A round has a seed of its own. The runs with everything are kept: `python bench/health.py --runs` can judge them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import RESULTS, ROOT, write_record
+
+WITHOUT = ["health.samples=0", "train.lens_prompt="]
+
+
+def timed(checkout: Path, words: list[str], folder: Path) -> float:
+    """Seconds of one whole run."""
+    caches = folder / "caches"
+    shutil.rmtree(caches, ignore_errors=True)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches), "PYTHONPATH": str(checkout)}
+    command = [sys.executable, str(checkout / "train.py"), f"runs_dir={folder / 'runs'}", *words]
+    start = time.perf_counter()
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--before", type=Path, help="another checkout, whose default run is timed too")
+    parser.add_argument("--folder", type=Path, default=Path("runs/instruments"), help="for the runs")
+    parser.add_argument("--output", type=Path, default=RESULTS / "instruments-cpu.json")
+    parser.add_argument("words", nargs="*", help="key=value for every run")
+    chosen = parser.parse_args()
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    folder = chosen.folder.resolve()
+    variants = {"with": (ROOT, []), "without": (ROOT, WITHOUT)}
+    if chosen.before:
+        variants["before"] = (chosen.before.resolve(), [])
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    prepare = ["train.steps=1", "compile=off", "name=prepare", *chosen.words]
+    timed(ROOT, prepare, folder)
+    for number in range(1, chosen.rounds + 1):
+        order = list(variants) if number % 2 else list(reversed(variants))
+        for name in order:
+            checkout, words = variants[name]
+            words = [*chosen.words, *words, f"seed={number}", f"name={name}-{number}"]
+            seconds[name].append(timed(checkout, words, folder))
+            print(f"round {number}: {name}: {seconds[name][-1]:.1f} s", flush=True)
+    others = [name for name in variants if name != "with"]
+    ratios = {name: [a / b for a, b in zip(seconds["with"], seconds[name], strict=True)] for name in others}
+    for name, each in ratios.items():
+        print(f"with / {name}: median {statistics.median(each):.3f}, " + ", ".join(f"{ratio:.3f}" for ratio in each))
+    write_record(chosen.output, "instruments", "cpu", {"words": chosen.words, "seconds": seconds, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()
