@@ -116,8 +116,9 @@ class RankTokenizer(Tokenizer):
         assert kind in self.KINDS and sorted(ranks.values()) == list(range(len(ranks))), "ranks are 0 … V-2"
         self.kind, self.pattern, self.ranks = kind, pattern, ranks
         self.end_of_text, self.n_vocab = len(ranks), len(ranks) + 1
+        self.table = [*sorted(ranks, key=lambda token: ranks[token]), b""]
         self.rank_file = b"".join(
-            base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+            base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.table[:-1])
         )
         self.digest = hashlib.sha256(self.rank_file).hexdigest()
         content = hashlib.sha256(f"{pattern}\n{self.digest}".encode()).hexdigest()
@@ -135,7 +136,7 @@ class RankTokenizer(Tokenizer):
         return np.concatenate(parts, dtype=np.uint16, casting="unsafe") if parts else np.zeros(0, np.uint16)
 
     def token_bytes(self) -> list[bytes]:
-        return [*sorted(self.ranks, key=lambda token: self.ranks[token]), b""]
+        return self.table
 
     def save(self, folder: Path) -> None:
         (folder / RANKS).write_bytes(self.rank_file)
