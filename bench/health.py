@@ -180,7 +180,7 @@ def main() -> None:
     text = corpus.tokenizer.decode(held_out[:])
     n_token, rows = run.train.sample_tokens, {}
     for tokenizer in (corpus.tokenizer, ByteTokenizer()):
-        stream = held_out if tokenizer is corpus.tokenizer else Stream(tokenizer.encode_array(text))
+        stream = held_out if tokenizer is corpus.tokenizer else tokenizer.encode_array(text)
         reference = ReferenceText.of([stream], tokenizer, n_token)
         chance = random.Random(1)
         legitimate = {"validation windows": windows(stream[:], tokenizer, n_token, chosen.windows)}
@@ -193,7 +193,7 @@ def main() -> None:
             row["false_alarms"][kind] = [len(alarms), len(texts)]
         if chosen.prose:
             prose = tokenizer.encode_array(chosen.prose.read_text(encoding="utf-8"))
-            own = ReferenceText.of([Stream(prose)], tokenizer, n_token)
+            own = ReferenceText.of([prose], tokenizer, n_token)
             texts = windows(prose, tokenizer, n_token, chosen.windows)
             row["false_alarms"]["prose"] = [sum(bool(named(own, config, each)) for each in texts), len(texts)]
         begins = np.linspace(0, len(stream) - n_token, 97).astype(int)
@@ -227,19 +227,6 @@ def main() -> None:
     write_record(
         chosen.output, "health", "cpu", {"sample_tokens": n_token, "text": rows, "records": records, "models": models}
     )
-
-
-class Stream:
-    """Tokens in memory, read as a TokenStream is."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        return self.tokens[span]
 
 
 if __name__ == "__main__":

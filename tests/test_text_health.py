@@ -21,19 +21,6 @@ N_TOKEN = 400
 words = st.text("abcdefghij", min_size=2, max_size=9)
 
 
-class Stream:
-    """Tokens in memory, read as a TokenStream is."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        return self.tokens[span]
-
-
 @pytest.fixture(scope="module")
 def real(notes: Path) -> str:
     return "".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted(notes.iterdir()))
@@ -41,7 +28,7 @@ def real(notes: Path) -> str:
 
 @pytest.fixture(scope="module")
 def reference(real: str) -> ReferenceText:
-    return ReferenceText.of([Stream(TOKENIZER.encode_array(real))], TOKENIZER, N_TOKEN)
+    return ReferenceText.of([TOKENIZER.encode_array(real)], TOKENIZER, N_TOKEN)
 
 
 def named(reference: ReferenceText, *texts: str, **changed: float) -> dict[str, str]:
@@ -188,7 +175,7 @@ def test_real_text_is_not_named(reference: ReferenceText, real: str) -> None:
 def test_what_validation_text_does_too_is_not_named(real: str) -> None:
     """Where held-out text itself is full of loops (say, logs), a loop in a sample is what was to be learned."""
     looping = ("tick tock, " * 60)[:N_TOKEN]
-    reference = ReferenceText.of([Stream(TOKENIZER.encode_array(looping * 5 + real[:2500]))], TOKENIZER, N_TOKEN)
+    reference = ReferenceText.of([TOKENIZER.encode_array(looping * 5 + real[:2500])], TOKENIZER, N_TOKEN)
     assert 0.3 < reference.looping_share(0.4) < 0.7 and not named(reference, *[looping] * 5)
 
 

@@ -148,7 +148,7 @@ class ReferenceText:
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, streams: Sequence[TokenStream], tokenizer: Tokenizer, n_token: int) -> ReferenceText:
+    def of(cls, streams: Sequence[TokenStream | np.ndarray], tokenizer: Tokenizer, n_token: int) -> ReferenceText:
         """REFERENCE_WINDOWS windows of n_token tokens, as many of each stream, spread evenly over it."""
         each = -(-REFERENCE_WINDOWS // len(streams))
         starts = [(stream, np.linspace(0, max(0, len(stream) - n_token), each).astype(int)) for stream in streams]
