@@ -4,12 +4,14 @@ python bench/instruments.py                          # three rounds of two runs,
 python bench/instruments.py --before OTHER_CHECKOUT  # besides, the default run of another checkout of this project
 
 Every run is a process of its own, timed from command to exit, with an empty compiler cache; data are prepared before.
-The runs with everything are kept: `python bench/health.py --runs` can judge them.
+Each finished round is written; a study that was cut off goes on after it. The runs with everything are kept:
+`python bench/health.py --runs` can judge them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -49,20 +51,28 @@ def main() -> None:
     if chosen.before:
         variants["before"] = (chosen.before.resolve(), [])
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    if chosen.output.exists():
+        seconds = json.loads(chosen.output.read_text(encoding="utf-8"))["seconds"]
     prepare = ["train.steps=1", "compile=off", "name=prepare", *chosen.words]
     timed(ROOT, prepare, folder)
-    for number in range(1, chosen.rounds + 1):
+    for number in range(1 + len(seconds["with"]), chosen.rounds + 1):
         order = list(variants) if number % 2 else list(reversed(variants))
+        took = {}
         for name in order:
             checkout, words = variants[name]
             words = [*chosen.words, *words, f"seed={FIRST_SEED + number - 1}", f"name={name}-{number}"]
-            seconds[name].append(timed(checkout, words, folder))
-            print(f"round {number}: {name}: {seconds[name][-1]:.1f} s", flush=True)
-    others = [name for name in variants if name != "with"]
-    ratios = {name: [a / b for a, b in zip(seconds["with"], seconds[name], strict=True)] for name in others}
-    for name, each in ratios.items():
-        print(f"with / {name}: median {statistics.median(each):.3f}, " + ", ".join(f"{ratio:.3f}" for ratio in each))
-    write_record(chosen.output, "instruments", "cpu", {"words": chosen.words, "seconds": seconds, "ratios": ratios})
+            took[name] = timed(checkout, words, folder)
+            print(f"round {number}: {name}: {took[name]:.1f} s", flush=True)
+        for name in variants:
+            seconds[name].append(took[name])
+        ratios = {
+            name: [a / b for a, b in zip(seconds["with"], seconds[name], strict=True)]
+            for name in variants
+            if name != "with"
+        }
+        write_record(chosen.output, "instruments", "cpu", {"words": chosen.words, "seconds": seconds, "ratios": ratios})
+        for name, each in ratios.items():
+            print(f"with / {name}: median {statistics.median(each):.3f}, " + ", ".join(f"{r:.3f}" for r in each))
 
 
 if __name__ == "__main__":
