@@ -26,12 +26,13 @@ FIRST_SEED = 1337  # the default; each round has its own
 WITHOUT = ["health.samples=0", "train.lens_prompt="]
 
 
-def timed(checkout: Path, words: list[str], folder: Path) -> float:
-    """Seconds of one whole run."""
+def timed(checkout: Path, name: str, words: list[str], folder: Path) -> float:
+    """Seconds of one whole run, which replaces what an earlier study left under its name."""
     caches = folder / "caches"
-    shutil.rmtree(caches, ignore_errors=True)
+    for old in (caches, folder / "runs" / name):
+        shutil.rmtree(old, ignore_errors=True)
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches), "PYTHONPATH": str(checkout)}
-    command = [sys.executable, str(checkout / "train.py"), f"runs_dir={folder / 'runs'}", *words]
+    command = [sys.executable, str(checkout / "train.py"), f"runs_dir={folder / 'runs'}", f"name={name}", *words]
     start = time.perf_counter()
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
@@ -53,15 +54,14 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     if chosen.output.exists():
         seconds = json.loads(chosen.output.read_text(encoding="utf-8"))["seconds"]
-    prepare = ["train.steps=1", "compile=off", "name=prepare", *chosen.words]
-    timed(ROOT, prepare, folder)
+    timed(ROOT, "prepare", ["train.steps=1", "compile=off", *chosen.words], folder)
     for number in range(1 + len(seconds["with"]), chosen.rounds + 1):
         order = list(variants) if number % 2 else list(reversed(variants))
         took = {}
         for name in order:
             checkout, words = variants[name]
-            words = [*chosen.words, *words, f"seed={FIRST_SEED + number - 1}", f"name={name}-{number}"]
-            took[name] = timed(checkout, words, folder)
+            words = [*chosen.words, *words, f"seed={FIRST_SEED + number - 1}"]
+            took[name] = timed(checkout, f"{name}-{number}", words, folder)
             print(f"round {number}: {name}: {took[name]:.1f} s", flush=True)
         for name in variants:
             seconds[name].append(took[name])
