@@ -122,6 +122,10 @@ def named(reference: ReferenceText, config: HealthConfig, text: str) -> set[str]
     return set(reference.judge([text], config)[1])
 
 
+def grouped(texts: list[str], size: int) -> list[list[str]]:
+    return [texts[first : first + size] for first in range(0, len(texts), size)]
+
+
 def samples(checkpoint: Path, count: int, n_token: int, prompt: str) -> tuple[int, list[str]]:
     saved = read_checkpoint(checkpoint)
     config, tokenizer = saved.state["config"], saved.tokenizer()
@@ -187,7 +191,9 @@ def main() -> None:
         for _ in range(chosen.tables):
             for kind, table in lists(chance).items():
                 legitimate.setdefault(f"list: {kind}", []).append(cut(table, tokenizer, n_token))
-        row = rows.setdefault(tokenizer.kind, {"false_alarms": {}, "caught": {}, "named_right": {}})
+        counts = ("false_alarms", "caught", "named_right", "evaluations_named_right")
+        row = rows.setdefault(tokenizer.kind, {key: {} for key in counts})
+        collapsed_texts: dict[str, list[str]] = {}
         for kind, texts in legitimate.items():
             alarms = [found for each in texts if (found := named(reference, config, each))]
             row["false_alarms"][kind] = [len(alarms), len(texts)]
@@ -201,12 +207,17 @@ def main() -> None:
             begin = begins[index % len(begins)]
             for kind, collapsed in collapses(chance, stream[begin : begin + n_token], tokenizer).items():
                 found = named(reference, config, collapsed)
+                collapsed_texts.setdefault(kind, []).append(collapsed)
                 for key, hit in (("caught", bool(found)), ("named_right", kind in found)):
                     counted = row[key].setdefault(kind, [0, 0])
                     counted[0] += hit
                     counted[1] += 1
                 if kind not in found:
                     print("missed", tokenizer.kind, kind, found, repr(collapsed))
+        for kind, texts in collapsed_texts.items():  # as in training: several texts at an evaluation
+            groups = grouped(texts, config.samples)
+            right = sum(kind in reference.judge(group, config)[1] for group in groups)
+            row["evaluations_named_right"][kind] = [right, len(groups)]
         lists_ = [value for kind, value in row["false_alarms"].items() if kind.startswith("list")]
         row["false_alarms"]["all lists"] = [sum(value[0] for value in lists_), sum(value[1] for value in lists_)]
         print(tokenizer.kind, *(f"\n  {key} {kind}: {a} of {b}" for key in row for kind, (a, b) in row[key].items()))
@@ -217,8 +228,7 @@ def main() -> None:
         reference = ReferenceText.of([held_out], corpus.tokenizer, n_token)
         for checkpoint in checkpoints_of(folder):
             step, texts = samples(checkpoint, chosen.samples, n_token, str(run.data.sample_prompt))
-            groups = [texts[first : first + config.samples] for first in range(0, len(texts), config.samples)]
-            alarms = [set(reference.judge(group, config)[1]) for group in groups]
+            alarms = [set(reference.judge(group, config)[1]) for group in grouped(texts, config.samples)]
             models[f"{folder.name} step {step}"] = {
                 "evaluations": len(alarms), "named": sorted(name for names in alarms for name in names),
                 "single_texts_named": sum(bool(named(reference, config, each)) for each in texts),
