@@ -77,7 +77,7 @@ def write_checkpoint(
     optimizer_tensors: dict[str, torch.Tensor],
     tokenizer: Tokenizer,
 ) -> Path:
-    """Write `checkpoints/step-XXXXXXXX` (from `state["step"]`) whole or not at all, and return its path.
+    """Write `checkpoints/step-00000600` (its number is `state["step"]`) whole or not at all, and return its path.
 
     Raises StorageFailed when the disk refuses; what was there before is then still there.
     """

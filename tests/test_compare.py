@@ -16,8 +16,9 @@ from andrea.command_line import configure
 from andrea.config import CompareRun, TrainingRun, UserError, to_plain
 from andrea.insight.compare import compare, page_of, run_words
 from andrea.insight.compare_runs import LeftOut, differences, find_run_folders, read_run, read_runs, warnings_of
-from andrea.insight.compare_words import looks, sequential, short, table, terminal_table
+from andrea.insight.compare_words import looks, sequential, table, terminal_table
 from andrea.text.tokenizer import ByteTokenizer
+from andrea.training.console import short
 from andrea.training.start import plain_text
 
 CONFIG = plain_text(to_plain(configure(TrainingRun, "train", ["logger=none", "tokenizer=byte", "train.steps=100"])))
@@ -184,6 +185,11 @@ def test_the_table_is_aligned_within_a_hundred_columns(runs: Path) -> None:
         (3_344_064, "3.34M"),
         (465_618_432, "466M"),
         (999_600, "1.00M"),
+        (10**9, "1.00B"),
+        (2_867_200, "2.87M"),
+        (81_920, "81.9k"),
+        (999, "999"),
+        (0, "0"),
         (61_440, "61.4k"),
         (12, "12"),
         (0.07, "0.07"),

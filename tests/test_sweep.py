@@ -12,7 +12,7 @@ from andrea.command_line import configure
 from andrea.config import TrainingRun, UserError
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.sweep import run_name
-from andrea.training.plan import complete, rounded
+from andrea.training.plan import complete
 
 BYTE_VOCABULARY = 257
 
@@ -51,10 +51,6 @@ def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
     assert name == "{model}-{tokens}-seed{seed}-learning_rate=0.1-path=a_b-g"
     run = complete(configure(TrainingRun, "train", [f"name={name}", "seed=3", "train.steps=50"]))
     assert run.name == "andrea-nano-205k-seed3-learning_rate=0.1-path=a_b-g"
-
-
-def test_rounded_counts() -> None:
-    assert [rounded(n) for n in (0, 999, 81920, 2867200, 10**9)] == ["0", "999", "81.9k", "2.87M", "1B"]
 
 
 @pytest.mark.parametrize("model", ["andrea-nano", "andrea-12m"])

@@ -19,9 +19,10 @@ from andrea.checkpoint import replace_text
 from andrea.config import AttentionConfig, CompareRun, ModelConfig, UserError, parse
 from andrea.insight.compare_picture import draw_picture
 from andrea.insight.compare_runs import Run, differences, find_run_folders, read_runs, shown, warnings_of
-from andrea.insight.compare_words import looks, short, table, terminal_table
+from andrea.insight.compare_words import looks, table, terminal_table
 from andrea.insight.scaling_fit import CONFIDENCE, TESTED_FACTOR, Interval, NoFit, ScalingFit, count, fit_scaling
 from andrea.text.tokenizer import load_tokenizer
+from andrea.training.console import short
 
 TRAINING_POINTS = 400  # at most, of each run's thin training curve in the page
 # What may differ between runs of one recipe: a scaling law is about size and tokens, all else being equal.

@@ -7,7 +7,8 @@ from pathlib import Path
 from andrea.checkpoint import storing
 from andrea.config import UserError
 from andrea.insight.compare_runs import Run
-from andrea.insight.compare_words import Look, short
+from andrea.insight.compare_words import Look
+from andrea.training.console import short
 
 DOTS_PER_INCH = 100
 AXES = {"tokens": "tokens", "flops": "FLOPs of training", "seconds": "seconds of training steps"}

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from andrea.insight.compare_runs import Run
-from andrea.training.console import duration
+from andrea.training.console import duration, short
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # of lines; '' is solid
-UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 MARKS = ("circle", "square", "triangle", "diamond")
 
 
@@ -69,16 +68,6 @@ def sequential(place: float, darkest: float, lightest: float) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- numbers
-
-
-def short(number: float) -> str:
-    """Three digits and a unit: 3.34M, 466M, 1.02B; from 10^15 on, 1.2e+17."""
-    if number >= 1e15:
-        return f"{number:.2e}"
-    rounded = float(f"{number:.3g}")
-    unit, name = next((pair for pair in UNITS if rounded >= pair[0]), (1, ""))
-    rounded /= unit
-    return f"{rounded:g}" if not name else f"{rounded:.{2 - math.floor(math.log10(rounded))}f}{name}"
 
 
 def in_memory(size_bytes: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 from andrea.training.loggers import Logger
 
 REFRESH_SECONDS = 0.25
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))  # of counts
 
 
 class Console(Logger):
@@ -89,6 +91,16 @@ class Console(Logger):
         """Take the live line away, so that ordinary lines follow."""
         if self.live:
             self.live.stop()
+
+
+def short(number: float) -> str:
+    """Three digits and a unit: 3.34M, 466M, 1.02B; from 10^15 on, 1.2e+17."""
+    if number >= 1e15:
+        return f"{number:.2e}"
+    rounded = float(f"{number:.3g}")
+    unit, name = next((pair for pair in UNITS if rounded >= pair[0]), (1, ""))
+    rounded /= unit
+    return f"{rounded:g}" if not name else f"{rounded:.{2 - math.floor(math.log10(rounded))}f}{name}"
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ import torch
 from andrea.config import Text, TrainingRun, UserError
 from andrea.model.size import Memory, count_parameters, flops_per_token, plan_memory
 from andrea.text.tokenizer import configured_tokenizer
-from andrea.training.console import duration
+from andrea.training.console import duration, short
 from andrea.training.device import choose_device, choose_precision
 from andrea.training.resume import measured_pace
 
@@ -47,19 +47,11 @@ def complete(run: TrainingRun) -> TrainingRun:
         run = dataclasses.replace(run, train=dataclasses.replace(train, steps=steps))
     if run.name is None:
         return run
-    seen = {"{model}": run.model.name, "{tokens}": rounded(run.steps * run.tokens_per_step), "{seed}": str(run.seed)}
+    seen = {"{model}": run.model.name, "{tokens}": short(run.steps * run.tokens_per_step), "{seed}": str(run.seed)}
     name = str(run.name)
     for placeholder, value in seen.items():
         name = name.replace(placeholder, value)
     return dataclasses.replace(run, name=Text(name))
-
-
-def rounded(count: int) -> str:
-    """A count in three digits and a letter: 819k, 2.87M, 1.2B."""
-    for letter, unit in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= unit:
-            return f"{count / unit:.3g}{letter}"
-    return str(count)
 
 
 def choose_micro_batch(run: TrainingRun, n_vocab: int, device: torch.device, precision: str) -> int:
