@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from andrea.checkpoint import storing
-from andrea.config import UserError
 from andrea.insight.compare_runs import Run
 from andrea.insight.compare_words import Look
 from andrea.training.console import short
@@ -17,11 +16,9 @@ METRICS = {"val/loss": "validation loss, nats a token", "val/bpb": "bits per byt
 
 def draw_picture(path: Path, runs: list[Run], looks: list[Look], width: int, height: int) -> None:
     """Write the PNG, `width` by `height` pixels, the legend included."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("the picture needs matplotlib; install it with: pip install matplotlib") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width / DOTS_PER_INCH, height / DOTS_PER_INCH), dpi=DOTS_PER_INCH, layout="constrained")
     panels = figure.subplots(len(METRICS), len(AXES), sharex="col", sharey="row")
     for row, (metric, metric_words) in enumerate(METRICS.items()):
