@@ -255,6 +255,7 @@ class TrainConfig:
     tokens_per_parameter: float | None = None
     flops: float | None = None
     lens_prompt: Text | None = None
+    activation_checkpointing: bool = False
 
     def check(self, path: str) -> None:
         for key in (

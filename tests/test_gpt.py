@@ -129,6 +129,67 @@ def test_compiles_whole_in_training_and_never_again_while_decoding(variant):
         torch.testing.assert_close(torch.cat(decoded, dim=1), model.logits(model(tokens)))
 
 
+# ------------------------------------------------------------------------------------- activation checkpointing
+
+
+def loss_and_gradients(model, tokens, recompute, autocast, compiled):
+    """(loss, gradients, statistics of each layer) of one training pass."""
+
+    def passed(tokens):
+        observed = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model.logits(model(tokens, observed=observed, recompute=recompute))
+            return cross_entropy(logits.float().flatten(0, 1), tokens.flatten()), observed
+
+    torch._dynamo.reset()
+    run = torch.compile(passed, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else passed
+    loss, observed = run(tokens)
+    model.zero_grad()
+    loss.backward()
+    return loss, [parameter.grad.clone() for parameter in model.parameters()], observed
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "attention",
+    [ATTENTION, replace(ATTENTION, across_documents=False), AttentionConfig("additive", "auto")],
+    ids=["scaled_dot", "packed", "additive"],
+)
+def test_recomputation_changes_no_bit_and_observes_each_layer_once(attention, autocast, compiled):
+    config = replace(TINY, position="learned" if attention.compatibility == "additive" else "rotary")
+    model = GPT(config, attention, V, end_of_text=0)
+    initialise(model, torch.Generator().manual_seed(0))
+    kept, recomputed = (loss_and_gradients(model, some_tokens(), each, autocast, compiled) for each in (False, True))
+    assert torch.equal(kept[0], recomputed[0])
+    assert all(torch.equal(one, two) for one, two in zip(kept[1], recomputed[1], strict=True))
+    assert len(kept[2]) == len(recomputed[2]) == config.n_layer
+    for one, two in zip(kept[2], recomputed[2], strict=True):
+        assert all(torch.equal(*parts) for parts in zip(one, two, strict=True))
+
+
+def test_recomputation_keeps_one_input_a_block():
+    """Autograd is asked what it keeps between the passes: a block more costs its input, and nothing else."""
+
+    def bytes_kept(n_layer, recompute):
+        model, tokens = make(replace(TINY, n_layer=n_layer)), some_tokens()
+        own = {parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), *model.buffers())}
+        kept = {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = model(tokens, recompute=recompute)
+        assert hidden.requires_grad
+        return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+
+    of_input = 4 * B * 17 * TINY.d_model
+    assert bytes_kept(5, True) - bytes_kept(4, True) == of_input
+    assert bytes_kept(5, False) - bytes_kept(4, False) > 10 * of_input
+
+
 # ------------------------------------------------------------------------------------------------ initialisation
 
 

@@ -31,6 +31,16 @@ def test_the_sum_is_that_of_log_probabilities_and_skips_what_is_ignored() -> Non
     assert loss_sum(model, tokens, targets).item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
+def test_activation_checkpointing_reaches_the_blocks() -> None:
+    model, tokens = tiny_model(), torch.randint(29, (3, 11), generator=torch.Generator().manual_seed(2))
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda block, inputs: calls.append(1))
+    losses = [loss_sum(model, tokens, tokens, recompute=recompute) for recompute in (False, True)]
+    assert torch.equal(*losses) and len(calls) == 2
+    losses[1].backward()
+    assert len(calls) == 3  # the backward pass computes the block again
+
+
 def test_an_untrained_model_with_a_zero_head_scores_ln_v_on_every_token() -> None:
     run = configure(TrainingRun, "train", ["model=nano-relu2"])
     model = GPT(run.model, run.attention, 31)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from andrea.attention import (
     Compatibility,
@@ -65,6 +66,25 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def recomputed(
+    block: Block, x: Tensor, place: Place | None, packing: Mask | None, observed: list[HeadStatistics] | None
+) -> Tensor:
+    """block(x, …) that keeps x alone and computes the rest again in the backward pass (Chen et al. 2016, 1604.06174).
+
+    Statistics leave as a result, which the second computation throws away: each layer is observed once.
+    """
+
+    def forward(x: Tensor) -> tuple[Tensor, list[HeadStatistics] | None]:
+        measured: list[HeadStatistics] | None = None if observed is None else []
+        return block(x, place, packing, None, measured), measured
+
+    # A block draws no random numbers, so that none need be drawn again alike.
+    x, measured = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+    if observed is not None:
+        observed.extend(measured)
+    return x
+
+
 class GPT(nn.Module):
     """Build, then `initialise` or load weights; `logits(model(tokens))` scores the next token at every position.
 
@@ -86,13 +106,19 @@ class GPT(nn.Module):
         self.head = None if config.tied_head else nn.Linear(config.d_model, n_vocab, bias=False)
 
     def forward(
-        self, tokens: Tensor, cache: KeyValueCache | None = None, observed: list[HeadStatistics] | None = None
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        observed: list[HeadStatistics] | None = None,
+        recompute: bool = False,
     ) -> Tensor:
         """tokens (B, T) int64 -> hidden (B, T, d_model), after the final norm.
 
         With a cache the tokens are new ones that stand at cache.length and after; their keys and values are appended
-        to it, in place. observed: a list to which each layer appends the statistics of its heads.
+        to it, in place. observed: a list to which each layer appends the statistics of its heads. recompute: each block
+        keeps its input alone for the backward pass, which computes the block's activations again.
         """
+        assert cache is None or not recompute, "what is generated has no backward pass"
         n_token = tokens.shape[1]
         start = 0 if cache is None else cache.length
         x = self.position.add(self.embedding(tokens), start)
@@ -101,7 +127,10 @@ class GPT(nn.Module):
         if self.end_of_text is not None and cache is None:  # what is being generated is one document
             packing = packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
         for index, block in enumerate(self.blocks):
-            x = block(x, place, packing, None if cache is None else cache.layer(index), observed)
+            if recompute:
+                x = recomputed(block, x, place, packing, observed)
+            else:
+                x = block(x, place, packing, None if cache is None else cache.layer(index), observed)
         if cache is not None:
             cache.advance(n_token)
         return self.final_norm(x)

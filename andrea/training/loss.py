@@ -18,12 +18,18 @@ from andrea.model.gpt import GPT
 IGNORED = -100  # a target that is not to be predicted: the padding of the last window
 
 
-def loss_sum(model: GPT, tokens: Tensor, targets: Tensor, observed: list[HeadStatistics] | None = None) -> Tensor:
+def loss_sum(
+    model: GPT,
+    tokens: Tensor,
+    targets: Tensor,
+    observed: list[HeadStatistics] | None = None,
+    recompute: bool = False,
+) -> Tensor:
     """Sum over all targets of -ln p(target), in nats, fp32 scalar; tokens and targets (B, T) int64.
 
-    observed: a list to which each layer appends the statistics of its heads.
+    observed: a list to which each layer appends the statistics of its heads. recompute: activation checkpointing.
     """
-    logits = model.logits(model(tokens, observed=observed))  # (B, T, V)
+    logits = model.logits(model(tokens, observed=observed, recompute=recompute))  # (B, T, V)
     return functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
