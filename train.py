@@ -22,25 +22,31 @@ def main(argv: list[str]) -> int:
 
     from andrea.insight.lens import small_lens
     from andrea.training import plan, resume
+    from andrea.training.distributed import joined
     from andrea.training.start import start
 
     config = plan.complete(config)
     if config.dry_run:
         print(plan.describe(config))
         return 0
-    checkpoint = resume.find_resume(config)
-    if checkpoint is not None:
-        merged, changes = resume.merge(checkpoint.state["config"], composed, line.groups, line.values)
-        config = plan.complete(parse(TrainingRun, merged))
-        if resume.is_done(checkpoint, config.steps):
-            print(f"already done: {checkpoint.path} is step {checkpoint.step} of {config.steps}")
-            return 0
-        print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
-        for change in changes:
-            print(f"  changed {change}")
-    elif config.resume:
-        print("nothing to resume yet: starting")
-    return start(config, checkpoint, observe=small_lens)
+    with joined(config.parallel.watchdog_minutes) as ranks:
+        checkpoint = ranks.told(lambda: resume.find_resume(config))
+        if checkpoint is not None:
+            merged, changes = resume.merge(
+                checkpoint.state["config"],
+                composed,
+                line.groups,
+                line.values,
+                checkpoint.state.get("ranks", 1) != ranks.size,
+            )
+            config = plan.complete(parse(TrainingRun, merged))
+            if resume.is_done(checkpoint, config.steps):
+                ranks.told(lambda: resume.show_done(checkpoint, config.steps))
+                return 0
+            ranks.told(lambda: resume.show_resume(checkpoint, changes))
+        elif config.resume:
+            ranks.told(lambda: print("nothing to resume yet: starting"))
+        return start(config, checkpoint, ranks, observe=small_lens)
 
 
 if __name__ == "__main__":

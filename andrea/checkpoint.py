@@ -7,6 +7,10 @@
         tokenizer.json …        the tokenizer, so that text can be made without the data
         manifest.json           size and sha256 of each of the files above
 
+Where every rank of a sharded run writes what it keeps, `shards/` stands in for the first two: safetensors files as
+torch.distributed.checkpoint lays them out, weights and optimizer state in files of their own. `consolidate` makes the two
+files of them.
+
 A checkpoint is written beside its place in a folder whose name no reader looks at, flushed to the disk and renamed;
 a crash leaves either the whole folder or none. No pickle is ever read or written.
 """
@@ -18,7 +22,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +35,11 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT_VERSION = 1
+LARGEST_JSON_BYTES = 1 << 26
+STATE_TYPES = {"step": (int,), "tokens": (int,), "config": (dict,), "val_bpb": (float, type(None))}  # what readers rely on
 STEP_NAME = re.compile(r"step-\d{8,}")
-FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+SHARDS = "shards"
+FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class Damaged(UserError):
@@ -49,6 +56,7 @@ class Checkpoint:
 
     path: Path
     state: dict[str, Any]
+    is_sharded: bool = False
 
     @property
     def step(self) -> int:
@@ -56,10 +64,14 @@ class Checkpoint:
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Weights by parameter name, on the CPU."""
+        if self.is_sharded:
+            return _load_shards(self.path / SHARDS, lambda name: "/" not in name)
         return _load_tensors(self.path / "model.safetensors")
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Optimizer state by `parameter/quantity`, on the CPU."""
+        if self.is_sharded:
+            return _load_shards(self.path / SHARDS, lambda name: "/" in name)
         if not (self.path / "optimizer.safetensors").exists():
             raise UserError(
                 f"{self.path} holds weights only and cannot be resumed; start from them with init_from={self.path}"
@@ -81,35 +93,90 @@ def write_checkpoint(
 
     Raises StorageFailed when the disk refuses; what was there before is then still there.
     """
-    from safetensors.torch import save_file
-
-    final = checkpoints / f"step-{state['step']:08d}"
-    beside = checkpoints / f".writing-{final.name}-{os.getpid()}"
-    remove_unfinished(checkpoints)
+    final = checkpoints / step_name(state["step"])
+    with storing(final):
+        beside = folder_beside(checkpoints, state["step"])
     with storing(final), gone_unless_finished(beside):
+        write_tensors(beside / "model.safetensors", model_tensors)
+        write_tensors(beside / "optimizer.safetensors", optimizer_tensors)
+        files = describe_files(beside, beside.glob("*.safetensors"))
+    return finished_folder(checkpoints, beside, state, tokenizer, files)
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def folder_beside(checkpoints: Path, step: int) -> Path:
+    """A new folder that no reader looks at, for the files of a checkpoint. Raises StorageFailed."""
+    remove_unfinished(checkpoints)
+    beside = checkpoints / f".writing-{step_name(step)}-{os.getpid()}"
+    with storing(beside):
         beside.mkdir(parents=True)
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in model_tensors.items()},
-            beside / "model.safetensors",
-        )
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer_tensors.items()},
-            beside / "optimizer.safetensors",
-        )
+    return beside
+
+
+def describe_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of files of the folder, by name, once they are on the disk."""
+    described = {}
+    for path in sorted(paths):
+        described[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        flush_to_disk(path)
+    return described
+
+
+def finished_folder(
+    checkpoints: Path, beside: Path, state: dict[str, Any], tokenizer: Tokenizer, tensors: dict[str, dict[str, Any]]
+) -> Path:
+    """Add to the files of tensors what makes them a checkpoint, and rename the folder into its place."""
+    final = checkpoints / step_name(state["step"])
+    with storing(final), gone_unless_finished(beside):
         tokenizer.save(beside)
         write_json(beside / "state.json", {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity})
-        files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(beside.iterdir())
-        }
-        write_json(beside / "manifest.json", {"format_version": FORMAT_VERSION, "files": files})
-        for path in beside.iterdir():
-            flush_to_disk(path)
-        flush_to_disk(beside)
+        others = [path for path in beside.iterdir() if path.is_file() and path.name not in tensors]
+        write_manifest(beside, tensors | describe_files(beside, others))
+        for folder in (beside / SHARDS, beside):
+            if folder.exists():
+                flush_to_disk(folder)
         if final.exists():  # a damaged one of the same step; a whole one would have been resumed from
             shutil.rmtree(final)
         os.rename(beside, final)
         flush_to_disk(checkpoints)
     return final
+
+
+def consolidate(path: Path) -> None:
+    """Make `model.safetensors` and `optimizer.safetensors` of a sharded checkpoint's files, in place; others stay as they are.
+
+    The new manifest, renamed into place, is what turns the one into the other: a crash leaves either, whole.
+    """
+    checkpoint = read_checkpoint(path)
+    if not checkpoint.is_sharded:
+        shutil.rmtree(path / SHARDS, ignore_errors=True)  # left by a crash right after
+        return
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    kept = {name: about for name, about in manifest["files"].items() if not name.startswith(f"{SHARDS}/")}
+    with storing(path):
+        for name, tensors in (
+            ("optimizer.safetensors", checkpoint.optimizer_tensors()),
+            ("model.safetensors", checkpoint.model_tensors()),
+        ):
+            write_tensors(path / f".{name}", tensors)
+            os.replace(path / f".{name}", path / name)
+        write_manifest(path, kept | describe_files(path, path.glob("*.safetensors")))
+        flush_to_disk(path)
+        shutil.rmtree(path / SHARDS)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    content = json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1, sort_keys=True)
+    replace_text(folder / "manifest.json", content + "\n")
 
 
 @contextmanager
@@ -124,31 +191,46 @@ def gone_unless_finished(folder: Path) -> Iterator[None]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Verify sizes and sha256 of every file and return the checkpoint. Raises Damaged, which names folder and fault."""
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise Damaged(f"{path} is not a checkpoint folder: no such folder")
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        files, version = dict(manifest["files"]), int(manifest["format_version"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        manifest, state = (read_small_json(path / name) for name in ("manifest.json", "state.json"))
+        files = {str(name): expected for name, expected in dict(manifest["files"]).items()}
+        version = int(manifest["format_version"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise Damaged(
             f"{path} is not a whole checkpoint of this project: manifest.json or state.json is missing or cannot be read; "
             f"name another with checkpoint=…"
         ) from None
     if version != FORMAT_VERSION:
         raise Damaged(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
-    for name in ("model.safetensors", "state.json", "tokenizer.json"):
+    is_sharded = any(name.startswith(f"{SHARDS}/") for name in files)
+    for name in ("state.json", "tokenizer.json", *([] if is_sharded else ["model.safetensors"])):
         if name not in files:
             raise Damaged(f"{path} is damaged: manifest.json does not list {name}")
     for name, expected in files.items():
         check_file(path, name, expected)
+    for name in ("tokenizer.tiktoken", *(["optimizer.safetensors"] if "model.safetensors" in files else [])):
+        if os.path.lexists(path / name) and name not in files:
+            raise Damaged(f"{path} is damaged: it holds {name}, which manifest.json does not list")
     if not isinstance(state, dict) or not {"step", "config", "tokens"} <= state.keys():
         raise Damaged(f"{path} is damaged: state.json lacks step, tokens or config")
-    return Checkpoint(path, state)
+    for key, kinds in STATE_TYPES.items():
+        if type(state.get(key)) not in kinds:
+            raise Damaged(f"{path} is damaged: {key} in its state.json is {str(state.get(key))[:80]!r}")
+    return Checkpoint(path, state, is_sharded)
+
+
+def read_small_json(path: Path) -> Any:
+    """Raises OSError, ValueError or RecursionError; reads neither links nor devices, which need have no end."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_JSON_BYTES:
+        raise ValueError(f"{path} is no plain file of at most {LARGEST_JSON_BYTES} bytes")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def check_file(folder: Path, name: str, expected: Any) -> None:
-    if not FILE_NAME.fullmatch(name) or (folder / name).is_symlink() or not isinstance(expected, dict):
+    links = (folder / name).is_symlink() or (folder / name).parent.is_symlink()
+    if not FILE_NAME.fullmatch(name) or links or not isinstance(expected, dict):
         raise Damaged(
             f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a plain file of it"
         )
@@ -291,3 +373,45 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
+
+
+def load_into(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill `tensors`, whole ones or the calling rank's parts (DTensors), from the checkpoint; every rank must call."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = checkpoint.path / SHARDS if checkpoint.is_sharded else checkpoint.path
+    with _believed(folder):
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def _load_shards(folder: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """The whole tensors of a sharded checkpoint whose names are wanted."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    with _believed(folder):
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        tensors = {
+            name: torch.empty(about.size, dtype=about.properties.dtype)
+            for name, about in reader.read_metadata().state_dict_metadata.items()
+            if wanted(name)
+        }
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return tensors
+
+
+@contextmanager
+def _believed(folder: Path) -> Iterator[None]:
+    """Turns what torch's reader raises over files that are not what they say into Damaged."""
+    import warnings
+
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process reads alone is what is wanted
+            yield
+    except (SafetensorError, CheckpointException, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise Damaged(f"{folder} is damaged: {reason}") from None

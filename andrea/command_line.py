@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import StorageFailed
-from andrea.config import Text, UserError, nearest, parse
+from andrea.config import LARGEST_INTEGER, Text, UserError, nearest, parse
+from andrea.training import elastic
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+LONGEST_LINE = 2000  # characters of a message
+LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
+# What PyYAML lets through, besides its own errors, where a value does not fit its tag or its form: 2001-99-99, !!bool x
+YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -33,28 +38,45 @@ class CommandLine:
 
 
 def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
-    """Run `main(argv)` and leave the process with its exit code; a UserError becomes one line and exit code 2."""
+    """Run `main(argv)` and leave the process with its exit code; a UserError becomes one line and exit code 2.
+
+    Of many ranks the first one shows what all have to say; what a restart by torchrun cannot cure is not tried again.
+    """
+    if (code := elastic.verdict()) is not None:
+        sys.exit(code)
     try:
         code = main(argv)
         sys.stdout.flush()
     except UserError as error:
-        print("error: " + one_line(str(error)), file=sys.stderr)
+        if elastic.speaks() or isinstance(error, elastic.RankError):
+            print("error: " + one_line(str(error)), file=sys.stderr)
         code = 2
     except StorageFailed as error:
         hint = "what was saved before is whole: make room, then go on with resume=auto"
         print(f"error: {one_line(str(error))}; {hint}", file=sys.stderr)
         code = 5
+    except elastic.RankLost as error:
+        if elastic.speaks():
+            hint = "torchrun starts all ranks again where --max-restarts allows it; resume=auto then goes on"
+            print(f"error: another rank is gone: {one_line(str(error))}; {hint}", file=sys.stderr, flush=True)
+        os._exit(6)  # threads may wait for the lost rank, and nothing would wake them
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader (`| head`) has left: nothing is wrong, and nothing more can be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    elastic.note_verdict(code)
     sys.exit(code)
 
 
 def one_line(message: str) -> str:
-    """The message with line ends and unprintable characters written as escapes, so that it stays one line."""
+    """The message with line ends and unprintable characters written as escapes, so that it stays one line.
+
+    The middle of a very long one, which quotes what was typed, is left out.
+    """
+    if len(message) > LONGEST_LINE:
+        message = f"{message[: LONGEST_LINE // 2]} … {message[-LONGEST_LINE // 2 :]}"
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode("ascii")
         for character in message
@@ -155,19 +177,40 @@ def check_choice(group: str, choice: str) -> None:
 
 def read_list(hint: Any, key: str, value: str) -> list:
     """A repeated text key collects its words as they are; other lists may also be written [a, b]."""
-    if typing.get_args(hint)[0] is Text:
+    if issubclass(typing.get_args(hint)[0], Text):
         return [value]
     loaded = read_yaml(key, value)
     return loaded if isinstance(loaded, list) else [loaded]
 
 
 def read_yaml(key: str, value: str) -> Any:
+    """The list, mapping or scalar that `value` spells. Raises UserError."""
     import yaml
 
+    hint = "write a list as [a, b], a mapping as {name: value}"
+    if len(value) > LONGEST_YAML:
+        raise UserError(f"{key} is {len(value)} characters long, at most {LONGEST_YAML} are read; {hint}")
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise UserError(f"{key}={value} cannot be read; write a list as [a, b], a mapping as {{name: value}}") from None
+        aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(value, Loader=yaml.SafeLoader))
+        loaded = None if aliases else yaml.safe_load(value)
+    except (yaml.YAMLError, *YAML_FAULTS):
+        raise UserError(f"{key}={value} cannot be read; {hint}") from None
+    if aliases:  # a few of them can stand for more than any memory holds
+        raise UserError(f"{key}={value} has an alias (*name), which is not read here; write out what it stands for")
+    if any(isinstance(entry, int) and abs(entry) > LARGEST_INTEGER for entry in entries_of(loaded)):
+        raise UserError(f"{key}={value} holds a number beyond {LARGEST_INTEGER}")
+    return loaded
+
+
+def entries_of(loaded: Any) -> list[Any]:
+    """Every entry of nested lists and mappings, keys too."""
+    found = [loaded]
+    for entry in found:  # grows as it is read
+        if isinstance(entry, dict):
+            found += [*entry.keys(), *entry.values()]
+        elif isinstance(entry, (list, tuple, set)):
+            found += entry
+    return found
 
 
 def help_text(config_name: str, usage: str) -> str:

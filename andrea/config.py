@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -23,6 +23,23 @@ class UserError(ValueError):
 
 class Text(str):
     """Marks a key whose value is taken from the command line byte for byte: a prompt, a path, a name."""
+
+
+class PathText(Text):
+    """Marks a key that names a file or a folder: byte for byte too, and refused where no disk could hold such a name."""
+
+
+# Beyond these nothing is meant, and arithmetic, torch or the system fail in ways of their own.
+LARGEST_INTEGER = 2**63 - 1
+LARGEST_NUMBER = 1e30
+LARGEST_SEED = 2**62  # what is drawn from counts on from there
+MOST_THREADS = 1024
+LARGEST_SIZES = {"d_model": 2**17, "n_layer": 2**12, "n_head": 2**17, "d_mlp": 2**20, "sequence_length": 2**20}
+LARGEST_ROTARY_TABLE = 2**25  # positions times head width
+MOST_SAMPLED_TOKENS = 2**26
+LONGEST_NAME_BYTES = 200  # of a folder; disks take 255, and names get endings
+LONGEST_PATH_BYTES = 2048
+LONGEST_PART_BYTES = 255  # of a path, between two slashes
 
 
 # --------------------------------------------------------------------------------------------------- the groups
@@ -51,16 +68,11 @@ class ModelConfig:
     n_kv_head: int | None = None
 
     def check(self, path: str) -> None:
-        for key in (
-            "d_model",
-            "n_layer",
-            "n_head",
-            "d_mlp",
-            "sequence_length",
-            "recipe_steps",
-            "recipe_tokens_per_step",
-        ):
+        for key in ("recipe_steps", "recipe_tokens_per_step"):
             positive(f"{path}.{key}", getattr(self, key))
+        folder_name(f"{path}.name", self.name)
+        for key, largest in LARGEST_SIZES.items():
+            between(f"{path}.{key}", getattr(self, key), 1, largest)
         positive(f"{path}.rotary_base", self.rotary_base)
         positive(f"{path}.norm_epsilon", self.norm_epsilon)
         if self.logit_softcap is not None:
@@ -78,6 +90,11 @@ class ModelConfig:
             raise UserError(
                 f"{path}.n_kv_head={self.n_kv_head} does not divide {path}.n_head={self.n_head}: each key/value head is shared "
                 f"by equally many query heads; try {path}.n_kv_head={near}"
+            )
+        if self.position == "rotary" and self.sequence_length * self.d_head > LARGEST_ROTARY_TABLE:
+            raise UserError(
+                f"{path}.sequence_length={self.sequence_length} times the head width d_model / n_head = {self.d_head} is more "
+                f"than the {LARGEST_ROTARY_TABLE} angles that {path}.position=rotary keeps; lower one of them"
             )
         if self.position == "rotary" and self.d_head % 2:
             raise UserError(
@@ -131,7 +148,7 @@ class SourceConfig:
     """One named source of a mixture."""
 
     kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu"]
-    path: Text | None = None
+    path: PathText | None = None
     weight: float | None = None
 
     def check(self, path: str) -> None:
@@ -146,7 +163,7 @@ class SourceConfig:
 @dataclass(frozen=True)
 class DataConfig:
     kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "mixture"]
-    path: Text | None
+    path: PathText | None
     sources: dict[str, SourceConfig]
     sample_prompt: Text = Text("")
 
@@ -168,7 +185,7 @@ class DataConfig:
 class TokenizerConfig:
     kind: Literal["byte", "bpe", "gpt2"]
     vocab_size: int | None
-    path: Text | None
+    path: PathText | None
 
     def check(self, path: str) -> None:
         if self.kind == "bpe":
@@ -328,20 +345,42 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks that torchrun starts share the work; one process reads the watchdog's limit alone."""
+
+    kind: Literal["auto", "ddp", "fsdp"]
+    shard_ranks: int | None
+    cpu_offload: bool
+    async_save: bool
+    watchdog_minutes: float
+
+    def check(self, path: str) -> None:
+        if self.shard_ranks is not None:
+            positive(f"{path}.shard_ranks", self.shard_ranks)
+        positive(f"{path}.watchdog_minutes", self.watchdog_minutes)
+        for key in ("shard_ranks", "cpu_offload"):
+            if getattr(self, key) and self.kind != "fsdp":
+                raise UserError(
+                    f"{path}.{key}={getattr(self, key)} is read by parallel=fsdp only, got {path}.kind={self.kind}; "
+                    f"choose parallel=fsdp"
+                )
+
+
+@dataclass(frozen=True)
 class TrainingRun:
     """Everything `train.py` needs (configs/train.yaml)."""
 
     name: Text | None
-    runs_dir: Text
-    data_dir: Text
+    runs_dir: PathText
+    data_dir: PathText
     seed: int
     device: str
     threads: int | Literal["auto"]
     precision: Literal["auto", "bf16", "fp16", "fp32"]
     compile: Literal["auto", "on", "off"]
     deterministic: bool | Literal["auto"]
-    resume: Text | None
-    init_from: Text | None
+    resume: PathText | None
+    init_from: PathText | None
     dry_run: bool
     model: ModelConfig
     attention: AttentionConfig
@@ -350,17 +389,18 @@ class TrainingRun:
     optimizer: OptimizerConfig
     logger: LoggerConfig
     health: HealthConfig
+    parallel: ParallelConfig
     train: TrainConfig
 
     def check(self, path: str) -> None:
-        at_least("seed", self.seed, 0)
+        between("seed", self.seed, 0, LARGEST_SEED)
         device_name("device", self.device)
         if self.threads != "auto":
-            positive("threads", self.threads)
-        if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..", "wandb")):
-            raise UserError(
-                f"name={self.name!r} is not a folder name: no '/', and not 'wandb'; folders go to runs_dir=…"
-            )
+            between("threads", self.threads, 1, MOST_THREADS)
+        if self.name is not None:
+            folder_name("name", self.name)
+            if self.name == "wandb":
+                raise UserError("name=wandb is where wandb keeps its own files; choose another name")
         if self.resume and self.init_from:
             raise UserError(
                 "resume and init_from exclude each other: resume=… goes on with a run, init_from=… starts a new one"
@@ -404,8 +444,8 @@ class TrainingRun:
 class SamplingRun:
     """Everything `sample.py` needs (configs/sample.yaml)."""
 
-    checkpoint: Text | None
-    runs_dir: Text
+    checkpoint: PathText | None
+    runs_dir: PathText
     prompt: Text
     max_new_tokens: int
     temperature: float
@@ -424,12 +464,17 @@ class SamplingRun:
     def check(self, path: str) -> None:
         positive("max_new_tokens", self.max_new_tokens)
         positive("num_samples", self.num_samples)
+        if self.max_new_tokens * self.num_samples > MOST_SAMPLED_TOKENS:
+            raise UserError(
+                f"max_new_tokens={self.max_new_tokens} times num_samples={self.num_samples} is more than the "
+                f"{MOST_SAMPLED_TOKENS} tokens that are held at a time; lower one of them"
+            )
         positive("repetition_penalty", self.repetition_penalty)
         at_least("temperature", self.temperature, 0)
-        at_least("seed", self.seed, 0)
+        between("seed", self.seed, 0, LARGEST_SEED)
         device_name("device", self.device)
         if self.threads != "auto":
-            positive("threads", self.threads)
+            between("threads", self.threads, 1, MOST_THREADS)
         if self.top_k is not None:
             positive("top_k", self.top_k)
         for key in ("top_p", "min_p"):
@@ -447,10 +492,10 @@ class SamplingRun:
 class LensRun:
     """Everything `python -m andrea lens` needs (configs/lens.yaml)."""
 
-    checkpoint: Text | None
-    runs_dir: Text
+    checkpoint: PathText | None
+    runs_dir: PathText
     prompt: Text
-    out: Text
+    out: PathText
     heads: list[Text]
     device: str
     threads: int | Literal["auto"]
@@ -462,15 +507,15 @@ class LensRun:
             )
         device_name("device", self.device)
         if self.threads != "auto":
-            positive("threads", self.threads)
+            between("threads", self.threads, 1, MOST_THREADS)
 
 
 @dataclass(frozen=True)
 class CompareRun:
     """Everything `python -m andrea compare` needs (configs/compare.yaml)."""
 
-    runs: list[Text]
-    out: Text
+    runs: list[PathText]
+    out: PathText
     size: str
     predict: str | None
     predict_tokens: int | None
@@ -484,8 +529,8 @@ class CompareRun:
         if not self.out.endswith(".html"):
             raise UserError(f"out={self.out} must end in .html: it is a page, and the picture goes beside it as .png")
         width, cross, height = self.size.partition("x")
-        if not (
-            cross and width.isdigit() and height.isdigit() and 400 <= int(width) <= 8000 and 300 <= int(height) <= 8000
+        if not (cross and all(side.isascii() and side.isdigit() and len(side) <= 4 for side in (width, height))) or not (
+            400 <= int(width) <= 8000 and 300 <= int(height) <= 8000
         ):
             raise UserError(
                 f"size={self.size} is not a picture's size; write 1600x1000, from 400x300 to 8000x8000 pixels"
@@ -494,7 +539,7 @@ class CompareRun:
             positive("predict_tokens", self.predict_tokens)
             if self.predict is None:
                 raise UserError("predict_tokens is of the size that predict=… names; set predict=andrea-480m, say")
-        at_least("seed", self.seed, 0)
+        between("seed", self.seed, 0, LARGEST_SEED)
 
     @property
     def size_pixels(self) -> tuple[int, int]:
@@ -515,26 +560,60 @@ class DashboardRun:
 
 
 def positive(key: str, value: float) -> None:
-    if not value > 0 or math.isinf(value):
-        raise UserError(f"{key}={value} must be greater than 0 and finite")
+    if not 0 < value <= LARGEST_NUMBER:
+        raise UserError(f"{key}={value} must be greater than 0 and at most {LARGEST_NUMBER:g}")
 
 
 def at_least(key: str, value: float, least: float) -> None:
-    if not value >= least or math.isinf(value):
-        raise UserError(f"{key}={value} must be at least {least} and finite")
+    if not least <= value <= LARGEST_NUMBER:
+        raise UserError(f"{key}={value} must be at least {least} and at most {LARGEST_NUMBER:g}")
 
 
 def between(key: str, value: float, low: float, high: float, upper_open: bool = False) -> None:
     if not (low <= value < high if upper_open else low <= value <= high):
-        raise UserError(
-            f"{key}={value} must be from {low:g} to {high:g}{', the upper end left out' if upper_open else ''}"
-        )
+        ends = " to ".join(str(end) if isinstance(end, int) else f"{end:g}" for end in (low, high))
+        raise UserError(f"{key}={value} must be from {ends}{', the upper end left out' if upper_open else ''}")
 
 
 def device_name(key: str, value: str) -> None:
     kind, _, index = value.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "mps") or (index and not index.isdigit()) or (kind == "auto" and index):
+    is_index = index.isascii() and index.isdigit() and len(index) <= 4
+    if kind not in ("auto", "cpu", "cuda", "mps") or (index and not is_index) or (kind == "auto" and index):
         raise UserError(f"{key}={value} is not a device; allowed: auto, cpu, cuda, cuda:0, mps")
+
+
+def folder_name(key: str, value: str) -> None:
+    """A name that becomes a folder's, and nothing but one folder's."""
+    if value in ("", ".", "..") or "/" in value or not can_be_path(value) or len(os.fsencode(value)) > LONGEST_NAME_BYTES:
+        raise UserError(
+            f"{key}={value!r} is not a folder name: at most {LONGEST_NAME_BYTES} bytes, no '/', not '.' or '..'; folders go to "
+            f"runs_dir=…"
+        )
+
+
+def can_be_path(value: str) -> bool:
+    """Whether the system could name a file so: no NUL, no character that has no bytes, no part longer than disks take."""
+    try:
+        parts = os.fsencode(value).split(b"/")
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return (
+        "\0" not in value
+        and max(map(len, parts)) <= LONGEST_PART_BYTES
+        and sum(map(len, parts)) + len(parts) <= LONGEST_PATH_BYTES
+    )
+
+
+def readable_path(key: str, value: str) -> str:
+    """`value` where it can name a file or a folder. Raises UserError."""
+    if not can_be_path(value):
+        raise UserError(
+            f"{key}={value[:80]!r} cannot be the name of a file or a folder: no NUL, at most {LONGEST_PART_BYTES} bytes between "
+            f"two slashes and {LONGEST_PATH_BYTES} in all"
+        )
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        raise UserError(f"{key}={value}: no user here is named {value[1:].partition('/')[0]!r}; write ./{value} for a file of that name")
+    return value
 
 
 # --------------------------------------------------------------------------------------------------- the parse
@@ -598,7 +677,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def convert_union(hint: Any, arguments: tuple, value: Any, where: str) -> Any:
-    if value is None or (type(value) is str and value in ("null", "none", "None") and Text not in arguments):
+    if value is None or (type(value) is str and value in ("null", "none", "None") and not is_text(arguments)):
         if type(None) in arguments:
             return None
     for choice in arguments:
@@ -609,6 +688,10 @@ def convert_union(hint: Any, arguments: tuple, value: Any, where: str) -> Any:
         except UserError:
             continue
     raise UserError(f"{where}={value} is not allowed; allowed: {describe(hint)}")
+
+
+def is_text(hints: typing.Iterable[Any]) -> bool:
+    return any(isinstance(hint, type) and issubclass(hint, Text) for hint in hints)
 
 
 def convert_scalar(hint: Any, value: Any, where: str) -> Any:
@@ -626,18 +709,23 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
             number = float(value) if not isinstance(value, int) else value
             if isinstance(value, bool) or number != int(number):
                 raise wrong
-            return int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
+            whole = int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
         except (ValueError, OverflowError):
             raise wrong from None
+        if abs(whole) > LARGEST_INTEGER:
+            raise UserError(f"{where}={value} is too large; allowed: whole numbers up to {LARGEST_INTEGER}")
+        return whole
     if hint is float:
         try:
             if isinstance(value, bool):
                 raise wrong
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise wrong from None
     if hint in (str, Text):
         return str(value)
+    if hint is PathText:
+        return readable_path(where, str(value))
     raise AssertionError(f"config.py has a type that parse does not know: {hint}")
 
 
@@ -654,6 +742,7 @@ def describe(hint: Any) -> str:
         bool: "true or false",
         str: "text",
         Text: "text",
+        PathText: "a path",
         type(None): "null",
     }
     return names.get(hint, "a group of keys" if dataclasses.is_dataclass(hint) else "a list")

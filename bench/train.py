@@ -23,6 +23,7 @@ from andrea.config import ModelConfig, OptimizerConfig, parse
 from andrea.training.device import autocast, choose_precision, weight_dtype
 from andrea.training.loss import loss_sum
 from andrea.training.optimizer import Optimizer
+from andrea.training.parallel import Alone
 
 PEERS = ("fp32", "bf16", "bf16-compiled")
 
@@ -92,7 +93,7 @@ def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_
 def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Callable[[], int]:
     """The pieces the trainer uses: loss_sum under autocast, compiled; clip; the gated optimizer step."""
     values = yaml.safe_load((ROOT / "configs" / "optimizer" / f"{chosen.optimizer}.yaml").read_text(encoding="utf-8"))
-    optimizer = Optimizer(model, parse(OptimizerConfig, values, "optimizer"), precision == "bf16")
+    optimizer = Optimizer(Alone(model), parse(OptimizerConfig, values, "optimizer"), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
 
     def measured(model, tokens, targets):
@@ -109,7 +110,7 @@ def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, cho
             loss.backward()
             norm = optimizer.clip()
             optimizer.step(1.0, torch.isfinite(norm) & torch.isfinite(loss.detach()))
-            optimizer.zero_gradients()
+            optimizer.parallel.zero_gradients()
         return chosen.steps * tokens.numel()
 
     return run

@@ -26,6 +26,7 @@ from andrea.text.loader import Loader, validation_batches
 from andrea.text.prepare import Corpus, prepare
 from andrea.training.loss import evaluate, loss_sum
 from andrea.training.optimizer import Optimizer
+from andrea.training.parallel import Alone
 from andrea.training.schedule import rate_at
 
 WIDTHS = (32, 80, 192)
@@ -72,7 +73,7 @@ def train(run: TrainingRun, corpus: Corpus, seed: int) -> float:
     torch.manual_seed(seed)
     model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab)
     initialise(model, torch.Generator().manual_seed(seed), Transfer.of(run.model, run.optimizer))
-    optimizer = Optimizer(model, run.optimizer, bf16=False)
+    optimizer = Optimizer(Alone(model), run.optimizer, bf16=False)
     loader = Loader(corpus.sources, SEQUENCE_LENGTH, seed)
     for step in range(STEPS):
         tokens, targets = loader.batch(step * SEQUENCES_PER_STEP, SEQUENCES_PER_STEP)
@@ -82,13 +83,11 @@ def train(run: TrainingRun, corpus: Corpus, seed: int) -> float:
         if not finite:
             return math.inf
         optimizer.step(rate_at(step, STEPS, run.optimizer), finite)
-        optimizer.zero_gradients()
-    batches = validation_batches(corpus.sources[0].val, SEQUENCE_LENGTH, 64)
+        optimizer.parallel.zero_gradients()
+    batches = validation_batches(corpus.sources[0].val, SEQUENCE_LENGTH, 64, VALIDATION_TOKENS)
     bytes_of_token = torch.from_numpy(corpus.tokenizer.byte_lengths())
     with torch.no_grad():
-        held_out = evaluate(
-            lambda *batch: loss_sum(model, *batch), batches, bytes_of_token, torch.device("cpu"), VALIDATION_TOKENS
-        )
+        held_out = evaluate(lambda *batch: loss_sum(model, *batch), batches, bytes_of_token, torch.device("cpu"))
     return held_out["loss"]
 
 

@@ -52,6 +52,21 @@ def test_arrows_point_one_way(path: Path) -> None:
     assert not back, f"{room} may not import {back}"
 
 
+DISTRIBUTED = {
+    "andrea/checkpoint.py",  # reads what all ranks wrote
+    "andrea/training/distributed.py",
+    "andrea/training/parallel.py",
+    "andrea/training/saver.py",
+    "andrea/training/watchdog.py",
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_torch_distributed_stays_where_it_is_handed_out(path: Path) -> None:
+    used = any(name.startswith("torch.distributed") for name in imports_of(path))
+    assert not used or path.relative_to(ROOT).as_posix() in DISTRIBUTED
+
+
 @pytest.mark.parametrize(
     ("package", "homes"),
     [

@@ -112,3 +112,24 @@ def test_validation_scores_every_token_once_in_order(tokens: int) -> None:
     assert all(part.shape == (3, 5) for pair in batches for part in pair)
     targets = torch.cat([targets.flatten() for _, targets in batches])
     assert targets[targets != NOTHING].tolist() == list(range(1, tokens))
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(2, 97), batch=st.integers(1, 5), parts=st.integers(1, 4), most=st.integers(1, 120))
+def test_parts_of_validation_are_equally_many_and_score_the_same(
+    tokens: int, batch: int, parts: int, most: int
+) -> None:
+    stream = made(0, tokens).train
+    of_parts = [list(validation_batches(stream, 5, batch, most, part, parts)) for part in range(parts)]
+    assert len({len(batches) for batches in of_parts}) == 1
+    scored = torch.cat([targets.flatten() for batches in of_parts for _, targets in batches])
+    windows = min(count_windows(stream, 5), -(-most // 5))  # as many as hold `most` tokens, whatever the batch
+    assert sorted(scored[scored != NOTHING].tolist()) == list(range(1, min(tokens, 5 * windows + 1)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(2, 97), min_size=1, max_size=3), length=st.integers(1, 13), first=st.integers(0, 50))
+def test_targets_are_counted_without_reading(sizes: list[int], length: int, first: int) -> None:
+    weight = 0.2 if len(sizes) > 1 else None
+    loader = Loader([made(0, size, weight) for size in sizes], length, seed=1)
+    assert loader.count_targets(first, 7) == (loader.batch(first, 7)[1] != NOTHING).sum()

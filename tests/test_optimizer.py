@@ -12,6 +12,7 @@ from andrea.command_line import configure
 from andrea.config import TrainingRun
 from andrea.model.gpt import GPT, initialise
 from andrea.training.optimizer import Muon, Optimizer, group_parameters, orthogonalise
+from andrea.training.parallel import Alone
 
 SMALL = [
     "model.d_model=24",
@@ -27,7 +28,7 @@ def make(*words: str) -> tuple[GPT, Optimizer]:
     run = configure(TrainingRun, "train", [*words, *SMALL])
     model = GPT(run.model, run.attention, 29)
     initialise(model, torch.Generator().manual_seed(1))
-    return model, Optimizer(model, run.optimizer, bf16=False)
+    return model, Optimizer(Alone(model), run.optimizer, bf16=False)
 
 
 def random_gradients(model: GPT, seed: int = 2) -> None:
@@ -40,7 +41,11 @@ def random_gradients(model: GPT, seed: int = 2) -> None:
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_every_parameter_is_in_exactly_one_group_and_moves(name: str, kind: str) -> None:
     model, optimizer = make(f"model={name}", f"optimizer={kind}")
-    grouped = [parameter for members in group_parameters(model).values() for parameter in members.values()]
+    grouped = [
+        parameter
+        for members in group_parameters(dict(model.named_parameters())).values()
+        for parameter in members.values()
+    ]
     assert len(grouped) == len({id(p) for p in grouped}) == len(list(model.parameters()))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     random_gradients(model)
@@ -53,7 +58,7 @@ def test_a_parameter_of_an_unknown_name_is_an_error() -> None:
     model, _ = make()
     model.extra = torch.nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(AssertionError, match="extra"):
-        group_parameters(model)
+        group_parameters(dict(model.named_parameters()))
 
 
 def test_each_rate_goes_to_its_parameters_and_decay_is_only_for_matrices() -> None:
@@ -99,7 +104,10 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
 def test_muon_points_along_the_orthogonal_factor_of_the_gradient() -> None:
     generator = torch.Generator().manual_seed(4)
     matrix = torch.nn.Parameter(torch.zeros(5, 17))
-    muon = Muon({"m": matrix}, {"m": 1.0}, peak=0.1, momentum=0.0, weight_decay=0.0, bf16=False)
+    matrices = torch.nn.ParameterDict({"m": matrix})
+    muon = Muon(
+        {"m": matrix}, {"m": 1.0}, peak=0.1, momentum=0.0, weight_decay=0.0, bf16=False, parallel=Alone(matrices)
+    )
     matrix.grad = torch.randn(5, 17, generator=generator)
     u, _, v = torch.linalg.svd(matrix.grad, full_matrices=False)
     muon.step(1.0, torch.tensor(True))

@@ -62,10 +62,10 @@ def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(tiny_run, tmp_
     with pytest.MonkeyPatch.context() as patch:
         update = Trainer.update
 
-        def interrupted(self: Trainer, tokens: torch.Tensor, targets: torch.Tensor):
+        def interrupted(self: Trainer, *batch):
             if self.progress.step == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return update(self, tokens, targets)
+            return update(self, *batch)
 
         patch.setattr(Trainer, "update", interrupted)
         assert tiny_run("name=parts") == 143
@@ -161,17 +161,17 @@ def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_
         def poisoned(self: Trainer, tokens: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
             if self.progress.step == 5 and where == "weight":
                 with torch.no_grad():
-                    self.model.blocks[0].mlp.up.weight[0, 0] = float("nan")
+                    self.parallel.model.blocks[0].mlp.up.weight[0, 0] = float("nan")
             nats = accumulate(self, tokens, targets, count)
             if self.progress.step == 5 and where == "gradient":
-                self.model.blocks[1].mlp.down.weight.grad[0, 0] = float("inf")
-            seen["model"] = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+                self.parallel.model.blocks[1].mlp.down.weight.grad[0, 0] = float("inf")
+            seen["model"] = {name: tensor.clone() for name, tensor in self.parallel.model.state_dict().items()}
             seen["trainer"] = self
             return nats
 
         patch.setattr(Trainer, "accumulate", poisoned)
         assert tiny_run("name=a") == 3
-    after = seen["trainer"].model.state_dict()
+    after = seen["trainer"].parallel.model.state_dict()
     assert all(
         torch.equal(
             after[name],
@@ -237,7 +237,7 @@ def test_help_lists_the_keys(script, capsys) -> None:
 
 def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
     tokens = torch.arange(21).view(7, 3)
-    pieces = list(micro_batches(tokens, tokens.clone(), 3))
+    pieces = list(micro_batches(tokens, tokens.clone(), 3, rows=7))
     assert {len(part) for part, _ in pieces} == {3}
     kept = torch.cat([targets for _, targets in pieces])
     assert torch.equal(kept[kept != IGNORED], tokens.flatten())

@@ -11,6 +11,7 @@ from andrea.model.gpt import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.loss import loss_sum
 from andrea.training.optimizer import Optimizer
+from andrea.training.parallel import Alone
 
 N_VOCAB, N_TOKEN, N_BATCH, STEPS = 7, 11, 3, 6
 D_HEAD = 16
@@ -74,7 +75,7 @@ def a_few_steps(run: TrainingRun, steps: int) -> tuple[GPT, list[float]]:
     """The model after `steps` on one batch, and mean |x| of what it then computes: middle and last block, logits."""
     model = GPT(run.model, run.attention, N_VOCAB)
     initialise(model, torch.Generator().manual_seed(0), Transfer.of(run.model, run.optimizer))
-    optimizer = Optimizer(model, run.optimizer, bf16=False)
+    optimizer = Optimizer(Alone(model), run.optimizer, bf16=False)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(N_VOCAB, (N_BATCH, N_TOKEN), generator=generator)
     targets = (3 * tokens + 1) % N_VOCAB  # something to learn: noise that is memorised would hide the sizes
@@ -82,7 +83,7 @@ def a_few_steps(run: TrainingRun, steps: int) -> tuple[GPT, list[float]]:
         (loss_sum(model, tokens, targets) / targets.numel()).backward()
         optimizer.clip()
         optimizer.step(1.0, torch.tensor(True))
-        optimizer.zero_gradients()
+        optimizer.parallel.zero_gradients()
     outputs: list[torch.Tensor] = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, inputs, output: outputs.append(output))

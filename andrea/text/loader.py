@@ -54,6 +54,12 @@ class Loader:
         tokens, targets = (np.stack(column) for column in zip(*rows, strict=True))
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
+    def count_targets(self, first_sample: int, count: int) -> int:
+        """Targets in samples first_sample … first_sample + count - 1, without reading them."""
+        which, window = self.place(np.arange(first_sample, first_sample + count))
+        lengths = np.array([len(stream) for stream in self.streams])
+        return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())
+
     def epoch_of(self, sample: int) -> int:
         """Epochs done before `sample`, counted in windows of all sources together."""
         return sample // int(self.windows.sum())
@@ -162,10 +168,23 @@ def read_window(stream: TokenStream, window: int, sequence_length: int) -> tuple
     return tokens, targets
 
 
-def validation_batches(stream: TokenStream, sequence_length: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Disjoint windows in order, (batch, T); each token after the first a target once; missing rows are NOTHING."""
+def validation_batches(
+    stream: TokenStream,
+    sequence_length: int,
+    batch: int,
+    most_tokens: int | None = None,
+    part: int = 0,
+    parts: int = 1,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Disjoint windows in order, (batch, T); each token after the first a target once; missing rows are NOTHING.
+
+    most_tokens: no more windows than hold so many. part: every `parts`-th batch, of as many as any other part has.
+    """
     windows = count_windows(stream, sequence_length)
-    for first in range(0, windows, batch):
+    if most_tokens is not None:
+        windows = min(windows, -(-most_tokens // sequence_length))
+    rounds = -(-windows // (batch * parts))
+    for first in range(part * batch, rounds * batch * parts, batch * parts):
         tokens = np.zeros((batch, sequence_length), np.int64)
         targets = np.full((batch, sequence_length), NOTHING, np.int64)
         for row, window in enumerate(range(first, min(first + batch, windows))):

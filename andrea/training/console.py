@@ -15,13 +15,14 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))  # of counts
 class Console(Logger):
     """On a terminal a live line follows every step and evaluations stay; without one each record is a plain line."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, quiet: bool = False) -> None:
         from rich.console import Console as RichConsole
         from rich.live import Live
 
         self.steps = steps
-        self.rich = RichConsole(highlight=False, soft_wrap=True, emoji=False, markup=False)
-        self.live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
+        self.rich = RichConsole(highlight=False, soft_wrap=True, emoji=False, markup=False, quiet=quiet)
+        shows_live = self.rich.is_terminal and not quiet
+        self.live = Live(console=self.rich, auto_refresh=False, transient=True) if shows_live else None
         self.last_refresh = 0.0
         self.bits_per_byte: float | None = None
         self.tokens_per_second: float | None = None

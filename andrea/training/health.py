@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.config import TrainingRun
 from andrea.text.loader import BLOCK, Loader
 from andrea.text.prepare import Corpus
+from andrea.training.parallel import Parallel
 from andrea.training.text_health import ReferenceText
 
 RECENT_STEPS = 50  # whose losses and gradient norms say what is usual
@@ -354,17 +355,22 @@ def now_of(losses: Sequence[float]) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def sampled_weights(model: nn.Module) -> list[Tensor]:
-    """Copies of at most SAMPLED_WEIGHTS numbers of each matrix, spread evenly over it; nothing leaves the device."""
-    return [
-        parameter.flatten()[:: -(-parameter.numel() // SAMPLED_WEIGHTS)].clone()
-        for parameter in model.parameters()
-        if parameter.ndim == 2
-    ]
+def sampled_weights(parallel: Parallel) -> list[Tensor]:
+    """Copies of at most SAMPLED_WEIGHTS numbers of each matrix, spread evenly over it, of those that this rank keeps."""
+    sampled = []
+    for name, part in parallel.parts.items():
+        shape = parallel.shapes[name]
+        if len(shape) == 2:
+            stride, before = -(-shape.numel() // SAMPLED_WEIGHTS), parallel.rows(name).start * shape[1]
+            sampled.append(part.flatten()[-before % stride :: stride].clone())
+    return sampled
 
 
-def update_ratios(before: list[Tensor], after: list[Tensor]) -> Tensor:
-    """(matrices,): the size of a step's change over the size of what it changed; 0-dim sizes, on the device."""
-    return torch.stack(
-        [(new - old).norm() / old.norm().clamp(min=1e-30) for old, new in zip(before, after, strict=True)]
-    )
+def update_ratios(before: list[Tensor], after: list[Tensor], added: Callable[[Tensor], Tensor]) -> Tensor:
+    """(matrices,): the size of a step's change over the size of what it changed, on the device.
+
+    added: adds up what the ranks have of a matrix.
+    """
+    changed = [(new - old).square().sum() for old, new in zip(before, after, strict=True)]
+    sizes = added(torch.stack([torch.stack(changed), torch.stack([old.square().sum() for old in before])])).sqrt()
+    return sizes[0] / sizes[1].clamp(min=1e-30)

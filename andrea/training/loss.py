@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT
+from andrea.training.device import autocast
 
 IGNORED = -100  # a target that is not to be predicted: the padding of the last window
 
@@ -29,10 +30,38 @@ def loss_sum(
 
     observed: a list to which each layer appends the statistics of its heads. recompute: activation checkpointing.
     """
-    logits = model.logits(model(tokens, observed=observed, recompute=recompute))  # (B, T, V)
+    return score(model, model(tokens, observed=observed, recompute=recompute), targets)
+
+
+def score(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Sum over all targets of -ln p(target), in nats, from hidden (B, T, d_model)."""
+    logits = model.logits(hidden)  # (B, T, V)
     return functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
+
+
+class MicroLoss(nn.Module):
+    """The loss of a micro-batch in the run's precision, with its heads' statistics where each step measures them.
+
+    This is the module that is compiled, and that DDP or FSDP wraps.
+    """
+
+    def __init__(self, model: GPT, device: torch.device, precision: str, observing: bool, recompute: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.device, self.precision, self.observing, self.recompute = device, precision, observing, recompute
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
+        """tokens, targets (B, T) int64 -> nats, fp32 scalar, and (L, H) statistics of the rows that have a target."""
+        observed: list[HeadStatistics] | None = [] if self.observing else None
+        with autocast(self.device, self.precision):
+            nats = self.score(self.model(tokens, observed=observed, recompute=self.recompute), targets)
+        counted = (targets != IGNORED).any(1)
+        return nats, HeadStatistics.of_layers(observed, counted) if observed else None
+
+    def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return score(self.model, hidden, targets)
 
 
 def evaluate(
@@ -40,12 +69,11 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     bytes_of_token: Tensor,
     device: torch.device,
-    most_tokens: int | None = None,
 ) -> dict[str, float]:
     """Score every target of `batches` once: {"loss": nats per token, "bpb": bits per byte, "nats", "tokens", "bytes"}.
 
     bytes_of_token (V,) int64 counts a token's UTF-8 bytes, 0 for end-of-text, which therefore costs nats and adds no
-    bytes. `most_tokens` stops early, at a batch's end.
+    bytes.
     """
     nats, tokens_scored, bytes_scored = 0.0, 0, 0
     for tokens, targets in batches:
@@ -53,8 +81,6 @@ def evaluate(
         nats += float(loss_sum(tokens.to(device), targets.to(device)).detach())
         tokens_scored += scored.numel()
         bytes_scored += int(bytes_of_token[scored].sum())
-        if most_tokens is not None and tokens_scored >= most_tokens:
-            break
     return summary(nats, tokens_scored, bytes_scored)
 
 

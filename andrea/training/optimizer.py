@@ -1,7 +1,8 @@
 """Muon for the blocks' matrices, AdamW for the rest; every parameter in exactly one group; updates gated on the device.
 
 A step takes the flag `finite`, a 0-dim bool tensor on the device: where it is false nothing changes, neither weights
-nor state, and no host ever waits to find out.
+nor state, and no host ever waits to find out. Over several ranks each updates the parts of the model that it keeps
+(`parallel.parts`, plain tensors); all of it is elementwise but the norm and Muon's orthogonalisation, which `parallel` does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from andrea.config import OptimizerConfig
-from andrea.model.gpt import GPT
 from andrea.model.transfer import Factors, Transfer
+from andrea.training.parallel import Parallel
 
 # The first pattern that matches a parameter's whole name decides its group.
 GROUP_OF_NAME = (
@@ -27,10 +28,10 @@ GROUP_OF_NAME = (
 )
 
 
-def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
     """Parameters by group and name; each is in exactly one group, and matrices are matrices."""
     groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in ("embedding", "head", "matrix", "vector")}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         group = next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
         assert (parameter.ndim == 1) == (group == "vector") or ".compatibility." in name, (
@@ -43,9 +44,10 @@ def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 class Optimizer:
     """AdamW over embeddings, head and vectors, with Muon (or AdamW again) over the blocks' matrices."""
 
-    def __init__(self, model: GPT, config: OptimizerConfig, bf16: bool) -> None:
-        groups = group_parameters(model)
-        transfer = Transfer.of(model.config, config)
+    def __init__(self, parallel: Parallel, config: OptimizerConfig, bf16: bool) -> None:
+        self.parallel = parallel
+        groups = group_parameters(parallel.parts)
+        transfer = Transfer.of(parallel.model.config, config)
         everywhere = config.kind == "adamw"
         peaks = {
             "embedding": config.embedding_learning_rate or config.learning_rate,
@@ -59,7 +61,7 @@ class Optimizer:
             "head": config.weight_decay if everywhere else 0.0,
             "vector": 0.0,
         }
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names = {parameter: name for name, parameter in parallel.parts.items()}
         alike: dict[tuple[str, Factors], list[nn.Parameter]] = defaultdict(list)  # those that share all settings
         for group, members in groups.items():
             if everywhere or group != "matrix":
@@ -82,9 +84,8 @@ class Optimizer:
         self.muon = None
         if not everywhere and groups["matrix"]:
             factors = {name: transfer.factors(name).muon_rate for name in groups["matrix"]}
-            self.muon = Muon(
-                groups["matrix"], factors, peaks["matrix"], config.momentum or 0.0, config.weight_decay, bf16
-            )
+            momentum = config.momentum or 0.0
+            self.muon = Muon(groups["matrix"], factors, peaks["matrix"], momentum, config.weight_decay, bf16, parallel)
         self.clip_norm = config.clip_norm
 
     @property
@@ -94,7 +95,7 @@ class Optimizer:
     def clip(self) -> Tensor:
         """Scale all gradients so that their global norm is at most clip_norm; returns the norm before, 0-dim."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = self.parallel.norm(nn.utils.get_total_norm(gradients))
         if self.clip_norm is not None:
             torch._foreach_mul_(gradients, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -109,10 +110,6 @@ class Optimizer:
         if self.muon is not None:
             self.muon.step(rate, finite)
 
-    def zero_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole state as `parameter/quantity`."""
         tensors = {
@@ -123,6 +120,20 @@ class Optimizer:
         if self.muon is not None:
             tensors |= {f"{name}/momentum": buffer for name, buffer in self.muon.momentum_buffers().items()}
         return tensors
+
+    def blank_state_tensors(self) -> dict[str, Tensor]:
+        """Zeros, on the CPU, in the place of each tensor of the state of a run that has begun."""
+        blank = {}
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                name = self.names[parameter]
+                zeros = {"step": torch.zeros(())}
+                zeros |= {key: torch.zeros_like(parameter.detach(), device="cpu") for key in ("exp_avg", "exp_avg_sq")}
+                blank |= {f"{name}/{quantity}": value for quantity, value in zeros.items()}
+        if self.muon is not None:
+            for name, buffer in self.muon.momentum_buffers().items():
+                blank[f"{name}/momentum"] = torch.zeros_like(buffer, device="cpu")
+        return blank
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `state_tensors`; every parameter's state must be there, and nothing else."""
@@ -155,30 +166,27 @@ class Muon:
         momentum: float,
         weight_decay: float,
         bf16: bool,
+        parallel: Parallel,
     ) -> None:
         self.peak, self.momentum, self.weight_decay = peak, momentum, weight_decay
         self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.parallel = parallel
         by_shape: dict[tuple, list[str]] = defaultdict(list)
-        for name, matrix in matrices.items():
-            by_shape[(*matrix.shape, factors[name])].append(name)
-        self.stacks = [
-            (
-                names,
-                [matrices[name] for name in names],
-                torch.zeros(len(names), rows, columns, device=matrices[names[0]].device),
-                factor,
-            )
-            for (rows, columns, factor), names in by_shape.items()
-        ]  # (names, matrices, momentum (n, rows, columns), factor of the rate)
+        for name in matrices:
+            by_shape[(*parallel.shapes[name], factors[name])].append(name)
+        self.stacks = []  # (names, matrices, momentum (n, rows kept here, columns), rows, columns, factor of the rate)
+        for (rows, columns, factor), names in by_shape.items():
+            kept = [matrices[name] for name in names]
+            momentum_stack = torch.zeros(len(names), *kept[0].shape, device=kept[0].device)
+            self.stacks.append((names, kept, momentum_stack, rows, columns, factor))
 
     @torch.no_grad()
     def step(self, rate: float, finite: Tensor) -> None:
-        for _, matrices, momentum, factor in self.stacks:
-            gradient = torch.stack([matrix.grad for matrix in matrices])  # (n, rows, columns)
+        for _, matrices, momentum, rows, columns, factor in self.stacks:
+            gradient = torch.stack([matrix.grad for matrix in matrices])  # (n, rows kept here, columns)
             momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
             nesterov = gradient.lerp_(momentum, self.momentum)
-            update = orthogonalise(nesterov.to(self.dtype))
-            rows, columns = update.shape[1:]
+            update = self.parallel.orthogonalised(nesterov.to(self.dtype), rows, orthogonalise)
             size = max(1.0, rows / columns) ** 0.5 * self.peak * rate * factor
             for matrix, change in zip(matrices, update.to(torch.float32), strict=True):
                 moved = matrix * (1 - self.peak * rate * self.weight_decay) - size * change
@@ -186,7 +194,7 @@ class Muon:
 
     def momentum_buffers(self) -> dict[str, Tensor]:
         """Momentum by parameter name, as views of the stacks."""
-        return {name: buffer for names, _, stack, _ in self.stacks for name, buffer in zip(names, stack, strict=True)}
+        return {name: buffer for names, _, stack, *_ in self.stacks for name, buffer in zip(names, stack, strict=True)}
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import Checkpoint, checkpoints_of, locate, newest_run, newest_whole
+from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole
 from andrea.config import TrainingRun, UserError
 from andrea.training.loggers import read_lines
 
@@ -15,6 +15,8 @@ FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sou
          "train.tokens_per_step")  # fmt: skip
 # Says where to look, not what to train; never taken from the saved run.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
+# Settled for a number of ranks: each has its threads and its rows of a step.
+OF_THE_RANKS = ("threads", "train.micro_batch")
 
 
 def find_resume(run: TrainingRun) -> Checkpoint | None:
@@ -36,18 +38,33 @@ def is_done(checkpoint: Checkpoint, steps: int) -> bool:
     return checkpoint.step >= steps
 
 
+def show_done(checkpoint: Checkpoint, steps: int) -> None:
+    consolidate(checkpoint.path)  # where the run's end was cut off
+    print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
+
+
+def show_resume(checkpoint: Checkpoint, changes: list[str]) -> None:
+    print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
+    for change in changes:
+        print(f"  changed {change}")
+
+
 def run_folder_of(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.parent.parent
 
 
 def merge(
-    saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any]
+    saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any], other_ranks: bool = False
 ) -> tuple[dict, list[str]]:
     """The saved configuration with what was typed laid over it, and a line for each key that changed.
 
-    A typed group replaces the saved one key by key, but for what the saved run had settled of an `auto`.
+    A typed group replaces the saved one key by key, but for what the saved run had settled of an `auto`; what it settled
+    for its machine's sake is settled anew where the number of ranks is another (`other_ranks`).
     """
     before, now = flatten(saved), flatten(composed)
+    forgotten = OF_THE_RANKS if other_ranks else ()
+    before = {key: now[key] if key in forgotten else value for key, value in before.items()}
+    before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # groups since then
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from andrea.attention import HeadStatistics, choose, make_compatibility, packed_documents
+from andrea.attention import choose, make_compatibility, packed_documents
 from andrea.attention.fastest import measure
 from andrea.checkpoint import Checkpoint, checkpoints_of, read_checkpoint, remove_unfinished, replace_text
 from andrea.config import Text, TrainingRun, UserError, to_plain
@@ -27,7 +30,6 @@ from andrea.training import plan
 from andrea.training.console import Console
 from andrea.training.device import (
     Choice,
-    autocast,
     choose_compile,
     choose_device,
     choose_precision,
@@ -35,14 +37,18 @@ from andrea.training.device import (
     peak_flops,
     weight_dtype,
 )
+from andrea.training.distributed import Ranks
 from andrea.training.health import Data, Health
 from andrea.training.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
-from andrea.training.loss import IGNORED, loss_sum
+from andrea.training.loss import MicroLoss
 from andrea.training.optimizer import Optimizer
+from andrea.training.parallel import Alone, Parallel, Replicated, Sharded
 from andrea.training.resume import run_folder_of
+from andrea.training.saver import Saver, make_saver
 from andrea.training.scaler import LossScale
 from andrea.training.text_health import ReferenceText
 from andrea.training.trainer import Progress, Trainer
+from andrea.training.watchdog import Watchdog
 
 SAMPLE_TEMPERATURE = 0.8  # of the samples written during training
 LENS_TOKENS = 40  # of held-out text, drawn at each evaluation where no prompt is given
@@ -50,83 +56,94 @@ WriteSamples = Callable[[GPT, int, int], list[dict[str, str]]]
 Observe = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> HTML
 
 
-def start(run: TrainingRun, checkpoint: Checkpoint | None, observe: Observe | None = None) -> int:
+def start(
+    run: TrainingRun, checkpoint: Checkpoint | None, ranks: Ranks | None = None, observe: Observe | None = None
+) -> int:
     """Train `run`, from `checkpoint` where one is given; returns the process's exit code. Raises UserError.
 
-    observe: draws the page of a fixed prompt at each evaluation; what rooms above this one show, the script hands over.
+    Every rank calls it. observe: draws the page of a fixed prompt at each evaluation; what rooms above this one show, the
+    script hands over.
     """
-    console = Console(run.steps)
+    ranks = ranks or Ranks()
+    console = Console(run.steps, quiet=not ranks.first)
     device = choose_device(run.device)
-    folder = run_folder_of(checkpoint) if checkpoint else new_run_folder(run)
+    folder = run_folder_of(checkpoint) if checkpoint else ranks.told(lambda: new_run_folder(run))
     may_do_without_compile = run.compile == "auto"
-    corpus = prepare(run.data, run.tokenizer, Path(run.data_dir), console.say)
-    weights = read_weights(run, corpus, checkpoint)
-    run = settle(dataclasses.replace(run, name=Text(folder.name)), device, corpus, console)
-    folder_created(folder, "runs_dir")
-    remove_unfinished(folder / "checkpoints")
-    console.say(f"run: {folder.resolve()}")
+    corpus = ranks.first_then_others(lambda: prepare(run.data, run.tokenizer, Path(run.data_dir), console.say))
+    run = ranks.told(lambda: settle(dataclasses.replace(run, name=Text(folder.name)), device, ranks, corpus, console))
+    choose_threads(run.threads)
+    torch.use_deterministic_algorithms(bool(run.deterministic))
+    with contextlib.ExitStack() as held:
+        ranks.told(lambda: held.enter_context(run_folder_held(folder)) and None)
+        ranks.told(lambda: console.say(f"run: {folder.resolve()}"))
 
-    torch.manual_seed(run.seed)
-    model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
-    if weights is None:
-        initialise(model, torch.Generator().manual_seed(run.seed), Transfer.of(run.model, run.optimizer))
-    else:
-        model.load_state_dict(weights)
-    model.to(device)
-    optimizer = Optimizer(model, run.optimizer, bf16=run.precision == "bf16")
-    scale = LossScale(device, active=run.precision == "fp16")
-    progress = restore(checkpoint, optimizer, scale) if checkpoint else Progress()
+        torch.manual_seed(run.seed)
+        weights = read_weights(run, corpus, checkpoint)
+        model = make_model(run, corpus)
+        if weights is None and checkpoint is None:
+            initialise(model, torch.Generator().manual_seed(run.seed), Transfer.of(run.model, run.optimizer))
+        elif weights is not None:
+            model.load_state_dict(weights)
+        parallel = make_parallel(run, ranks, model, corpus, device, console)
+        loss, run = make_loss(parallel, run, device, console, may_do_without_compile)
+        optimizer = Optimizer(parallel, run.optimizer, bf16=run.precision == "bf16")
+        scale = LossScale(device, active=run.precision == "fp16")
+        saver = make_saver(folder, optimizer, corpus.tokenizer, run.train.keep, run.parallel.async_save)
+        progress = restore(checkpoint, saver, scale) if checkpoint else Progress()
 
-    loss, run = make_loss_sum(model, run, device, console, may_do_without_compile)
-    write_config(folder, run)
-    per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
-    derived = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "flops_per_token": per_token,
-        "tokens_per_step": run.tokens_per_step,
-        "tokenizer_identity": corpus.tokenizer.identity,
-        "data_fingerprint": corpus.fingerprint,
-    }
-    loggers, run_id = open_loggers(run, folder, checkpoint, console, derived)
-    facts = {"config": to_plain(run), "data": corpus.fingerprint, "wandb_id": run_id}
+        ranks.told(lambda: write_config(folder, run))
+        per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
+        derived = {
+            "parameters": sum(shape.numel() for shape in parallel.shapes.values()),
+            "flops_per_token": per_token,
+            "tokens_per_step": run.tokens_per_step,
+            "tokenizer_identity": corpus.tokenizer.identity,
+            "data_fingerprint": corpus.fingerprint,
+            "ranks": ranks.size,
+        }
+        loggers, run_id = open_loggers(run, folder, checkpoint, console, derived) if ranks.first else ([], None)
+        facts = {"config": to_plain(run), "data": corpus.fingerprint, "wandb_id": run_id, "ranks": ranks.size}
 
-    health = make_health(run, corpus, checkpoint)
-    trainer = Trainer(
-        run=run, folder=folder, corpus=corpus, model=model, loss_sum=loss, optimizer=optimizer, scale=scale, device=device,
-        precision=run.precision, micro_batch=run.train.micro_batch, flops_per_token=per_token, peak_flops=peak_flops(device),
-        progress=progress, loggers=loggers, console=console, write_samples=sampler(run, corpus), health=health,
-        draw=drawer(run, corpus, observe), facts=facts,
-    )  # fmt: skip
-    code = 1
-    try:
-        code = trainer.train()
-    finally:
-        for logger in loggers:
-            logger.finish(code)
-    return code
+        health = make_health(run, corpus, checkpoint)
+        watchdog = Watchdog(ranks, run.parallel.watchdog_minutes)
+        trainer = Trainer(
+            run=run, folder=folder, corpus=corpus, parallel=parallel, loss_sum=loss, optimizer=optimizer, scale=scale,
+            device=device, precision=run.precision, micro_batch=run.train.micro_batch, flops_per_token=per_token,
+            peak_flops=peak_flops(device), progress=progress, saver=saver, loggers=loggers, console=console,
+            watchdog=watchdog, write_samples=sampler(run, corpus), health=health, draw=drawer(run, corpus, observe),
+            facts=facts,
+        )  # fmt: skip
+        code = 1
+        try:
+            code = trainer.train()
+        finally:
+            watchdog.finish()
+            for logger in loggers:
+                logger.finish(code)
+        return code
 
 
 # ------------------------------------------------------------------------------------------- what was left to us
 
 
-def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Console) -> TrainingRun:
-    """Replace every `auto` by what it means here, say what and why, and make torch work that way."""
+def settle(run: TrainingRun, device: torch.device, ranks: Ranks, corpus: Corpus, console: Console) -> TrainingRun:
+    """Replace every `auto` by what it means here, and say what and why; rank 0 settles for all."""
     threads = choose_threads(run.threads)
     precision = choose_precision(run.precision, device)
     per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
     compile_ = choose_compile(run.compile, device, run.steps * run.tokens_per_step * per_token)
     deterministic = device.type == "cpu" if run.deterministic == "auto" else run.deterministic
-    torch.use_deterministic_algorithms(deterministic)
     micro_batch = run.train.micro_batch
     if micro_batch == "auto":
         micro_batch = plan.choose_micro_batch(run, corpus.tokenizer.n_vocab, device, precision.value)
+    _, _, rows = ranks.share(run.sequences_per_step)
     quarter = max(1, -(-run.steps // 4))
     eval_every = quarter if run.train.eval_every == "auto" else run.train.eval_every
     train = dataclasses.replace(
         run.train,
         steps=run.steps,
         tokens_per_step=run.tokens_per_step,
-        micro_batch=min(micro_batch, run.sequences_per_step),
+        micro_batch=min(micro_batch, rows),
         eval_every=eval_every,
         save_every=quarter if run.train.save_every == "auto" else run.train.save_every,
         attention_every=max(1, run.steps // 20) if run.train.attention_every == "auto" else run.train.attention_every,
@@ -149,6 +166,7 @@ def settle(run: TrainingRun, device: torch.device, corpus: Corpus, console: Cons
     )
     console.say(
         f"{run.steps} steps of {run.tokens_per_step:,} tokens, {train.micro_batch} of {run.sequences_per_step} sequences at a time"
+        + (f" on each of {ranks.size} ranks" if ranks.size > 1 else "")
     )
     console.say(f"device: {device_words(device, threads)} · {precision.value} ({precision.why})")
     console.say(f"attention: {attention.why}")
@@ -192,58 +210,80 @@ def device_words(device: torch.device, threads: int) -> str:
     return f"{device}, {threads} threads" if device.type == "cpu" else str(device)
 
 
-def make_loss_sum(
-    model: GPT, run: TrainingRun, device: torch.device, console: Console, may_do_without: bool
-) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, HeadStatistics | None]], TrainingRun]:
-    """The loss of a micro-batch, with its heads' statistics where every step measures them; compiled when asked, now,
-    before the clock starts.
+def make_parallel(
+    run: TrainingRun, ranks: Ranks, model: GPT, corpus: Corpus, device: torch.device, console: Console
+) -> Parallel:
+    """How the ranks share the work, with the line that says why."""
+    n_vocab = corpus.tokenizer.n_vocab
+    chosen = Choice(run.parallel.kind, "as asked")
+    if run.parallel.kind == "auto" and ranks.size == 1:
+        chosen = Choice("none", "one process")
+    elif run.parallel.kind == "auto":
+        here = int(ranks.least(torch.tensor(float(plan.free_bytes(device)))))
+        chosen = plan.choose_parallel(run, n_vocab, ranks.size, here, run.precision)
+    if chosen.value == "fsdp" and not ranks.joined:
+        raise UserError(
+            "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
+            "`torchrun --standalone --nproc-per-node=2 train.py …`, or choose parallel=auto"
+        )
+    if ranks.size > 1:
+        console.say(f"parallel: {chosen.value} over {ranks.size} ranks ({chosen.why})")
+    if chosen.value == "fsdp":
+        dtype = weight_dtype(run.precision)
+        return Sharded(model, ranks, run.parallel, device, dtype, lambda: make_model(run, corpus))
+    model.to(device)
+    return Replicated(model, ranks) if ranks.size > 1 else Alone(model)
+
+
+def make_model(run: TrainingRun, corpus: Corpus) -> GPT:
+    return GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
+
+
+def make_loss(
+    parallel: Parallel, run: TrainingRun, device: torch.device, console: Console, may_do_without: bool
+) -> tuple[nn.Module, TrainingRun]:
+    """The loss of a micro-batch as training calls it: over all ranks, and compiled when asked, now, before the clock starts.
 
     A machine that cannot compile trains without where compile was left `auto`, and is told so; the choice is the run's.
     """
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError, InductorError
 
-    observing = measures_every_step(run)
-
-    def eager(tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
-        observed: list[HeadStatistics] | None = [] if observing else None
-        with autocast(device, run.precision):
-            nats = loss_sum(model, tokens, targets, observed)
-        counted = (targets != IGNORED).any(1)  # not the rows that fill up the last micro-batch
-        return nats, HeadStatistics.of_layers(observed, counted) if observed else None
-
+    recompute = run.train.activation_checkpointing
+    micro = MicroLoss(parallel.model, device, run.precision, measures_every_step(run), recompute)
+    loss = parallel.wrap(micro, compiled=run.compile == "on")
     if run.compile == "off":
-        return eager, run
-    compiled = torch.compile(eager, dynamic=False, fullgraph=True)
+        return loss, run
     console.say("compiling the training step, up to a minute (kept for the next start) …")
     clock = time.perf_counter()
     shape = (run.train.micro_batch, run.model.sequence_length)
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
-        compiled(tokens, targets)[0].backward()
+        loss(tokens, targets)[0].backward()
     except (TorchDynamoException, InductorError, CppCompileError) as error:
         if not may_do_without:
             raise
         console.say(f"torch.compile failed here, training goes on without it: {str(error).strip().splitlines()[0]}")
-        return eager, dataclasses.replace(run, compile="off")
+        parallel.uncompile(micro)
+        return loss, dataclasses.replace(run, compile="off")
     finally:
-        model.zero_grad(set_to_none=True)
+        parallel.zero_gradients()
     console.say(f"compiled in {time.perf_counter() - clock:.0f} s")
-    return compiled, run
+    return loss, run
 
 
 # ---------------------------------------------------------------------------------------------- what is there already
 
 
 def read_weights(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
-    """The weights to start from, after checking that they belong to this model, tokenizer and data."""
+    """The weights to start a run from, after checking that they belong to this model and tokenizer; the data of a resumed one."""
     if checkpoint is not None:
         if checkpoint.state["data"] != corpus.fingerprint:
             raise UserError(
                 f"the data are not those of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
                 f"{corpus.fingerprint[:12]}); bring them back, or start a new run with init_from={checkpoint.path}"
             )
-        return checkpoint.model_tensors()
+        return None  # the saver brings back weights and optimizer state, whoever wrote them
     if not run.init_from:
         return None
     source = read_checkpoint(Path(run.init_from))
@@ -265,9 +305,9 @@ def read_weights(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None
     return weights
 
 
-def restore(checkpoint: Checkpoint, optimizer: Optimizer, scale: LossScale) -> Progress:
+def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
     state = checkpoint.state
-    optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+    saver.restore(checkpoint)
     scale.load_state(state["loss_scale"])
     torch.set_rng_state(torch.tensor(state["torch_random"], dtype=torch.uint8))
     return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
@@ -285,13 +325,29 @@ def new_run_folder(run: TrainingRun) -> Path:
     return folder
 
 
-def folder_created(folder: Path, key: str) -> None:
+@contextlib.contextmanager
+def run_folder_held(folder: Path) -> Iterator[None]:
+    """The folder, made where it is not there, is this process's alone; what a crash left half-written is gone."""
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+")
     except OSError as error:
         raise UserError(
-            f"{key}: {folder} cannot be written ({error.strerror}); set {key}=… to a folder that can"
+            f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a folder that can"
         ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise UserError(
+                f"{folder} is in use by another process ({lock.read().strip() or 'unknown'}); wait for it, or choose another name=…"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+        remove_unfinished(folder / "checkpoints")
+        yield
 
 
 def write_config(folder: Path, run: TrainingRun) -> None:

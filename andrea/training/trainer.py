@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from andrea.attention import HeadStatistics
-from andrea.checkpoint import best_of, checkpoints_of, keep_newest, replace_text, write_checkpoint
-from andrea.config import TrainingRun
+from andrea.checkpoint import checkpoints_of, step_name
+from andrea.config import TrainingRun, UserError
 from andrea.model.gpt import GPT
 from andrea.text.loader import Loader, validation_batches
 from andrea.text.prepare import Corpus
@@ -28,10 +28,13 @@ from andrea.training.health import Evaluation, Health, sampled_weights, update_r
 from andrea.training.loggers import Logger, RunFolder
 from andrea.training.loss import IGNORED, evaluate, summary
 from andrea.training.optimizer import Optimizer
+from andrea.training.parallel import Parallel
 from andrea.training.qk_clip import clip_logits
+from andrea.training.saver import Saver
 from andrea.training.scaler import LossScale
 from andrea.training.schedule import rate_at
 from andrea.training.telemetry import heatmaps, probe, probe_batch, scalars
+from andrea.training.watchdog import Watchdog
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Trainer:
     run: TrainingRun
     folder: Path
     corpus: Corpus
-    model: GPT
+    parallel: Parallel
     # tokens, targets (B, T) -> nats and, where every step measures them, the heads' statistics; compiled or not
     loss_sum: Callable[[Tensor, Tensor], tuple[Tensor, HeadStatistics | None]]
     optimizer: Optimizer
@@ -65,14 +68,17 @@ class Trainer:
     flops_per_token: float
     peak_flops: float | None
     progress: Progress
-    loggers: list[Logger]
+    saver: Saver
+    loggers: list[Logger]  # of rank 0; none on the others
     console: Console
+    watchdog: Watchdog
     write_samples: Callable[[GPT, int, int], list[dict[str, str]]]  # model, seed, how many -> [{"prompt", "text"}]
     health: Health
     draw: Callable[[GPT], str] | None  # a page that shows what attention does with a fixed prompt; None: none is wanted
     facts: dict[str, Any]  # what a checkpoint says besides progress: configuration, fingerprint, wandb id
 
     def __post_init__(self) -> None:
+        self.ranks = self.parallel.ranks
         self.loader = Loader(self.corpus.sources, self.run.model.sequence_length, self.run.seed)
         self.bytes_of_token = torch.from_numpy(self.corpus.tokenizer.byte_lengths())
         self.probe_tokens = probe_batch(self.corpus, self.run.model.sequence_length).to(self.device)
@@ -82,10 +88,13 @@ class Trainer:
         self.written: tuple[int, list[dict[str, str]]] | None = None  # step, the samples written then
         self.update_ratios: Tensor | None = None  # (matrices,), of the step just made, where an evaluation follows
         self.evaluated: dict[str, dict[str, float]] = {}  # source -> what the last evaluation measured of it
-        self.unread: list[tuple[int, Tensor, Tensor, Tensor]] = []  # figures the host has not waited for yet
+        self.unread: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []  # figures the host has not waited for yet
         self.last_figures: dict[str, float] = {}
         self.interval_steps, self.interval_seconds = 0, 0.0  # since the last record
-        self.stop_signal: int | None = None
+        self.looked_at: tuple[int, GPT | None] | None = None  # step, the whole model as it was then
+        self.signal: int | None = None  # that this process was sent
+        self.saved_step = self.progress.step if checkpoints_of(self.folder) else None
+        self.stop: str | None = None  # why all ranks stop after this step: "interrupted" or "stopped"
         self.started = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ the paragraph
@@ -95,10 +104,9 @@ class Trainer:
         run, progress = self.run, self.progress
         with self.signals_noted():
             self.console.start()
-            while progress.step < run.steps and not self.out_of_time() and not self.stop_signal:
+            while progress.step < run.steps and not self.stop:
                 clock = time.perf_counter()
-                tokens, targets = self.loader.batch(progress.step * run.sequences_per_step, run.sequences_per_step)
-                self.unread.append((progress.step + 1, *self.update(tokens, targets)))
+                self.unread.append((progress.step + 1, *self.update(*self.batch())))
                 progress.step += 1
                 progress.tokens += run.tokens_per_step
                 progress.flops += run.tokens_per_step * self.flops_per_token
@@ -117,53 +125,75 @@ class Trainer:
                     self.show_attention()
                 if self.due(run.train.sample_every) or progress.step == run.steps:
                     self.sample()
+                self.looked_at = None
                 if saving:
                     self.save()
-                if evaluation and self.run.health.on_failure == "stop" and self.health.failed():
-                    return self.stop_failed()
+                if evaluation and (failed := self.failed()):
+                    return self.stop_failed(failed)
             if not self.read_figures(all_of_them=True):
                 return self.stop_not_finite()
             return self.conclude()
 
-    def update(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One optimizer step on (N, T) tokens: (loss in nats per token, gradient norm, finite), 0-dim, on the device.
+    def batch(self) -> tuple[Tensor, Tensor, int]:
+        """This rank's rows of the step's (N, T) tokens and targets, and the targets in the rows of all ranks."""
+        first_sample, n = self.progress.step * self.run.sequences_per_step, self.run.sequences_per_step
+        first, count, _ = self.ranks.share(n)
+        return *self.loader.batch(first_sample + first, count), self.loader.count_targets(first_sample, n)
 
-        The update happens where loss and gradient are finite, and nothing changes where they are not.
+    def update(self, tokens: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One optimizer step: (loss in nats per token, gradient norm, finite, wishes to stop), on the device.
+
+        The update happens where loss and gradient are finite on all ranks, and nothing changes where they are not.
         """
-        count = int((targets != IGNORED).sum())
-        nats, self.heads = self.accumulate(tokens, targets, count)
+        self.watchdog.at(self.progress.step + 1, "forward and backward")
+        nats, heads = self.accumulate(tokens, targets, count)
+        self.watchdog.at(self.progress.step + 1, "update")
+        nats, *wishes = self.ranks.added(torch.stack([nats, *self.wishes_to_stop()])).unbind()
+        self.heads = self.ranks.heads(heads) if heads else None
+        self.parallel.take_gradients()
         self.scale.unscale(self.optimizer.parameters)
         norm = self.optimizer.clip()
         finite = torch.isfinite(norm) & torch.isfinite(nats)
-        before = sampled_weights(self.model) if self.evaluates_at(self.progress.step + 1) else None
+        before = sampled_weights(self.parallel) if self.evaluates_at(self.progress.step + 1) else None
         self.optimizer.step(rate_at(self.progress.step, self.run.steps, self.run.optimizer), finite)
         if before is not None:
-            self.update_ratios = update_ratios(before, sampled_weights(self.model))
-        self.optimizer.zero_gradients()
+            self.update_ratios = update_ratios(before, sampled_weights(self.parallel), self.parallel.added)
+        self.parallel.zero_gradients()
         self.scale.update(finite)
         if self.run.attention.qk_clip is not None:
-            self.clipped_heads += clip_logits(self.model, self.heads.largest_logit, self.run.attention.qk_clip, finite)
-        return nats / count, norm, finite
+            self.clipped_heads += clip_logits(
+                self.parallel, self.heads.largest_logit, self.run.attention.qk_clip, finite
+            )
+        return nats / count, norm, finite, torch.stack(wishes)
 
     def accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> tuple[Tensor, HeadStatistics | None]:
-        """Forward and backward over all micro-batches: the summed loss, 0-dim, and the heads' statistics (L, H).
+        """Forward and backward over this rank's micro-batches: the summed loss, 0-dim, and the heads' statistics (L, H).
 
-        Too little memory: halve the micro-batch, do it again.
+        Gradients become sums over all ranks in the last one. Too little memory: halve the micro-batch, do it again.
         """
+        rows = self.ranks.share(self.run.sequences_per_step)[2]
         while True:
             try:
                 nats, heads = torch.zeros((), device=self.device), None
-                for micro_tokens, micro_targets in micro_batches(tokens, targets, self.micro_batch):
-                    micro_nats, measured = self.loss_sum(micro_tokens.to(self.device), micro_targets.to(self.device))
-                    (micro_nats * self.scale.factor / count).backward()
+                pieces = list(micro_batches(tokens, targets, self.micro_batch, rows))
+                for index, (micro_tokens, micro_targets) in enumerate(pieces):
+                    with self.parallel.adding_up(last=index == len(pieces) - 1):
+                        micro_nats, measured = self.loss_sum(
+                            micro_tokens.to(self.device), micro_targets.to(self.device)
+                        )
+                        # DDP and FSDP make means over ranks: of the sum, times their number
+                        (micro_nats * self.scale.factor * self.ranks.size / count).backward()
                     nats += micro_nats.detach()
                     heads = measured.merged(heads) if measured and heads else measured
                 return nats, heads
             except torch.OutOfMemoryError:
-                if self.micro_batch == 1:
-                    raise
+                if self.micro_batch == 1 or self.ranks.size > 1:  # the others are in the middle of theirs
+                    raise UserError(
+                        f"out of memory with train.micro_batch={self.micro_batch}; lower it, or turn on "
+                        f"train.activation_checkpointing, or use parallel=fsdp on more ranks"
+                    ) from None
                 self.micro_batch = (self.micro_batch + 1) // 2
-                self.optimizer.zero_gradients()
+                self.parallel.zero_gradients()
             torch.cuda.empty_cache()
             self.console.say(f"out of memory: the step is done again with train.micro_batch={self.micro_batch}")
 
@@ -181,6 +211,11 @@ class Trainer:
         limit = self.run.train.max_minutes
         return limit is not None and time.monotonic() - self.started > 60 * limit
 
+    def wishes_to_stop(self) -> tuple[Tensor, Tensor]:
+        """What this rank would have all ranks do: 1 where it was sent a signal, 1 where its time is up."""
+        wishes = self.signal is not None, self.out_of_time()
+        return tuple(torch.tensor(float(wish), device=self.device) for wish in wishes)
+
     def read_figures(self, all_of_them: bool) -> bool:
         """Read losses and flags off the device, all but the newest where waiting would stall it; False: not finite.
 
@@ -188,8 +223,10 @@ class Trainer:
         """
         newest_may_wait = self.device.type != "cpu" and not all_of_them
         while len(self.unread) > int(newest_may_wait):
-            step, loss, norm, finite = self.unread.pop(0)
+            step, loss, norm, finite, wishes = self.unread.pop(0)
             self.last_figures = {"step": step, "loss": float(loss), "norm": float(norm)}
+            signalled, out_of_time = wishes.tolist()
+            self.stop = self.stop or ("interrupted" if signalled else "stopped" if out_of_time else None)
             if bool(finite):
                 self.health.note_step(step, self.last_figures["loss"], self.last_figures["norm"])
             elif not self.scale.may_back_off():
@@ -224,36 +261,43 @@ class Trainer:
             figures["attention/step/clipped_heads"] = int(self.clipped_heads)
             self.clipped_heads = torch.zeros_like(self.clipped_heads)
         if self.peak_flops:
-            figures["train/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
+            figures["train/mfu"] = tokens_per_second * self.flops_per_token / (self.peak_flops * self.ranks.size)
         return figures
+
+    def whole_model(self) -> GPT | None:
+        """The model as it is, to look at, on rank 0; None on the others, which must ask too."""
+        if self.looked_at is None or self.looked_at[0] != self.progress.step:
+            self.looked_at = self.progress.step, self.parallel.whole()
+        return self.looked_at[1]
 
     def observe(self) -> dict[str, Any]:
         """What each head does with the held-out probe."""
-        heads = self.probed_heads()
+        model = self.whole_model()
+        if model is None:
+            return {}
+        heads = self.probed_heads(model)
         return scalars(heads) | heatmaps(heads)
 
-    def probed_heads(self) -> HeadStatistics:
+    def probed_heads(self, model: GPT) -> HeadStatistics:
         """The heads' statistics (L, H) over the held-out probe, measured once a step."""
         if self.probed is None or self.probed[0] != self.progress.step:
-            self.probed = self.progress.step, probe(self.model, self.probe_tokens)
+            self.probed = self.progress.step, probe(model, self.probe_tokens)
         return self.probed[1]
 
     def evaluate(self, whole: bool = False) -> dict[str, float]:
-        """Validation loss and bits per byte over all sources and, where there are several, of each."""
-        whole = whole or self.progress.step == self.run.steps
-        self.console.waiting(f"step {self.progress.step}: evaluating …")
+        """Validation loss and bits per byte over all sources and, where there are several, of each; ranks share the work."""
+        most_tokens = None if whole or self.progress.step == self.run.steps else self.run.train.eval_tokens
+        self.working("evaluating")
+        parts = {}
         # Compiled code is made for one gradient mode: with gradients on, the training graph serves here too.
-        with torch.set_grad_enabled(self.run.compile == "on"):
-            parts = {
-                source.name: evaluate(
-                    lambda *batch: self.loss_sum(*batch)[0],
-                    validation_batches(source.val, self.run.model.sequence_length, self.micro_batch),
-                    self.bytes_of_token,
-                    self.device,
-                    None if whole else self.run.train.eval_tokens,
-                )
-                for source in self.corpus.sources
-            }
+        with torch.set_grad_enabled(self.run.compile == "on"), self.parallel.adding_up(last=False):
+            for source in self.corpus.sources:
+                length, ranks = self.run.model.sequence_length, self.ranks
+                batches = validation_batches(source.val, length, self.micro_batch, most_tokens, ranks.rank, ranks.size)
+                here = evaluate(lambda *batch: self.loss_sum(*batch)[0], batches, self.bytes_of_token, self.device)
+                sums = torch.tensor([here[key] for key in ("nats", "tokens", "bytes")], dtype=torch.float64)
+                nats, tokens, bytes_ = self.ranks.added(sums).tolist()
+                parts[source.name] = summary(nats, int(tokens), int(bytes_))
         total = summary(*(sum(part[key] for part in parts.values()) for key in ("nats", "tokens", "bytes")))
         self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
         self.evaluated = parts
@@ -264,11 +308,13 @@ class Trainer:
 
     def judge(self) -> dict[str, Any]:
         """Health's figures of the evaluation just made; what begins or ends goes to the loggers as alerts."""
-        texts = [sample["text"] for sample in self.samples(self.run.health.samples)]
-        seen = Evaluation(
-            self.progress.step, self.progress.tokens, texts, self.probed_heads(), self.update_ratios, self.evaluated
-        )
+        model, ratios = self.whole_model(), self.update_ratios
         self.update_ratios = None
+        if model is None:
+            return {}
+        texts = [sample["text"] for sample in self.samples(model, self.run.health.samples)]
+        heads = self.probed_heads(model)
+        seen = Evaluation(self.progress.step, self.progress.tokens, texts, heads, ratios, self.evaluated)
         figures, begun, ended = self.health.judge(seen)
         alerts = [{"finding": name, "begins": True, "message": message} for name, message in begun.items()]
         alerts += [
@@ -280,27 +326,38 @@ class Trainer:
                 logger.alert(self.axes() | alert)
         return figures
 
-    def samples(self, count: int) -> list[dict[str, str]]:
+    def failed(self) -> list[str]:
+        """The failures that health, which judges on rank 0, stops all ranks for."""
+        return self.ranks.told(lambda: self.health.failed() if self.run.health.on_failure == "stop" else [])
+
+    def samples(self, model: GPT, count: int) -> list[dict[str, str]]:
         """At least `count` samples of the model as it is, written once a step; none where their length is 0."""
         if not self.run.train.sample_tokens or not count:
             return []
         if self.written is None or self.written[0] != self.progress.step or len(self.written[1]) < count:
-            self.console.waiting(f"step {self.progress.step}: writing samples …")
+            self.working("writing samples")
             seed = self.run.seed + self.progress.step
-            self.written = self.progress.step, self.write_samples(self.model, seed, count)
+            self.written = self.progress.step, self.write_samples(model, seed, count)
         return self.written[1]
 
     def sample(self) -> None:
-        for written in self.samples(1)[:1]:
+        model = self.whole_model()
+        for written in self.samples(model, 1)[:1] if model else []:
             for logger in self.loggers:
                 logger.sample(self.axes() | written)
 
     def show_attention(self) -> None:
-        if self.draw is None:
+        model = self.whole_model()
+        if self.draw is None or model is None:
             return
-        page = self.axes() | {"name": "lens", "html": self.draw(self.model)}
+        page = self.axes() | {"name": "lens", "html": self.draw(model)}
         for logger in self.loggers:
             logger.page(page)
+
+    def working(self, doing: str) -> None:
+        """What takes a while between steps: shown on a terminal, and told to the watchdog."""
+        self.watchdog.at(self.progress.step, doing)
+        self.console.waiting(f"step {self.progress.step}: {doing} …")
 
     def axes(self) -> dict[str, float]:
         progress = self.progress
@@ -311,56 +368,50 @@ class Trainer:
         for logger in self.loggers:
             logger.record(record)
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint, mark it if it is the best so far, drop the oldest."""
         progress = self.progress
-        self.console.waiting(f"step {progress.step}: saving …")
+        self.working("saving")
         for logger in self.loggers:
             if isinstance(logger, RunFolder):
                 logger.flush()
-        better = progress.val_bpb is not None and (progress.best_bpb is None or progress.val_bpb < progress.best_bpb)
-        if better:
+        best = progress.val_bpb is not None and (progress.best_bpb is None or progress.val_bpb < progress.best_bpb)
+        if best:
             progress.best_bpb = progress.val_bpb
-        path = write_checkpoint(
-            self.folder / "checkpoints",
-            self.facts
-            | vars(progress)
-            | {"loss_scale": self.scale.state(), "torch_random": torch.get_rng_state().tolist()}
-            | {"health": self.health.state()},
-            self.model.state_dict(),
-            self.optimizer.state_tensors(),
-            self.corpus.tokenizer,
-        )
-        if better or best_of(self.folder) is None:
-            replace_text(self.folder / "checkpoints" / "best", path.name + "\n")
-        keep_newest(self.folder, self.run.train.keep)
-        return path
+        state = self.facts | vars(progress) | {"loss_scale": self.scale.state(), "health": self.health.state()}
+        self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()}, best)
+        self.saved_step = progress.step
 
     # ---------------------------------------------------------------------------------------------------- the ends
 
     def conclude(self) -> int:
         """Done, out of time or interrupted: save, say so, and what to type next. Exit code 0, or 128 + the signal."""
         progress, done = self.progress, self.progress.step == self.run.steps
-        path = self.folder / "checkpoints" / f"step-{progress.step:08d}"
-        if not done:
-            if not self.stop_signal and progress.step:
-                self.log(self.evaluate(whole=True) | self.judge())
-                self.sample()
-            if path not in checkpoints_of(self.folder):
-                self.save()
-        why = "done" if done else "interrupted" if self.stop_signal else "stopped"
+        path = self.folder / "checkpoints" / step_name(progress.step)
+        if not done and self.stop == "stopped":
+            self.log(self.evaluate(whole=True) | self.judge())
+            self.sample()
+        if self.saved_step != progress.step:
+            self.save()
+        self.working("saving")
+        if done:
+            self.saver.conclude()
+        self.saver.wait()
+        why = "done" if done else self.stop
         figures = {"val/loss": progress.val_loss, "val/bpb": progress.val_bpb}
-        figures["train/peak_memory_bytes"] = peak_memory_bytes(self.device)
+        peak = torch.tensor(float(peak_memory_bytes(self.device)))
+        figures["train/peak_memory_bytes"] = int(self.ranks.largest(peak))
         self.log({"event": why, **figures, "checkpoint": str(path)})
         self.console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         self.console.say(f"{why} at step {progress.step} of {self.run.steps}{bits} · {path}")
         resume = f"python train.py name={self.folder.name} resume=auto"
         self.console.say(f"next: python sample.py checkpoint={path}" if done else f"go on with: {resume}")
-        return 128 + self.stop_signal if self.stop_signal and not done else 0
+        return 128 + (self.signal or signal.SIGTERM) if why == "interrupted" else 0
 
     def stop_not_finite(self) -> int:
         """Nothing non-finite has reached the weights; say where, and what to try. Exit code 3."""
+        self.saver.wait()
         figures, saved = self.last_figures, checkpoints_of(self.folder)
         last = saved[-1] if saved else "none"
         rate = "matrix_learning_rate" if self.run.optimizer.kind == "muon" else "learning_rate"
@@ -372,15 +423,17 @@ class Trainer:
         )
         return 3
 
-    def stop_failed(self) -> int:
+    def stop_failed(self, failed: list[str]) -> int:
         """Health has found a failure, and is asked to stop: save, say so, and how to go on. Exit code 4."""
-        progress, failed = self.progress, ", ".join(self.health.failed())
-        path = self.folder / "checkpoints" / f"step-{progress.step:08d}"
-        if path not in checkpoints_of(self.folder):
+        progress = self.progress
+        path = self.folder / "checkpoints" / step_name(progress.step)
+        if self.saved_step != progress.step:
             self.save()
-        self.log({"event": "failed", "health/failed": failed, "val/bpb": progress.val_bpb, "checkpoint": str(path)})
+        self.saver.wait()
+        words = ", ".join(failed)
+        self.log({"event": "failed", "health/failed": words, "val/bpb": progress.val_bpb, "checkpoint": str(path)})
         self.console.stop()
-        self.console.say(f"error: stopped at step {progress.step} of {self.run.steps}: {failed} · {path}")
+        self.console.say(f"error: stopped at step {progress.step} of {self.run.steps}: {words} · {path}")
         self.console.say(
             f"go on all the same: python train.py name={self.folder.name} resume=auto health.on_failure=warn"
         )
@@ -391,9 +444,9 @@ class Trainer:
         """Ctrl-C and SIGTERM let the step finish and the run save; a second one ends it where it stands."""
 
         def note(number: int, frame: Any) -> None:
-            if self.stop_signal:
+            if self.signal:
                 raise KeyboardInterrupt
-            self.stop_signal = number
+            self.signal = number
             self.console.waiting("interrupted: finishing the step and saving (once more to quit at once) …")
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -405,12 +458,12 @@ class Trainer:
             self.console.stop()
 
 
-def micro_batches(tokens: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut (N, T) into pieces of exactly (size, T), the last one filled up with rows that predict nothing."""
-    for start in range(0, len(tokens), size):
+def micro_batches(tokens: Tensor, targets: Tensor, size: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut (N, T) into pieces of exactly (size, T), as many as `rows` of them take; rows that predict nothing fill up."""
+    for start in range(0, rows, size):
         micro_tokens, micro_targets = tokens[start : start + size], targets[start : start + size]
-        missing = size - len(micro_tokens)
-        if missing:
-            micro_tokens = torch.cat([micro_tokens, micro_tokens[-1:].expand(missing, -1)])
-            micro_targets = torch.cat([micro_targets, torch.full_like(micro_targets[-1:], IGNORED).expand(missing, -1)])
+        missing = (size - len(micro_tokens), tokens.shape[1])
+        if missing[0]:
+            micro_tokens = torch.cat([micro_tokens, micro_tokens.new_zeros(missing)])
+            micro_targets = torch.cat([micro_targets, micro_targets.new_full(missing, IGNORED)])
         yield micro_tokens, micro_targets

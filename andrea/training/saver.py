@@ -1,0 +1,199 @@
+"""Saving a run that stands on one rank or on many: the checkpoint folder is the same, whoever writes it.
+
+`WholeSaver` writes all of it on rank 0 while the run waits. `ShardSaver` lets every rank write what it keeps, in a thread
+of its own, while the run goes on: the ranks copy their parts, which is all that a step waits for, and a checkpoint exists
+when the last file of the last rank is on the disk and rank 0 renames the folder into place. A crash before that leaves the
+checkpoint before it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from andrea.checkpoint import (
+    SHARDS,
+    Checkpoint,
+    best_of,
+    consolidate,
+    describe_files,
+    finished_folder,
+    folder_beside,
+    keep_newest,
+    load_into,
+    replace_text,
+    storing,
+    write_checkpoint,
+)
+from andrea.text.tokenizer import Tokenizer
+from andrea.training.distributed import contact_watched
+from andrea.training.optimizer import Optimizer
+from andrea.training.parallel import Sharded, cpu_mesh
+
+LOWEST_PRIORITY = 19
+
+
+class Saver(ABC):
+    """folder: the run's; keep: how many of the newest checkpoints stay, besides the best."""
+
+    def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
+        self.folder, self.optimizer, self.tokenizer, self.keep = folder, optimizer, tokenizer, keep
+        self.parallel = optimizer.parallel
+
+    @abstractmethod
+    def save(self, state: dict[str, Any], best: bool) -> None:
+        """Write a checkpoint of `state` and of the weights and the optimizer as they are now; best: the best so far.
+
+        Every rank must call. Raises StorageFailed, also for what an earlier call left to be written.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when everything that was to be saved is on the disk. Raises StorageFailed."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """`wait`, and leave the newest and the best checkpoint in the single-folder format."""
+
+    @abstractmethod
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put the checkpoint's weights and optimizer state in place, whoever wrote them."""
+
+    def announce(self, path: Path, best: bool) -> None:
+        if best or best_of(self.folder) is None:
+            replace_text(self.folder / "checkpoints" / "best", path.name + "\n")
+        keep_newest(self.folder, self.keep)
+
+
+class WholeSaver(Saver):
+    def save(self, state: dict[str, Any], best: bool) -> None:
+        if self.parallel.ranks.first:
+            weights, moments = self.parallel.model.state_dict(), self.optimizer.state_tensors()
+            self.announce(write_checkpoint(self.folder / "checkpoints", state, weights, moments, self.tokenizer), best)
+
+    def wait(self) -> None:
+        """Nothing is left to be written."""
+
+    def conclude(self) -> None:
+        """It is in that format."""
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self.parallel.model.load_state_dict(checkpoint.model_tensors())
+        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+
+
+class ShardSaver(Saver):
+    """asynchronous: the run goes on while files are written; otherwise it waits for them."""
+
+    parallel: Sharded
+
+    def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int, asynchronous: bool) -> None:
+        super().__init__(folder, optimizer, tokenizer, keep)
+        self.asynchronous = asynchronous
+        self.mesh = cpu_mesh(self.parallel)
+        self.group = dist.new_group(backend="gloo")  # of the thread alone: its talk must not mix with the step's
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+
+    def save(self, state: dict[str, Any], best: bool) -> None:
+        self.wait()  # one at a time
+        tensors = self.described(
+            {name: part.detach().to("cpu", copy=True) for name, part in self.parallel.parts.items()}
+            | {name: value.to("cpu", copy=True) for name, value in self.optimizer.state_tensors().items()}
+        )
+        self.thread = threading.Thread(
+            target=self.noting_failure(lambda: self.write(tensors, state, best)), daemon=True
+        )
+        self.thread.start()
+        if not self.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.failure is not None:
+            raise self.failure
+
+    def conclude(self) -> None:
+        self.wait()
+        if self.parallel.ranks.first:
+            checkpoints = sorted((self.folder / "checkpoints").glob("step-*"))
+            for name in {best_of(self.folder), checkpoints[-1].name if checkpoints else None} - {None}:
+                consolidate(self.folder / "checkpoints" / name)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        weights = {name: torch.empty_like(part, device="cpu") for name, part in self.parallel.parts.items()}
+        tensors = weights | self.optimizer.blank_state_tensors()
+        load_into(checkpoint, self.described(tensors))
+        with torch.no_grad():
+            for name, part in self.parallel.parts.items():
+                part.copy_(tensors.pop(name))
+        self.optimizer.load_state_tensors(tensors)
+
+    # ---------------------------------------------------------------------------------------------- in the thread
+
+    def noting_failure(self, work: Callable[[], None]) -> Callable[[], None]:
+        def noted() -> None:
+            try:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # steps come first
+                with contact_watched():
+                    work()
+            except BaseException as failure:  # whatever it is: raised again where the run waits for this thread
+                self.failure = failure
+
+        return noted
+
+    def write(self, tensors: dict[str, Tensor], state: dict[str, Any], best: bool) -> None:
+        """Every rank its files; then rank 0 the rest, and the rename that makes them a checkpoint."""
+        import torch.distributed.checkpoint as dcp
+
+        first, checkpoints = self.parallel.ranks.first, self.folder / "checkpoints"
+        places = [folder_beside(checkpoints, state["step"]) if first else None]
+        dist.broadcast_object_list(places, group=self.group)
+        beside = places[0]
+        with storing(beside):
+            # Names with a "/" are the optimizer's: in files of their own, so that weights can be read without them.
+            file_of = {name: 2 if "/" in name else 1 for name in tensors}
+            writer = dcp.HuggingFaceStorageWriter(str(beside / SHARDS), file_of, save_distributed=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of DTensor's about what concerns its own authors
+                dcp.save(tensors, storage_writer=writer, process_group=self.group)
+            mine = describe_files(beside, beside.glob(f"{SHARDS}/shard-{self.parallel.ranks.rank + 1:05d}-*"))
+        files: list[Any] = [None] * self.parallel.ranks.size
+        dist.all_gather_object(files, mine, group=self.group)
+        if first:
+            shards = {name: about for of_rank in files for name, about in of_rank.items()}
+            self.announce(finished_folder(checkpoints, beside, state, self.tokenizer, shards), best)
+        dist.barrier(group=self.group)
+
+    def described(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parts as torch.distributed.checkpoint knows them: with the whole's shape, and where in it they belong."""
+        placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
+        described = {}
+        for name, tensor in tensors.items():
+            if name.endswith("/step"):  # a count, the same on every rank
+                described[name] = tensor
+                continue
+            shape = self.parallel.shapes[name.split("/")[0]]
+            stride = torch.empty(shape, device="meta").stride()
+            described[name] = DTensor.from_local(
+                tensor, self.mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+        return described
+
+
+def make_saver(folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int, asynchronous: bool) -> Saver:
+    if isinstance(optimizer.parallel, Sharded):
+        return ShardSaver(folder, optimizer, tokenizer, keep, asynchronous)
+    return WholeSaver(folder, optimizer, tokenizer, keep)
