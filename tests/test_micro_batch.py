@@ -1,0 +1,49 @@
+"""The largest micro-batch that fits: tried from above, memory freed between tries."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from andrea.config import UserError
+from andrea.training.micro_batch import largest_that_fits
+
+
+class Card:
+    """Runs out of memory above so many sequences, in the middle of its work, as a card does."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.tried: list[int] = []
+        self.held: weakref.ref[torch.Tensor] | None = None
+
+    def try_one(self, n_sequence: int) -> None:
+        assert self.held is None or self.held() is None, "what the last try held is still there"
+        self.tried.append(n_sequence)
+        activations = torch.zeros(n_sequence, 5)
+        self.held = weakref.ref(activations)
+        if n_sequence > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_the_first_that_fits_is_taken_and_nothing_is_held_between_tries() -> None:
+    card = Card(room=5)
+    assert largest_that_fits(card.try_one, [12, 6, 4, 3, 1]) == 4
+    assert card.tried == [12, 6, 4]
+
+
+def test_where_nothing_fits_the_keys_to_turn_are_named() -> None:
+    card = Card(room=0)
+    with pytest.raises(UserError, match="activation_checkpointing=true.*smaller model.*parallel=fsdp"):
+        largest_that_fits(card.try_one, [3, 1])
+    assert card.tried == [3, 1]
+
+
+def test_any_other_error_is_a_bug_and_is_let_through() -> None:
+    def broken(n_sequence: int) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        largest_that_fits(broken, [2, 1])
