@@ -529,9 +529,9 @@ class CompareRun:
         if not self.out.endswith(".html"):
             raise UserError(f"out={self.out} must end in .html: it is a page, and the picture goes beside it as .png")
         width, cross, height = self.size.partition("x")
-        if not (cross and all(side.isascii() and side.isdigit() and len(side) <= 4 for side in (width, height))) or not (
-            400 <= int(width) <= 8000 and 300 <= int(height) <= 8000
-        ):
+        if not (
+            cross and all(side.isascii() and side.isdigit() and len(side) <= 4 for side in (width, height))
+        ) or not (400 <= int(width) <= 8000 and 300 <= int(height) <= 8000):
             raise UserError(
                 f"size={self.size} is not a picture's size; write 1600x1000, from 400x300 to 8000x8000 pixels"
             )
@@ -584,7 +584,12 @@ def device_name(key: str, value: str) -> None:
 
 def folder_name(key: str, value: str) -> None:
     """A name that becomes a folder's, and nothing but one folder's."""
-    if value in ("", ".", "..") or "/" in value or not can_be_path(value) or len(os.fsencode(value)) > LONGEST_NAME_BYTES:
+    if (
+        value in ("", ".", "..")
+        or "/" in value
+        or not can_be_path(value)
+        or len(os.fsencode(value)) > LONGEST_NAME_BYTES
+    ):
         raise UserError(
             f"{key}={value!r} is not a folder name: at most {LONGEST_NAME_BYTES} bytes, no '/', not '.' or '..'; folders go to "
             f"runs_dir=…"
@@ -612,7 +617,8 @@ def readable_path(key: str, value: str) -> str:
             f"two slashes and {LONGEST_PATH_BYTES} in all"
         )
     if value.startswith("~") and os.path.expanduser(value) == value:
-        raise UserError(f"{key}={value}: no user here is named {value[1:].partition('/')[0]!r}; write ./{value} for a file of that name")
+        user = value[1:].partition("/")[0]
+        raise UserError(f"{key}={value}: no user here is named {user!r}; write ./{value} for a file of that name")
     return value
 
 
@@ -680,9 +686,10 @@ def convert_union(hint: Any, arguments: tuple, value: Any, where: str) -> Any:
     if value is None or (type(value) is str and value in ("null", "none", "None") and not is_text(arguments)):
         if type(None) in arguments:
             return None
-    for choice in arguments:
-        if choice is type(None):
-            continue
+    choices = [choice for choice in arguments if choice is not type(None)]
+    if choices == [PathText]:
+        return convert(PathText, value, where)  # its error says what is wrong with the path
+    for choice in choices:
         try:
             return convert(choice, value, where)
         except UserError:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from andrea.command_line import CONFIGS, check_choice, hint_of, keys
-from andrea.config import TrainingRun, UserError, nearest
+from andrea.config import TrainingRun, UserError, folder_name, nearest, readable_path
 
 SWITCHES = ("-m", "--multirun")
 INTERRUPTED = (130, 143)
+LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def sweep(script: Path, argv: list[str]) -> int:
         raise UserError(
             "name=… would be one folder for all runs of a sweep; leave it out: they are named by what differs"
         )
+    folder_name("logger.group", group)  # it becomes one, and what it held before is taken away
+    readable_path("runs_dir", typed.get("runs_dir", "runs"))
     values = read_values(typed)
     varied = [key for key, value in values.items() if value.is_sweep_override()]
     folder = Path(typed.get("runs_dir", "runs")) / "sweeps" / group
@@ -77,9 +80,11 @@ def read_values(typed: dict[str, str]) -> dict[str, Any]:
 
     parser, values = OverridesParser.create(), {}
     for key, value in typed.items():
+        if len(value) > LONGEST_VALUE:
+            raise UserError(f"{key} is {len(value)} characters long; -m reads at most {LONGEST_VALUE}")
         try:
             values[key] = parser.parse_override(f"value={value}")
-        except HydraException:
+        except (HydraException, RecursionError):
             raise UserError(
                 f"{key}={value} is not in the grammar that -m reads values with: a,b or range(1,4) for several, and "
                 f"quotes of its own around text with spaces or brackets: {key}=\"'…'\""

@@ -181,3 +181,68 @@ def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     (path / "state.json").unlink()
     assert read_checkpoint(write(tmp_path, 3)).step == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "7"),
+        ("step", True),
+        ("step", None),
+        ("tokens", 1.5),
+        ("config", []),
+        ("val_bpb", "low"),
+        ("val_bpb", 10**400),
+    ],
+)
+def test_a_state_of_wrong_types_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    state = json.loads((path / "state.json").read_text()) | {name: value}
+    rewrite(path, "state.json", json.dumps(state).encode())
+    with pytest.raises(Damaged, match=f"{name} in its state.json"):
+        read_checkpoint(path)
+
+
+def rewrite(path: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint, and what the manifest says of it."""
+    (path / name).write_bytes(content)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    edit(
+        path / "manifest.json", files=files | {name: {"bytes": len(content), "sha256": module.file_sha256(path / name)}}
+    )
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    edit(
+        path / "manifest.json", files={name: about for name, about in files.items() if name != "optimizer.safetensors"}
+    )
+    with pytest.raises(Damaged, match="optimizer.safetensors, which manifest.json does not list"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_a_link_to_something_without_an_end_is_not_read(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+    with pytest.raises(Damaged, match="cannot be read"):
+        read_checkpoint(path)
+
+
+def test_a_version_beyond_numbers_and_names_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", 1)
+    manifest = (path / "manifest.json").read_text()
+    for wrong in (
+        manifest.replace('"format_version": 1', '"format_version": 1e999'),
+        json.dumps(
+            {
+                "format_version": 1,
+                "files": [[name, {}] for name in ("model.safetensors", "tokenizer.json", "state.json", 1)],
+            }
+        ),
+    ):
+        (path / "manifest.json").write_text(wrong)
+        with pytest.raises(Damaged):
+            read_checkpoint(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 
@@ -30,10 +31,14 @@ def test_a_prompt_arrives_as_it_was_typed(text: str) -> None:
     assert quick(SamplingRun, [f"prompt={text}"]).prompt == text
 
 
-@given(any_text)
+# What a terminal can hand over: bytes, of which those that are no UTF-8 arrive as half of a surrogate pair, and no NUL.
+path_text = st.binary(max_size=60).map(lambda typed: os.fsdecode(typed.replace(b"\0", b"")))
+
+
+@given(path_text)
 def test_paths_and_stops_arrive_as_they_were_typed(text: str) -> None:
-    typed = quick(TrainingRun, [f"data.path=x{text}", f"tokenizer.path={text}"])
-    assert (typed.data.path, typed.tokenizer.path) == ("x" + text, text)
+    typed = quick(TrainingRun, [f"data.path=x{text}", f"tokenizer.path=./{text}"])
+    assert (typed.data.path, typed.tokenizer.path) == ("x" + text, "./" + text)
     assert quick(SamplingRun, [f"stop=a{text}", "stop=b"]).stop == ["a" + text, "b"]
 
 
@@ -91,6 +96,17 @@ def test_a_bug_keeps_its_traceback() -> None:
 def test_words_that_are_refused(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         read(TrainingRun, [word])
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["&a [*a]", "[&a [x], &b [*a, *a], [*b, *b]]", "{<<: *a}", "2001-99-99", "!!bool x", "!!int ''", "!!timestamp x", "[" * 3000,
+     "0x" + "f" * 5000, "9" * 5000, "{a: {weight: " + "9" * 400 + "}}", "[a, " * 20_000],
+)  # fmt: skip
+def test_hostile_yaml_is_refused_in_one_line(value: str) -> None:
+    with pytest.raises(UserError, match="data.sources") as refused:
+        quick(TrainingRun, ["data=mixture", f"data.sources={value}"])
+    assert len(one_line(str(refused.value))) < 2100
 
 
 def test_lists_may_be_written_or_repeated() -> None:

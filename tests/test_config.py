@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import typing
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andrea.command_line import CONFIGS, CommandLine, compose, configure, keys, lay_over, read
-from andrea.config import OptimizerConfig, SamplingRun, TrainingRun, UserError, convert, parse, to_plain
+from andrea.config import CompareRun, OptimizerConfig, SamplingRun, TrainingRun, UserError, convert, parse, to_plain
 
 
 def make(*words: str) -> TrainingRun:
@@ -153,3 +154,46 @@ def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None
         assert str(error)
     else:
         assert dataclasses.is_dataclass(run)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.d_model=10000000000000", "model.d_model=10000000000000 must be from 1 to 131072"),
+        ("model.n_layer=1000000", "must be from 1 to 4096"),
+        ("model.sequence_length=1048576", "angles that model.position=rotary keeps"),
+        ("seed=18446744073709551616", "too large"),
+        ("seed=9223372036854775807", "must be from 0"),
+        ("threads=1000000", "must be from 1 to 1024"),
+        ("train.steps=1" + "0" * 300, "train.steps"),
+        ("train.flops=1e300", "at most 1e+30"),
+        ("device=cuda:²", "not a device"),
+        ("name=../x", "not a folder name"),
+        ("name=" + "x" * 201, "not a folder name"),
+        ("model.name=../../x", "model.name='../../x' is not a folder name"),
+        ("data.path=" + "x" * 256, "cannot be the name"),
+        ("data.path=" + "x/" * 1100, "cannot be the name"),
+        ("data.path=\0", "cannot be the name"),
+        ("data.path=\ud800", "cannot be the name"),
+        ("data.path=~nobody-of-this-name/x", "no user here is named 'nobody-of-this-name'"),
+        ('data.sources={a: {kind: text, path: "\\0"}}', "data.sources.a.path"),
+    ],
+)
+def test_what_no_machine_could_do_is_refused_at_the_border(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        make("data=mixture" if "sources" in word else "data=text", "data.path=x", word)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("max_new_tokens=1000000000000", "held at a time"), ("seed=18446744073709551615", "too large")]
+)
+def test_samples_that_no_memory_holds_are_refused(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        configure(SamplingRun, "sample", [word])
+
+
+def test_a_picture_s_size_is_of_plain_digits() -> None:
+    for size in ("²x²", "９００x９００", "9" * 5000 + "x9", "1600x1000x3"):
+        with pytest.raises(UserError, match="not a picture's size"):
+            configure(CompareRun, "compare", ["runs=a", f"size={size}"])
+    assert configure(CompareRun, "compare", ["runs=a", "size=400x300"]).size_pixels == (400, 300)

@@ -201,3 +201,12 @@ def test_bytes_that_are_no_utf8_are_replaced_once_they_are_known_to_be_wrong():
 
 def test_longest_overlap():
     assert [longest_overlap(text, "aab") for text in ("", "a", "xaa", "aab", "aaa")] == [0, 1, 2, 0, 2]
+
+
+def test_scores_that_are_not_finite_are_a_user_s_error():
+    model = make_model(dataclasses.replace(CONFIG, logit_softcap=None))
+    with torch.no_grad():
+        model.head.weight.fill_(3e38)
+        model.final_norm.weight.fill_(3e38)
+    with pytest.raises(UserError, match="not finite"):
+        Engine(model, TOKENIZER).write("a", Request(3))

@@ -18,7 +18,8 @@ from andrea.text import encode
 from andrea.text import prepare as prepare_module
 from andrea.text.corpus import Source
 from andrea.text.download import Remote
-from andrea.text.prepare import Corpus, prepare
+from andrea.text.encode import fingerprint_of
+from andrea.text.prepare import VERIFIED, Corpus, prepare
 from andrea.text.shards import ShardWriter
 
 BYTE, BPE = TokenizerConfig("byte", None, None), TokenizerConfig("bpe", 300, None)
@@ -33,7 +34,8 @@ def text_config(path: Path) -> DataConfig:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """What was made; verified.json holds times."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != VERIFIED}
 
 
 def shard(path: Path, tokens: list[int]) -> None:
@@ -253,6 +255,7 @@ def test_a_truncated_prepared_shard_and_a_foreign_tokenizer_are_named(tmp_path: 
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bpe-9-00000000"}))
     with pytest.raises(UserError, match="made with bpe-9"):
         prepare(data, BYTE, tmp_path / "data", quiet)
+    (folder / "meta.json").write_text(json.dumps(meta))
     os.truncate(folder / "train-000000.bin", 1500)
     with pytest.raises(UserError, match="train-000000.bin is damaged"):
         prepare(data, BYTE, tmp_path / "data", quiet)
@@ -287,3 +290,61 @@ def test_shakespeare_from_a_local_copy_and_from_downloads(tmp_path: Path, monkey
         prepare(DataConfig("shakespeare", None, {}), BYTE, tmp_path / "data", quiet)
     (tmp_path / "data" / "downloads" / "shakespeare" / "tiny.txt").write_bytes(text.read_bytes())
     assert prepare(DataConfig("shakespeare", None, {}), BYTE, tmp_path / "data", quiet).fingerprint == local.fingerprint
+
+
+def test_a_shard_swapped_for_another_of_equal_size_is_noticed(tmp_path: Path) -> None:
+    data = text_config(small_notes(tmp_path / "notes"))
+    folder = prepare(data, BYTE, tmp_path / "data", quiet).sources[0].folder
+    shard, noted = folder / "train-000000.bin", folder / VERIFIED
+    before = noted.read_bytes()
+    content, times = bytearray(shard.read_bytes()), shard.stat()
+    content[-2] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))  # as `cp -p` leaves it
+    with pytest.raises(UserError, match="train-000000.bin was changed.*delete"):
+        prepare(data, BYTE, tmp_path / "data", quiet)
+    content[-2] ^= 1
+    shard.write_bytes(content)
+    assert prepare(data, BYTE, tmp_path / "data", quiet).fingerprint and noted.read_bytes() != before
+    noted.write_text("[")
+    prepare(data, BYTE, tmp_path / "data", quiet)
+    shard.unlink()
+    with pytest.raises(UserError, match="train-000000.bin cannot be read"):
+        prepare(data, BYTE, tmp_path / "data", quiet)
+
+
+def test_a_prepared_token_beyond_the_vocabulary_is_named_whatever_its_checksums_say(tmp_path: Path) -> None:
+    data = text_config(small_notes(tmp_path / "notes"))
+    folder = prepare(data, BYTE, tmp_path / "data", quiet).sources[0].folder
+    writer = ShardWriter(folder / "train-000000.bin")
+    writer.append(np.array([3, 257, 4]))
+    _, digest = writer.close()
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["train"]["shards"][0]["sha256"] = digest
+    meta["fingerprint"] = fingerprint_of(meta["tokenizer"], meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="token 257, but its tokenizer has 257"):
+        prepare(data, BYTE, tmp_path / "data", quiet)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda meta: meta["splits"]["train"]["shards"][0].update(file="../../train-000000.bin"),
+            "not as it was written",
+        ),
+        (lambda meta: meta["splits"]["train"]["shards"][0].update(sha256="0"), "not as it was written"),
+        (lambda meta: meta["splits"]["train"].update(bytes=[None]), "bytes of text"),
+        (lambda meta: meta["splits"].update(train=None), "meta.json"),
+        (lambda meta: meta.update(fingerprint=3), "not as it was written"),
+    ],
+)
+def test_a_meta_that_lies_is_refused(damage, said: str, tmp_path: Path) -> None:
+    data = text_config(small_notes(tmp_path / "notes"))
+    folder = prepare(data, BYTE, tmp_path / "data", quiet).sources[0].folder
+    meta = json.loads((folder / "meta.json").read_text())
+    damage(meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=said):
+        prepare(data, BYTE, tmp_path / "data", quiet)

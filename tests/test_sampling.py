@@ -127,3 +127,10 @@ def test_any_setting_chooses_a_possible_token(seed, temperature, top_k, top_p, m
     tokens = choose(logits, history, sampling, torch.full((3,), uniform))
     assert tokens.shape == (3,) and tokens.dtype == torch.int64
     assert ((tokens >= 0) & (tokens < 13) & (tokens != 7)).all()
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-30, 1e30])
+def test_an_extreme_penalty_leaves_something_to_draw(penalty: float) -> None:
+    logits, history = torch.randn(2, 7), torch.arange(7).expand(2, 7)
+    chosen = choose(logits, history, Sampling(repetition_penalty=penalty), torch.tensor([0.0, 0.999]))
+    assert chosen.min() >= 0 and chosen.max() < 7

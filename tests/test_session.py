@@ -153,3 +153,25 @@ def test_tokenizer_of_another_checkpoint_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match="was trained with tokenizer bpe-999-0, its folder holds byte-257"):
         load_model(other, other.tokenizer())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(wrong: float, tmp_path):
+    model = GPT(CONFIG, ATTENTION, 257)
+    initialise(model, torch.Generator().manual_seed(7))
+    tensors = model.state_dict()
+    tensors["blocks.0.mlp.up.weight"][0, 0] = wrong
+    path = write(tmp_path, tensors=tensors)
+    with pytest.raises(UserError, match="blocks.0.mlp.up.weight is torch.float32 or not finite"):
+        load_model(read_checkpoint(path), ByteTokenizer())
+
+
+def test_a_model_of_far_more_layers_than_its_file_is_refused_before_it_is_made(tmp_path):
+    path = write(tmp_path, config={"model": to_plain(CONFIG) | {"n_layer": 4096}})
+    with pytest.raises(UserError, match="too few for model.n_layer=4096"):
+        load_model(read_checkpoint(path), ByteTokenizer())
+
+
+def test_a_prompt_file_of_an_impossible_name_is_refused():
+    with pytest.raises(UserError, match="there is no file"):
+        read_prompt("@" + "a" * 5000)

@@ -36,6 +36,9 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
         (["name=a", "seed=1,2"], "name="),
         (["seed"], "key=value"),
         (["data.path={a", "seed=1,2"], "data.path={a"),
+        (["logger.group=../..", "seed=1,2"], "logger.group='../..' is not a folder name"),
+        (["optimizer.weight_decay=" + "[" * 3000, "seed=1,2"], "optimizer.weight_decay="),
+        (["optimizer.weight_decay=" + "1," * 3000, "seed=1,2"], "6000 characters"),
     ],
 )
 def test_a_wrong_sweep_is_one_line_and_starts_nothing(

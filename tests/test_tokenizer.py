@@ -215,3 +215,18 @@ def test_gpt2_without_a_network_says_what_to_put_where(tmp_path: Path, monkeypat
 
 def test_description_is_plain(bpe: RankTokenizer) -> None:
     assert json.loads(json.dumps(bpe.description())) == bpe.description()
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(", "(?<=a+)b"])
+def test_a_pattern_from_a_file_is_never_run(pattern: str, tmp_path: Path) -> None:
+    train_bpe(["the fox"], 260).save(tmp_path)
+    description = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description | {"pattern": pattern}))
+    with pytest.raises(UserError, match="was changed"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_description_nested_without_end_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("[" * 50_000)
+    with pytest.raises(UserError, match="is damaged"):
+        load_tokenizer(tmp_path)

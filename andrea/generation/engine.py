@@ -105,6 +105,10 @@ class Engine:
             uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators])
             tokens[:, n_token] = choose(logits, tokens[:, :n_token], request.sampling, uniform.to(self.device))
             chosen = tokens[:, n_token].tolist()
+            if max(chosen) >= self.tokenizer.n_vocab:  # nothing is likelier than anything: `draw` finds no place
+                raise UserError(
+                    "the model's scores of the next token are not finite: its weights are too large or damaged"
+                )
             is_last = n_token == tokens.shape[1] - 1
             for sample in list(writing):
                 piece = self._piece(sample, chosen[sample], texts[sample], is_last)

@@ -47,7 +47,9 @@ def penalise_repetition(logits: Tensor, history: Tensor, penalty: float) -> Tens
     if penalty == 1.0 or history.shape[1] == 0:
         return logits
     present = logits.gather(1, history)
-    return logits.scatter(1, history, torch.where(present > 0, present / penalty, present * penalty))
+    penalised = torch.where(present > 0, present / penalty, present * penalty)
+    largest = torch.finfo(logits.dtype).max  # an extreme penalty leaves extreme numbers, not infinite ones
+    return logits.scatter(1, history, penalised.clamp(-largest, largest))
 
 
 def keep_top_k(logits: Tensor, top_k: int | None) -> Tensor:

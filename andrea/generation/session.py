@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
+
+WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
@@ -45,7 +48,7 @@ def read_prompt(prompt: str) -> str:
         content, origin = sys.stdin.buffer.read(), "standard input"
     elif prompt.startswith("@"):
         path = Path(prompt[1:])
-        if not path.is_file():
+        if not os.path.isfile(path):  # False, too, for what no file can be named
             raise UserError(
                 f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads one, and a text that begins with @ "
                 f"comes through standard input with prompt=-"
@@ -71,6 +74,8 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     if written != tokenizer.identity:
         raise Damaged(f"{checkpoint.path} was trained with tokenizer {written}, its folder holds {tokenizer.identity}")
     tensors = checkpoint.model_tensors()
+    if model_config.n_layer > len(tensors):  # said before so many layers are made
+        raise Damaged(f"{checkpoint.path} has {len(tensors)} tensors, too few for model.n_layer={model_config.n_layer}")
     with torch.device("meta"):
         model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -80,6 +85,11 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
             raise Damaged(
                 f"{checkpoint.path} does not fit its configuration and its tokenizer {tokenizer.identity}: {name} is "
                 f"{found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} in the model"
+            )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_TYPES or not bool(tensor.isfinite().all()):
+            raise Damaged(
+                f"{checkpoint.path} is damaged: {name} is {tensor.dtype} or not finite; use an older checkpoint"
             )
     model = GPT(
         model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text

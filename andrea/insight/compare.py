@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def compare(config: CompareRun, size_asked: ModelConfig | None, say: Callable[[s
 
 def run_words(words: list[str]) -> list[str]:
     """The command line with each word that is a path, or no key=value, as runs=…: a path may hold an '='."""
-    return [word if "=" in word and not Path(word).exists() else f"runs={word}" for word in words]
+    return [word if "=" in word and not os.path.exists(word) else f"runs={word}" for word in words]
 
 
 # ------------------------------------------------------------------------------------------------------ scaling

@@ -179,7 +179,7 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
         if made_with != tokenizer.identity:
             raise UserError(f"{source.key}={source.root} was made with {made_with}, this run has {tokenizer.identity}; "
                             f"set tokenizer.path={source.root}")  # fmt: skip
-    total = sum(size for _, size, _ in source.listing)
+    total = sum(size for _, size, *_ in source.listing)
     report(f"{source.name}: checking {len(source.files)} shards, {total / 1e6:.0f} MB")
     lengths, digest = tokenizer.byte_lengths(), hashlib.sha256()
     for file in source.files:
@@ -205,12 +205,7 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
 
 def finish(job: Job, tokenizer: Tokenizer, meta: dict[str, Any], report: Report) -> None:
     """Write meta.json, which makes the folder whole, and rename it into place."""
-    content = [
-        tokenizer.identity,
-        meta.get("tokens_sha256"),
-        *([s["sha256"] for s in meta["splits"][k]["shards"]] for k in SPLITS),
-    ]
-    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    fingerprint = fingerprint_of(tokenizer.identity, meta)
     head = {"format_version": FORMAT_VERSION, "source": job.source.name, "tokenizer": tokenizer.identity}
     write_whole(job.partial / "meta.json", head | meta | {"fingerprint": fingerprint})
     os.replace(job.partial, job.folder)
@@ -219,6 +214,12 @@ def finish(job: Job, tokenizer: Tokenizer, meta: dict[str, Any], report: Report)
         for s, name in zip(SPLITS, ("training", "validation"), strict=True)
     )
     report(f"{job.source.name}: {counts} text prepared in {job.folder}")
+
+
+def fingerprint_of(identity: str, meta: dict[str, Any]) -> str:
+    """Of a source: equal tokens of an equal tokenizer, equal fingerprint."""
+    shards = [[shard["sha256"] for shard in meta["splits"][split]["shards"]] for split in SPLITS]
+    return hashlib.sha256(json.dumps([identity, meta.get("tokens_sha256"), *shards]).encode()).hexdigest()
 
 
 def write_whole(path: Path, content: Any) -> None:

@@ -1,6 +1,7 @@
 """The prepared folder: a source's tokens as shards, made once, found again by what they were made from.
 
-    data_dir/pystdlib-bpe-4096-1a2b3c4d/   train-000000.bin … val-000000.bin, tokenizer.json (and .tiktoken), meta.json
+    data_dir/pystdlib-bpe-4096-1a2b3c4d/   train-000000.bin … val-000000.bin, tokenizer.json (and .tiktoken), meta.json,
+                                           verified.json (can be deleted: the shards are read and compared again)
 
 The last part of the name is a hash of the files' names, sizes and times and of the tokenizer's settings, so a start
 with prepared data costs a walk of the folders. What is not there, `andrea.text.encode` makes.
@@ -8,6 +9,7 @@ with prepared data costs a walk of the folders. What is not there, `andrea.text.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -18,9 +20,12 @@ from typing import Any
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
 from andrea.text.corpus import Report, Source
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
-from andrea.text.encode import FORMAT_VERSION, SPLITS, Job, locked, make, writing
-from andrea.text.shards import ShardSource, TokenStream, find_shards, split_shards
+from andrea.text.encode import FORMAT_VERSION, SPLITS, Job, fingerprint_of, locked, make, write_whole, writing
+from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer
+
+SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
+VERIFIED = "verified.json"  # sizes and times of the shards that were read and found to be what meta.json says
 
 
 @dataclass(frozen=True)
@@ -130,31 +135,65 @@ def open_corpus(jobs: list[Job]) -> Corpus:
     sources, fingerprints = [], []
     tokenizer = load_tokenizer(jobs[0].folder)
     for job in jobs:
-        source, fingerprint, identity = open_prepared(job)
-        if identity != tokenizer.identity:
-            raise UserError(
-                f"{job.folder} was made with {identity}, not {tokenizer.identity}; delete it to make it again"
-            )
+        source, fingerprint = open_prepared(job, tokenizer)
         sources.append(source)
         fingerprints.append([source.name, source.weight, fingerprint])
     content = json.dumps([tokenizer.identity, fingerprints])
     return Corpus(tokenizer, tuple(sources), hashlib.sha256(content.encode()).hexdigest())
 
 
-def open_prepared(job: Job) -> tuple[PreparedSource, str, str]:
-    """A prepared folder, its fingerprint and its tokenizer's identity. Raises UserError where it is not whole."""
+def open_prepared(job: Job, tokenizer: Tokenizer) -> tuple[PreparedSource, str]:
+    """A prepared folder and its fingerprint. Raises UserError where it is not whole, or not of this tokenizer."""
+    remedy = "delete the folder to prepare it again"
     try:
         meta = json.loads((job.folder / "meta.json").read_bytes())
-        splits, identity, fingerprint = meta["splits"], meta["tokenizer"], meta["fingerprint"]
-        files = {split: [job.folder / shard["file"] for shard in splits[split]["shards"]] for split in SPLITS}
+        splits, identity = meta["splits"], meta["tokenizer"]
+        digests = {split: {str(s["file"]): str(s["sha256"]) for s in splits[split]["shards"]} for split in SPLITS}
         sizes = {split: splits[split]["bytes"] for split in SPLITS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{job.folder} is damaged (meta.json: {error}); delete the folder to prepare it again"
-        ) from error
+        fingerprint = fingerprint_of(identity, meta)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{job.folder} is damaged (meta.json: {error}); {remedy}") from error
+    if identity != tokenizer.identity:
+        raise UserError(f"{job.folder} was made with {identity}, not {tokenizer.identity}; {remedy}")
+    named = [name for split in SPLITS for name in digests[split]]
+    if fingerprint != meta.get("fingerprint") or not all(SHARD_NAME.fullmatch(name) for name in named):
+        raise UserError(f"{job.folder} is damaged (meta.json is not as it was written); {remedy}")
+    if not all(type(size) is int and size >= 0 for size in sizes.values()):
+        raise UserError(f"{job.folder} is damaged (meta.json: bytes of text {sizes}); {remedy}")
     if isinstance(job.source, Source):
-        train, val = (TokenStream.open(files[split]) for split in SPLITS)
+        verify(job.folder, digests["train"] | digests["val"], tokenizer.n_vocab)
+        train, val = (TokenStream.open([job.folder / name for name in digests[split]]) for split in SPLITS)
     else:
         train, val = split_shards(job.source)
+    if min(len(train), len(val)) < 2:
+        raise UserError(f"{job.folder} is damaged: too few tokens to train and to validate on; {remedy}")
     source = PreparedSource(job.source.name, job.weight, train, val, sizes["train"], sizes["val"], job.folder)
-    return source, fingerprint, identity
+    return source, fingerprint
+
+
+def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
+    """Read the shards that are not as they were when they were last read, and compare. Raises UserError."""
+    noted = folder / VERIFIED
+    try:
+        known = json.loads(noted.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        known = None  # none yet, or half of one
+    known = known if isinstance(known, dict) else {}
+    stamps = {}
+    for name, digest in digests.items():
+        path = folder / name
+        stamps[name] = stamp_of(path)
+        if known.get(name) != stamps[name] and digest_of(path, n_vocab) != digest:
+            raise UserError(
+                f"{path} was changed: its sha256 is not the one written; delete {folder} to prepare it again"
+            )
+    if stamps != known:
+        with contextlib.suppress(OSError):  # where it cannot be noted they are read again the next time
+            write_whole(noted, stamps)
+
+
+def stamp_of(path: Path) -> list[int]:
+    try:
+        return stamp(path.stat())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); delete its folder to prepare it again") from error

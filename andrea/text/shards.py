@@ -16,6 +16,7 @@ from andrea.config import UserError
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
+READ_TOKENS = 1 << 24  # at a time
 
 
 class ShardWriter:
@@ -69,6 +70,22 @@ def open_shard(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
+def stamp(stat: os.stat_result) -> list[int]:
+    """Size and times of a file: equal ones mean that it is as it was. The second time no program can set back."""
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def digest_of(path: Path, n_vocab: int) -> str:
+    """sha256 of a whole shard's tokens, all of them read. Raises UserError where one is not of the vocabulary."""
+    shard, digest = open_shard(path), hashlib.sha256()
+    for start in range(0, len(shard), READ_TOKENS):
+        tokens = shard[start : start + READ_TOKENS]
+        digest.update(tokens.tobytes())
+        if (largest := int(tokens.max())) >= n_vocab:
+            raise UserError(f"{path} holds the token {largest}, but its tokenizer has {n_vocab}; it is damaged")
+    return digest.hexdigest()
+
+
 class TokenStream:
     """Shards one after the other as one sequence: `len`, and `[start:stop]` as int64, across the borders of files."""
 
@@ -118,13 +135,16 @@ class ShardSource:
 
 
 def find_shards(name: str, path: Path, key: str) -> ShardSource:
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"{key}={path} does not exist; name a .bin file or a folder of them")
-    files = [path] if path.is_file() else sorted(path.glob("*.bin"))
+    try:
+        files = [path] if path.is_file() else sorted(path.glob("*.bin"))
+        stats = [file.stat() for file in files]
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be read: {error.filename}: {error.strerror}") from error
     if not files:
         raise UserError(f"{key}={path} holds no .bin file; name token shards, or choose data=text for text")
-    stats = [file.stat() for file in files]
-    listing = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in zip(files, stats, strict=True)]
+    listing = [[str(f.resolve()), *stamp(s)] for f, s in zip(files, stats, strict=True)]
     return ShardSource(name, key, path, files, listing)
 
 

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,21 +111,21 @@ class RankTokenizer(Tokenizer):
 
     KINDS: ClassVar[tuple[str, ...]] = ("bpe", "gpt2")
 
-    def __init__(self, kind: str, ranks: dict[bytes, int], pattern: str = PATTERN) -> None:
+    def __init__(self, kind: str, ranks: dict[bytes, int]) -> None:
         import tiktoken
 
         assert kind in self.KINDS and sorted(ranks.values()) == list(range(len(ranks))), "ranks are 0 … V-2"
-        self.kind, self.pattern, self.ranks = kind, pattern, ranks
+        self.kind, self.ranks = kind, ranks
         self.end_of_text, self.n_vocab = len(ranks), len(ranks) + 1
         self.table = [*sorted(ranks, key=lambda token: ranks[token]), b""]
         self.rank_file = b"".join(
             base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.table[:-1])
         )
         self.digest = hashlib.sha256(self.rank_file).hexdigest()
-        content = hashlib.sha256(f"{pattern}\n{self.digest}".encode()).hexdigest()
+        content = hashlib.sha256(f"{PATTERN}\n{self.digest}".encode()).hexdigest()
         self.identity = f"{kind}-{self.n_vocab}-{content[:8]}"
         self.encoding = tiktoken.Encoding(
-            self.identity, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.end_of_text}
+            self.identity, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.end_of_text}
         )
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -143,7 +144,7 @@ class RankTokenizer(Tokenizer):
         super().save(folder)
 
     def description(self) -> dict[str, str | int]:
-        return super().description() | {"pattern": self.pattern, "sha256": self.digest}
+        return super().description() | {"pattern": PATTERN, "sha256": self.digest}
 
 
 def without_surrogates(text: str) -> str:
@@ -202,7 +203,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         description = json.loads(path.read_bytes())
         kind, identity = description["kind"], description["identity"]
         if kind in RankTokenizer.KINDS:
-            found: Tokenizer = RankTokenizer(kind, read_ranks(folder / RANKS), description["pattern"])
+            found: Tokenizer = RankTokenizer(kind, read_ranks(folder / RANKS))
         elif kind == "byte":
             found = ByteTokenizer()
         else:
@@ -211,10 +212,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{error.filename} cannot be read ({error.strerror}): {folder} holds no tokenizer") from error
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); copy it again, or prepare the data again") from error
     if found.description() != description:
-        raise UserError(f"{path} says {identity}, but {RANKS} beside it is {found.identity}: one of them was changed")
+        raise UserError(
+            f"{path} says {identity}, but what it describes is {found.identity}: it, or {RANKS}, was changed"
+        )
     return found
 
 
@@ -254,7 +257,7 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 def from_path(path: Path, kind: str) -> Tokenizer:
     """A vocabulary on disk: a rank file, or a folder that `save` wrote (a checkpoint, prepared data)."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(
             f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
         )

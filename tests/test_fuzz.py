@@ -1,0 +1,45 @@
+"""A few hundred hostile inputs at each border: taken, or refused in one line. `bench/fuzz.py` tries a hundred thousand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fuzzing import MEGABYTES, SECONDS, TARGETS, Outcome, Target, fuzz, try_one
+from hypothesis import strategies as st
+
+from andrea.config import UserError
+
+INPUTS = {"configuration": 300, "token shards": 400, "checkpoints": 300, "tokenizer files": 400, "prompts": 150}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_inputs_are_taken_or_refused(name: str, tmp_path: Path) -> None:
+    outcome = fuzz(TARGETS[name], tmp_path, INPUTS[name], first_seed=1)
+    assert outcome.inputs == INPUTS[name] and 0 < outcome.refused < outcome.inputs
+    assert not outcome.findings
+
+
+def test_what_is_neither_is_found(tmp_path: Path) -> None:
+    def survive(number: int) -> None:
+        if number % 3 == 0:
+            raise UserError("refused")
+        if number % 3 == 1:
+            raise KeyError(number)
+
+    outcome = fuzz(Target(st.integers(0, 100), lambda folder: survive), tmp_path, 60, first_seed=1)
+    assert outcome.inputs == 60 and outcome.refused > 0
+    assert any("KeyError" in place for place in outcome.findings)
+
+
+def test_what_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuzzing.SECONDS", 0.05)
+
+    def endless(tried: None) -> None:
+        while True:
+            pass
+
+    outcome = Outcome()
+    try_one(endless, None, outcome)
+    assert any("TooSlow" in place for place in outcome.findings)
+    assert SECONDS == 5 and MEGABYTES == 2048
