@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
 
 END_OF_TEXT = 0  # any token: what is counted does not depend on it
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the products
+# Resident on a CPU beside the tensors of a run, measured by bench/memory.py: interpreter, torch, this package
+PROGRAM_BYTES = 480 * 2**20
+COMPILED_PROGRAM_BYTES = 900 * 2**20  # and the compiler
 
 
 @dataclass(frozen=True)
@@ -32,16 +43,26 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while training."""
+    """Bytes on one device while training: what is kept from step to step, and what one step holds at its fullest."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
+    weights: int  # fp32
+    gradients: int  # fp32
+    optimizer: int  # its state
+    gathered: int  # sharded only: the weights that are whole for a while, and gradients on their way
+    activations: int  # a micro-batch's forward and backward pass at their fullest, see `pass_bytes`
+    update: int  # what the optimizer's step holds besides, when activations are gone
+    program: int  # on a CPU: interpreter, libraries, compiler
+
+    @property
+    def fixed(self) -> int:
+        """What the micro-batch does not change."""
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.program
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """The peak: backward pass or optimizer's step, whichever holds more."""
+        kept = self.weights + self.gradients + self.optimizer + self.program
+        return kept + max(self.gathered + self.activations, self.update)
 
 
 def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> Parameters:
@@ -92,45 +113,135 @@ def plan_memory(
     micro_batch: int,
     precision: str,
     optimizer: str,
+    recompute: bool = False,
+    compiled: bool = False,
+    on_cpu: bool = False,
+    ranks: int = 1,
+    sharded: bool = False,
 ) -> Memory:
-    """Bytes for fp32 weights and gradients, the optimizer's state and what one micro-batch keeps for its backward.
+    """The peak of a training step on one device, by part.
 
-    optimizer: adamw keeps two fp32 numbers a parameter; muon keeps one for the blocks' matrices, two for the rest.
-    Activations are counted by running one forward pass on tensors without memory: what eager code keeps. Compiled code
-    keeps what its compiler decides, mostly less.
+    What is kept: fp32 weights, fp32 gradients (there while all micro-batches but the first run), and the optimizer's
+    state: adamw has two fp32 numbers a parameter; muon one for the blocks' matrices, two for the rest. On top of it
+    comes the larger of two: what the passes of one micro-batch hold (`pass_bytes`), or the temporaries of the
+    optimizer's step (`update_bytes`). recompute: activation checkpointing. on_cpu: the program itself counts, as it is
+    in the same memory.
+
+    sharded: FSDP2 over `ranks` keeps 1/ranks of weights and optimizer state. Gradients of micro-batches before a
+    step's last are kept whole, in fp32: they are summed over ranks once a step. For a while there are besides, in the
+    precision of the products, two blocks' weights and the buffer that the next one's arrive in, one block's gradients
+    in fp32 on their way; and in fp32 embedding, head and final norm, with their gradients. Without `sharded` every
+    rank holds what one device does (DDP's buckets are the gradients themselves).
     """
     if attention.implementation not in ("reference", "chunked"):  # the others need their device, and keep as little
         attention = dataclasses.replace(attention, implementation="auto")
+    with torch.device("meta"):
+        model = GPT(config, attention, n_vocab, END_OF_TEXT)
+    matrices = Counter(
+        tuple(parameter.shape)
+        for name, parameter in model.blocks.named_parameters()
+        if parameter.dim() == 2 and ".compatibility." not in name
+    )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    muon = optimizer == "muon"
+    state = 2 * total - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
+    share, gathered = 1, 0
+    if sharded:
+        share = ranks
+        block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        outside = total - config.n_layer * block
+        gathered = (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
+    return Memory(
+        weights=4 * total // share,
+        gradients=4 * total,
+        optimizer=4 * state // share,
+        gathered=gathered,
+        activations=pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, sharded),
+        update=update_bytes(matrices, precision, share) if muon else 0,
+        program=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
+    )
+
+
+def update_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
+    """The temporaries of Muon's step at their fullest; stacks: how many matrices there are of a shape (rows, columns).
+
+    A stack goes through two moments. First three of it in fp32: gradient, new momentum, what of it is applied. Then
+    one, and in the precision of the products the normalised matrices, three terms of a Newton–Schulz step and the Gram
+    matrices. Several ranks do their share of the matrices each, and hold that four times more: as sent, as received,
+    whole, and as sent back. The stack before still holds its update, in the first moment its gradient too.
+    """
+    product = (torch.bfloat16 if precision == "bf16" else torch.float32).itemsize
+    left, most = 0, 0
+    for (rows, columns), n in stacks.items():
+        kept, whole = n * rows * columns // ranks, -(-n // ranks) * rows * columns
+        in_product = (5 if precision == "bf16" else 4) + (4 if ranks > 1 else 0)  # in fp32 the gradient serves as one
+        gram = whole // max(rows, columns) * min(rows, columns)
+        updates = left * (product + 4 if precision == "bf16" else 4)  # applied in fp32
+        most = max(most, 12 * kept + 4 * left + updates, 4 * kept + product * (in_product * whole + gram) + updates)
+        left = kept
+    return most
+
+
+@functools.lru_cache(maxsize=64)
+def pass_bytes(
+    config: ModelConfig,
+    attention: AttentionConfig,
+    n_vocab: int,
+    micro_batch: int,
+    precision: str,
+    recompute: bool,
+    sharded: bool = False,
+) -> int:
+    """The most that the forward and backward pass of one micro-batch hold at once, besides weights and gradients.
+
+    Counted by running both on tensors without memory, as eager code does: activations kept for the backward pass, the
+    logits in several copies, the loss's gradients, weights in low precision under autocast. Compiled code holds what
+    its compiler decides, mostly less. sharded: blocks' matrices come in that precision already.
+    """
+    dtype = DTYPES[precision]
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
-        total = sum(parameter.numel() for parameter in model.parameters())
-        matrices = sum(
-            parameter.numel()
-            for name, parameter in model.blocks.named_parameters()
-            if parameter.dim() == 2 and ".compatibility." not in name
-        )
-        activations = activation_bytes(model, micro_batch, precision)
-    state = 2 * total - (matrices if optimizer == "muon" else 0)
-    return Memory(weights=4 * total, gradients=4 * total, optimizer=4 * state, activations=activations)
+        if sharded:
+            for module in model.blocks.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight = nn.Parameter(module.weight.to(dtype))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        tokens = torch.zeros(micro_batch, config.sequence_length, dtype=torch.int64)
+        there = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+        with LiveBytes(there) as live:
+            with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
+                logits = model.logits(model(tokens, recompute=recompute))
+                loss = cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="sum")
+            del logits
+            loss.backward()
+    return live.most
 
 
-def activation_bytes(model: GPT, micro_batch: int, precision: str) -> int:
-    """Bytes autograd keeps between the forward and the backward pass of one micro-batch, parameters left out."""
-    kept: dict[int, torch.Tensor] = {}  # by storage: several tensors may be views of one
-    own = {parameter.untyped_storage()._cdata for parameter in (*model.parameters(), *model.buffers())}
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors made while it is on; `most` is the most that were alive at once.
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = tensor
-        return tensor
+    there: tensors that are not counted where an operation returns them.
+    """
 
-    tokens = torch.zeros(micro_batch, model.config.sequence_length, dtype=torch.int64)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", dtype, enabled=precision != "fp32"),
-    ):
-        logits = model.logits(model(tokens))
-        cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    def __init__(self, there: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known = {id(tensor.untyped_storage()) for tensor in there}  # storages: tensors may be views of one another
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.known:
+                self.made(tensor.untyped_storage())
+        return result
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        self.known.add(id(storage))
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self.gone, id(storage), storage.nbytes())
+
+    def gone(self, identity: int, n_byte: int) -> None:
+        self.known.discard(identity)
+        self.now -= n_byte

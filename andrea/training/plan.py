@@ -12,11 +12,15 @@ from andrea.config import Text, TrainingRun, UserError
 from andrea.model.size import Memory, count_parameters, flops_per_token, plan_memory
 from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.console import duration, short
-from andrea.training.device import choose_device, choose_precision
+from andrea.training.device import Choice, choose_compile, choose_device, choose_precision
 from andrea.training.resume import measured_pace
 
 TOKENS_AT_A_TIME_ON_CPU = 4096  # more than this in one pass is no faster on a CPU, and takes more memory
 GPT2_VOCABULARY = 50257  # tiktoken's gpt2, end-of-text included
+GIB = 2**30
+ROOM = 0.8  # share of the free memory that a plan may fill
+CARD = torch.device("cuda")
+CARD_BYTES = 78 * 2**30  # free on a card of 80 GB
 
 
 def planned_vocabulary(run: TrainingRun) -> int:
@@ -54,22 +58,75 @@ def complete(run: TrainingRun) -> TrainingRun:
     return dataclasses.replace(run, name=Text(name))
 
 
-def choose_micro_batch(run: TrainingRun, n_vocab: int, device: torch.device, precision: str) -> int:
-    """The largest divisor of the step's sequences whose planned memory fits; at least 1."""
-    sequences = run.sequences_per_step
-    room = 0.8 * free_bytes(device)
+def choose_micro_batch(
+    run: TrainingRun, n_vocab: int, device: torch.device, precision: str, ranks: int = 1, sharded: bool = False
+) -> int:
+    """The largest divisor of a rank's sequences of a step that is planned to fit in the room there is now; at least 1."""
+    return micro_batches_that_fit(run, n_vocab, device, precision, ROOM * free_bytes(device), ranks, sharded)[0]
+
+
+def micro_batches_that_fit(
+    run: TrainingRun,
+    n_vocab: int,
+    device: torch.device,
+    precision: str,
+    room: float,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> list[int]:
+    """The divisors of a rank's sequences of a step that are planned to fit in `room` bytes, from the largest down; 1 is
+    among them whatever is planned.
+    """
+    sequences = -(-run.sequences_per_step // ranks)
     most = sequences
     if device.type == "cpu":
         most = max(1, min(most, TOKENS_AT_A_TIME_ON_CPU // run.model.sequence_length))
-    one = memory_of(run, n_vocab, 1, precision)
-    fixed = one.total - one.activations
-    divisors = [n for n in range(1, most + 1) if sequences % n == 0]
-    return max((n for n in divisors if fixed + n * one.activations < room), default=1)
+    one, all_ = (memory_of(run, n_vocab, n, device, precision, ranks, sharded) for n in (1, most))
+    # What a pass holds is the larger of several moments, each linear in n: between two counts the chord lies above it.
+    slope = (all_.activations - one.activations) / max(1, most - 1)
+    fit = [1]
+    for n in range(2, most + 1):
+        planned = dataclasses.replace(one, activations=one.activations + round(slope * (n - 1)))
+        if sequences % n == 0 and planned.total <= room:
+            fit.append(n)
+    return fit[::-1]
 
 
-def memory_of(run: TrainingRun, n_vocab: int, micro_batch: int, precision: str) -> Memory:
+def choose_parallel(run: TrainingRun, n_vocab: int, ranks: int, bytes_per_rank: float, precision: str) -> Choice:
+    """ddp where each rank has room for the whole model, its gradients and state beside one sequence, else fsdp; with one
+    rank: none, where that fits.
+    """
+    room = ROOM * bytes_per_rank
+    whole = memory_of(run, n_vocab, 1, CARD, precision).total
+    why = f"the whole model with one sequence needs {whole / GIB:.1f} GiB, of {room / GIB:.1f} that a rank may fill"
+    if whole <= room:
+        return Choice("ddp" if ranks > 1 else "none", why)
+    shared = memory_of(run, n_vocab, 1, CARD, precision, ranks, sharded=True).total
+    return Choice("fsdp", why + (f"; shared by {ranks}, {shared / GIB:.1f}" if ranks > 1 else ""))
+
+
+def memory_of(
+    run: TrainingRun,
+    n_vocab: int,
+    micro_batch: int,
+    device: torch.device,
+    precision: str,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> Memory:
+    flops = run.steps * run.tokens_per_step * flops_per_token(run.model, run.attention, n_vocab)
     return plan_memory(
-        run.model, run.attention, n_vocab, micro_batch=micro_batch, precision=precision, optimizer=run.optimizer.kind
+        run.model,
+        run.attention,
+        n_vocab,
+        micro_batch=micro_batch,
+        precision=precision,
+        optimizer=run.optimizer.kind,
+        recompute=run.train.activation_checkpointing,
+        compiled=choose_compile(run.compile, device, flops).value == "on",
+        on_cpu=device.type == "cpu",
+        ranks=ranks,
+        sharded=sharded,
     )
 
 
@@ -94,7 +151,7 @@ def describe(run: TrainingRun) -> str:
     per_token = flops_per_token(run.model, run.attention, n_vocab)
     chosen = run.train.micro_batch
     micro_batch = choose_micro_batch(run, n_vocab, device, precision.value) if chosen == "auto" else chosen
-    memory = memory_of(run, n_vocab, micro_batch, precision.value)
+    memory = memory_of(run, n_vocab, micro_batch, device, precision.value)
     tokens = run.steps * run.tokens_per_step
     pace = measured_pace(Path(run.runs_dir), run.model.name)
     time = (
@@ -102,7 +159,7 @@ def describe(run: TrainingRun) -> str:
         if pace
         else "not measured yet: known after the first steps of a run"
     )
-    gib = 2**30
+    of_step = f"{micro_batch} of {run.sequences_per_step} sequences at a time"
     rows = [
         ("model", f"{run.model.name}, {n_vocab:,} tokens in the vocabulary, T = {run.model.sequence_length}"),
         ("parameters", f"{parameters.total:,}"),
@@ -112,12 +169,11 @@ def describe(run: TrainingRun) -> str:
         ("  norm", f"{parameters.norm:,}"),
         ("  head", f"{parameters.head:,}" + (" (tied to the embedding)" if run.model.tied_head else "")),
         ("FLOPs per token", f"{per_token:,} (forward and backward)"),
-        ("memory", f"{memory.total / gib:.2f} GiB with {micro_batch} of {run.sequences_per_step} sequences at a time"),
-        ("  weights", f"{memory.weights / gib:.2f} GiB"),
-        ("  gradients", f"{memory.gradients / gib:.2f} GiB"),
-        ("  optimizer", f"{memory.optimizer / gib:.2f} GiB ({run.optimizer.kind})"),
-        ("  activations", f"{memory.activations / gib:.2f} GiB"),
-        ("free here", f"{free_bytes(device) / gib:.2f} GiB on {device}, {precision.value} ({precision.why})"),
+        ("memory", f"{memory.total / GIB:.2f} GiB at the peak, {of_step}"),
+        *((f"  {part}", f"{gib:.2f} GiB") for part, gib in parts_in_gib(memory).items()),
+        ("free here", f"{free_bytes(device) / GIB:.2f} GiB on {device}, {precision.value} ({precision.why})"),
+        ("on 1 × 80 GB", on_cards(run, n_vocab, 1)),
+        ("on 8 × 80 GB", on_cards(run, n_vocab, 8)),
         ("tokens per step", f"{run.tokens_per_step:,}"),
         ("micro-batch", f"{micro_batch} sequences"),
         ("steps", f"{run.steps:,}"),
@@ -126,3 +182,22 @@ def describe(run: TrainingRun) -> str:
         ("expected time", time),
     ]
     return "\n".join(f"{name:<16} {value}" for name, value in rows)
+
+
+def on_cards(run: TrainingRun, n_vocab: int, ranks: int) -> str:
+    """How the run would lie on so many cards of 80 GB: shared how, how many sequences at a time, GiB a card by part."""
+    precision = "bf16" if run.precision == "auto" else run.precision
+    chosen = choose_parallel(run, n_vocab, ranks, CARD_BYTES, precision)
+    sharded = chosen.value == "fsdp" and ranks > 1
+    micro_batch = micro_batches_that_fit(run, n_vocab, CARD, precision, ROOM * CARD_BYTES, ranks, sharded)[0]
+    memory = memory_of(run, n_vocab, micro_batch, CARD, precision, ranks, sharded)
+    if memory.total > ROOM * CARD_BYTES:
+        return f"does not fit: {chosen.why}; train.activation_checkpointing=true takes less"
+    parts = " · ".join(f"{part} {gib:.1f}" for part, gib in parts_in_gib(memory).items())
+    how = f"{chosen.value}, " if ranks > 1 else ""
+    return f"{how}{precision}, {micro_batch} sequences at a time: {memory.total / GIB:.1f} GiB a card ({parts})"
+
+
+def parts_in_gib(memory: Memory) -> dict[str, float]:
+    """The parts that are not empty. Activations and the update are not there at the same time."""
+    return {name: n_byte / GIB for name, n_byte in dataclasses.asdict(memory).items() if n_byte}
