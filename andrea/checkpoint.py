@@ -370,9 +370,13 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
+    for name, tensor in tensors.items():
+        if not bool(tensor.float().isfinite().all()):  # training never saves such numbers, and could not go on from them
+            raise Damaged(f"{path} is damaged: {name} holds numbers that are not finite; use an older checkpoint")
+    return tensors
 
 
 def load_into(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from andrea.config import LoggerConfig, UserError
-from andrea.training.loggers import RunFolder, Wandb, choose_wandb_mode, escape, logged_in, read_lines
+from andrea.training.loggers import Forgiving, RunFolder, Wandb, choose_wandb_mode, escape, logged_in, read_lines
 
 
 def records(*steps: int) -> list[dict]:
@@ -91,3 +91,22 @@ def test_an_offline_run_lies_in_the_runs_folder_and_can_be_gone_on_with(nobody: 
 
 def test_html_in_a_sample_stays_text() -> None:
     assert escape("<b>&") == "&lt;b>&amp;"
+
+
+def test_a_prompt_that_was_no_utf_8_is_written_and_read_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.sample({"step": 1, "prompt": "a\udcff", "text": "é"})
+    folder.cut_after(1)
+    assert read_lines(folder.samples) == [{"step": 1, "prompt": "a\udcff", "text": "é"}]
+
+
+def test_only_wandb_s_own_errors_are_forgiven(capsys: pytest.CaptureFixture) -> None:
+    import wandb
+
+    for error in (wandb.errors.CommError("no server\n  at all"), ConnectionResetError("gone")):
+        with Forgiving("we go on") as told:
+            raise error
+        assert told.failed
+    assert capsys.readouterr().out == "wandb failed (no server at all); we go on\nwandb failed (gone); we go on\n"
+    with pytest.raises(KeyError), Forgiving("we go on"):
+        raise KeyError("a bug")

@@ -87,10 +87,8 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
                 f"{found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} in the model"
             )
     for name, tensor in tensors.items():
-        if tensor.dtype not in WEIGHT_TYPES or not bool(tensor.isfinite().all()):
-            raise Damaged(
-                f"{checkpoint.path} is damaged: {name} is {tensor.dtype} or not finite; use an older checkpoint"
-            )
+        if tensor.dtype not in WEIGHT_TYPES:
+            raise Damaged(f"{checkpoint.path} is damaged: {name} is {tensor.dtype}, no type of weights")
     model = GPT(
         model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text
     )  # buffers (rotary tables) are computed, not stored

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import netrc
 import os
+import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from andrea.checkpoint import flush_to_disk, replace_text, storing
 from andrea.config import LoggerConfig, UserError
 
 AXES = ("tokens", "flops", "seconds")
+WAITS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # of wandb; the second is not known to its older versions
+GOES_ON = "training goes on without it"
 
 
 class Logger(ABC):
@@ -79,12 +83,17 @@ class RunFolder(Logger):
         """Drop what lies beyond a checkpoint's step, and the line of a run that had stopped there."""
         for path in (self.metrics, self.samples, self.alerts):
             kept = [record for record in read_lines(path) if record["step"] <= step and "event" not in record]
-            replace_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+            replace_text(path, "".join(map(line_of, kept)))
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     with storing(path), open(path, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+        stream.write(line_of(record))
+
+
+def line_of(record: dict[str, Any]) -> str:
+    """One line of JSON. Half of a surrogate pair, from a prompt that was no UTF-8, has no bytes: it is written \\udc80."""
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -101,7 +110,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Wandb(Logger):
-    """The same records in Weights & Biases; all runs of a runs_dir keep their files in its one `wandb/` folder."""
+    """The same records in Weights & Biases; all runs of a runs_dir keep their files in its one `wandb/` folder.
+
+    No run ends over wandb. Where its server cannot be reached at the start the run is kept offline; where wandb fails on
+    the way, one line says so and training goes on without it: the run folder has everything.
+    """
 
     def __init__(
         self,
@@ -116,59 +129,93 @@ class Wandb(Logger):
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        self.run = wandb.init(
-            project=config.project,
-            group=config.group or group,
-            tags=config.tags,
-            name=name,
-            id=run_id,
-            resume="allow",
-            dir=str(runs_dir),
-            mode=mode,
-            config=facts,
-            settings=wandb.Settings(init_timeout=30, console="off", silent=True),
-        )
+        self.run_id = run_id or uuid.uuid4().hex[:8]
+        about = {
+            "project": config.project, "group": config.group or group, "tags": config.tags, "name": name,
+            "config": facts, "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
+        }  # fmt: skip
+        known = {key: seconds for key, seconds in WAITS_SECONDS.items() if key in wandb.Settings.model_fields}
+        settings = wandb.Settings(console="off", silent=True, **known)
+        self.run: Any = None
+        for attempt in dict.fromkeys((mode, "offline")):
+            then = "the run is kept offline, `wandb sync` sends it later" if attempt == "online" else GOES_ON
+            with Forgiving(then):
+                self.run = wandb.init(**about, mode=attempt, settings=settings)
+                break
+            self.give_up()  # wandb's process has the run's id, and would not give it out a second time
+        self.tell(self.define_axes)
+
+    def define_axes(self) -> None:
         for axis in ("step", *AXES):
             self.run.define_metric(axis)
         self.run.define_metric("*", step_metric="tokens")
 
-    @property
-    def run_id(self) -> str:
-        return self.run.id
+    def tell(self, call: Callable[[], None]) -> None:
+        """`call` what tells wandb something; nothing is told to a wandb that has failed."""
+        if self.run is None:
+            return
+        with Forgiving(GOES_ON) as told:
+            call()
+        if told.failed:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End wandb's process now: what has failed would fail once more when ours ends, with a traceback."""
+        import wandb
+
+        self.run = None
+        with Forgiving():
+            wandb.teardown()
 
     def record(self, record: dict[str, Any]) -> None:
-        event = record.get("event")
-        if event is None:
-            self.run.log({key: shown(key, value) for key, value in record.items()})
+        if "event" in record:
+            ending = {key: value for key, value in record.items() if key not in ("step", *AXES)}
+            self.tell(lambda: self.run.summary.update(ending))
         else:
-            self.run.summary.update({key: value for key, value in record.items() if key not in ("step", *AXES)})
+            self.tell(lambda: self.run.log({key: shown(key, value) for key, value in record.items()}))
 
     def sample(self, sample: dict[str, Any]) -> None:
-        import wandb
-
-        axes = {axis: sample[axis] for axis in ("step", *AXES)}
-        self.run.log(
-            {**axes, "sample": wandb.Html(f"<pre>{escape(sample['prompt'] + sample['text'])}</pre>", inject=False)}
-        )
+        self.show(sample, "sample", f"<pre>{escape(sample['prompt'] + sample['text'])}</pre>")
 
     def page(self, page: dict[str, Any]) -> None:
+        self.show(page, page["name"], page["html"])
+
+    def show(self, of: dict[str, Any], name: str, html: str) -> None:
         import wandb
 
-        axes = {axis: page[axis] for axis in ("step", *AXES)}
-        self.run.log({**axes, page["name"]: wandb.Html(page["html"], inject=False)})
+        axes = {axis: of[axis] for axis in ("step", *AXES)}
+        self.tell(lambda: self.run.log({**axes, name: wandb.Html(html, inject=False)}))
 
     def alert(self, alert: dict[str, Any]) -> None:
         import wandb
 
         if alert["begins"]:
-            self.run.alert(
-                title=f"{alert['finding']} at step {alert['step']}",
-                text=alert["message"],
-                level=wandb.AlertLevel.WARN,
-            )
+            title = f"{alert['finding']} at step {alert['step']}"
+            self.tell(lambda: self.run.alert(title=title, text=alert["message"], level=wandb.AlertLevel.WARN))
 
     def finish(self, exit_code: int) -> None:
-        self.run.finish(exit_code=exit_code)
+        self.tell(lambda: self.run.finish(exit_code=exit_code))
+
+
+@final
+class Forgiving:
+    """`with` it, wandb's errors are said in one line and go no further; all others are errors as ever.
+
+    wandb's have no common base: the module of the class tells them. That its process is gone is an OSError.
+    """
+
+    def __init__(self, then: str | None = None) -> None:
+        """`then` is what happens next; without it, nothing is said."""
+        self.then, self.failed = then, False
+
+    def __enter__(self) -> Forgiving:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        self.failed = isinstance(error, OSError) or (kind is not None and kind.__module__.split(".")[0] == "wandb")
+        if self.failed and self.then:
+            print(f"wandb failed ({' '.join(str(error).split())[:200] or kind}); {self.then}", flush=True)
+        return self.failed
 
 
 def shown(name: str, value: Any) -> Any:
