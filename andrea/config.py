@@ -729,6 +729,8 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
             return float(value)
         except (ValueError, OverflowError):
             raise wrong from None
+    if hint is str and any("\ud800" <= character <= "\udfff" for character in str(value)):
+        raise UserError(f"{where}={value!r} is not text in UTF-8")
     if hint in (str, Text):
         return str(value)
     if hint is PathText:

@@ -77,11 +77,12 @@ def test_an_offline_run_lies_in_the_runs_folder_and_can_be_gone_on_with(nobody: 
     config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=["a"])
     run_id = None
     for _ in range(2):
-        wandb = Wandb(config, "offline", tmp_path, "run", "tiny", run_id, {"config": {"seed": 1}})
+        facts = {"config": {"seed": 1, "paths": ["\udcff"]}}
+        wandb = Wandb(config, "offline", tmp_path, "run\udcff", "tiny", run_id, facts)
         run_id = run_id or wandb.run_id
         assert wandb.run_id == run_id
         wandb.record({**records(3)[0], "attention/heads/entropy_nats": [[0.5, None], [1.5, 2.0]]})
-        wandb.sample({**records(3)[0], "prompt": "<", "text": "b"})
+        wandb.sample({**records(3)[0], "prompt": "<\udcff", "text": "b"})
         wandb.record({**records(3)[0], "event": "done", "val/bpb": 1.5})
         wandb.finish(0)
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1

@@ -17,6 +17,7 @@ from typing import Any, final
 
 from andrea.checkpoint import flush_to_disk, replace_text, storing
 from andrea.config import LoggerConfig, UserError
+from andrea.text.tokenizer import without_surrogates
 
 AXES = ("tokens", "flops", "seconds")
 WAITS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # of wandb; the second is not known to its older versions
@@ -131,8 +132,8 @@ class Wandb(Logger):
         os.environ.setdefault("WANDB_SILENT", "true")
         self.run_id = run_id or uuid.uuid4().hex[:8]
         about = {
-            "project": config.project, "group": config.group or group, "tags": config.tags, "name": name,
-            "config": facts, "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
+            "project": config.project, "group": config.group or group, "tags": config.tags, "name": whole_characters(name),
+            "config": whole_characters(facts), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
         }  # fmt: skip
         known = {key: seconds for key, seconds in WAITS_SECONDS.items() if key in wandb.Settings.model_fields}
         settings = wandb.Settings(console="off", silent=True, **known)
@@ -184,7 +185,7 @@ class Wandb(Logger):
         import wandb
 
         axes = {axis: of[axis] for axis in ("step", *AXES)}
-        self.tell(lambda: self.run.log({**axes, name: wandb.Html(html, inject=False)}))
+        self.tell(lambda: self.run.log({**axes, name: wandb.Html(whole_characters(html), inject=False)}))
 
     def alert(self, alert: dict[str, Any]) -> None:
         import wandb
@@ -216,6 +217,15 @@ class Forgiving:
         if self.failed and self.then:
             print(f"wandb failed ({' '.join(str(error).split())[:200] or kind}); {self.then}", flush=True)
         return self.failed
+
+
+def whole_characters(value: Any) -> Any:
+    """The same with half surrogate pairs, of which wandb takes none, as U+FFFD: in text, lists and mappings."""
+    if isinstance(value, dict):
+        return {whole_characters(key): whole_characters(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [whole_characters(entry) for entry in value]
+    return without_surrogates(value) if isinstance(value, str) else value
 
 
 def shown(name: str, value: Any) -> Any:
