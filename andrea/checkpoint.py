@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 LARGEST_JSON_BYTES = 1 << 26
-STATE_TYPES = {"step": (int,), "tokens": (int,), "config": (dict,), "val_bpb": (float, type(None))}  # what readers rely on
+# of state.json: what readers rely on
+STATE_TYPES = {"step": (int,), "tokens": (int,), "config": (dict,), "val_bpb": (float, type(None))}
 STEP_NAME = re.compile(r"step-\d{8,}")
 SHARDS = "shards"
 FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -251,6 +252,8 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
 def checkpoints_of(run: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first."""
     folder = run / "checkpoints"
+    if not os.path.isdir(folder):  # which is False, too, where it is someone else's
+        return []
     return sorted(path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir())
 
 
@@ -264,10 +267,14 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
     return None
 
 
+def runs_of(runs_dir: Path) -> list[Path]:
+    """The run folders that hold checkpoints, in no order."""
+    return [path for path in Path(runs_dir).glob("*") if checkpoints_of(path)] if os.path.isdir(runs_dir) else []
+
+
 def newest_run(runs_dir: Path) -> Path | None:
     """The run folder that was written to last: the newest checkpoint decides."""
-    runs = [path for path in Path(runs_dir).glob("*") if checkpoints_of(path)]
-    return max(runs, key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
+    return max(runs_of(runs_dir), key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
 
 
 def locate(
@@ -284,13 +291,13 @@ def locate(
                 f"no checkpoint under runs_dir={runs_dir}; train one with `python train.py`, or name one with {key}=…"
             )
     else:
-        run = next((path for path in (Path(asked), Path(runs_dir) / asked) if path.is_dir()), None)
+        run = next((path for path in (Path(asked), Path(runs_dir) / asked) if os.path.isdir(path)), None)
         if run is None:
-            names = [path.name for path in Path(runs_dir).glob("*") if checkpoints_of(path)]
+            names = [path.name for path in runs_of(runs_dir)]
             raise UserError(
                 f"{key}={asked} is neither a folder nor a run under runs_dir={runs_dir}{nearest(asked, names)}"
             )
-        if not checkpoints_of(run) and not (run / "checkpoints").is_dir():
+        if not checkpoints_of(run) and not os.path.isdir(run / "checkpoints"):
             return read_checkpoint(run)
     found = newest_whole(run, report)
     if found is None:
@@ -374,7 +381,9 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
     for name, tensor in tensors.items():
-        if not bool(tensor.float().isfinite().all()):  # training never saves such numbers, and could not go on from them
+        if not bool(
+            tensor.float().isfinite().all()
+        ):  # training never saves such numbers, and could not go on from them
             raise Damaged(f"{path} is damaged: {name} holds numbers that are not finite; use an older checkpoint")
     return tensors
 

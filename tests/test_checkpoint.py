@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,9 @@ from andrea.checkpoint import (
     write_checkpoint,
 )
 from andrea.config import UserError
-from andrea.text.tokenizer import ByteTokenizer
+from andrea.text.corpus import Source
+from andrea.text.shards import find_shards
+from andrea.text.tokenizer import ByteTokenizer, from_path, load_gpt2
 
 
 def write(run: Path, step: int, **more: object) -> Path:
@@ -246,3 +251,35 @@ def test_a_version_beyond_numbers_and_names_that_are_none_are_refused(tmp_path: 
         (path / "manifest.json").write_text(wrong)
         with pytest.raises(Damaged):
             read_checkpoint(path)
+
+
+@contextmanager
+def shut(folder: Path) -> Iterator[None]:
+    """`folder` without rights on it; root, whom no rights stop, is nobody meanwhile."""
+    rights, user = folder.stat().st_mode, os.geteuid()
+    folder.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(rights)
+
+
+def test_folders_of_someone_else_are_passed_over_or_refused(tmp_path: Path) -> None:
+    write(tmp_path / "theirs", 1)
+    with shut(tmp_path / "theirs"):
+        assert checkpoints_of(tmp_path / "theirs") == []
+        for refused in (
+            lambda: locate(str(tmp_path / "theirs" / "checkpoints"), tmp_path),
+            lambda: locate("theirs", tmp_path),
+            lambda: read_checkpoint(tmp_path / "theirs"),
+            lambda: find_shards("a", tmp_path / "theirs" / "a.bin", "data.path"),
+            lambda: Source("a", "text", tmp_path / "theirs" / "a.txt"),
+            lambda: from_path(tmp_path / "theirs", "bpe"),
+            lambda: load_gpt2(str(tmp_path / "theirs" / "a")),
+            lambda: load_gpt2(str(tmp_path / "theirs")),
+        ):
+            with pytest.raises(UserError):
+                refused()

@@ -70,7 +70,7 @@ class Source:
         """`key` is what messages name. Raises UserError where `path` is missing or holds nothing."""
         self.name, self.kind, self.key = name, kind, key
         self.root = path if path is not None else Path(sysconfig.get_paths()["stdlib"])
-        if not self.root.exists():
+        if not os.path.exists(self.root):
             raise UserError(f"{key}={self.root} does not exist; name a file or a folder")
         suffixes = (".py",) if kind == "pystdlib" else SUFFIXES
         left_out = NOT_LIBRARY if kind == "pystdlib" else set()

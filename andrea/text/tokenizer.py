@@ -261,9 +261,9 @@ def from_path(path: Path, kind: str) -> Tokenizer:
         raise UserError(
             f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
         )
-    if path.is_file():
+    if os.path.isfile(path):
         return RankTokenizer(kind, read_ranks(path))
-    if not (path / DESCRIPTION).exists():
+    if not os.path.exists(path / DESCRIPTION):
         raise UserError(
             f"tokenizer.path={path} holds no {DESCRIPTION}; name a checkpoint, prepared data or a rank file"
         )
@@ -280,7 +280,7 @@ def load_gpt2(path: str | None) -> Tokenizer:
     if path is None:
         return download_gpt2()
     folder = Path(path).expanduser()
-    if folder.is_file() or (folder / DESCRIPTION).exists() or not folder.exists():
+    if os.path.isfile(folder) or os.path.exists(folder / DESCRIPTION) or not os.path.exists(folder):
         found = from_path(folder, "gpt2")
     else:
         found = from_pair(folder)
@@ -295,7 +295,7 @@ def from_pair(folder: Path) -> Tokenizer:
     """GPT-2's published pair of files, under their own names or those of tiktoken's cache."""
     contents = {}
     for name, (cached_name, sha256) in GPT2_FILES.items():
-        found = [folder / choice for choice in (cached_name, name) if (folder / choice).is_file()]
+        found = [folder / choice for choice in (cached_name, name) if os.path.isfile(folder / choice)]
         if not found:
             raise UserError(f"tokenizer.path={folder} lacks {name} (or {cached_name}, its name in tiktoken's cache)")
         contents[name] = found[0].read_bytes()
