@@ -58,7 +58,15 @@ from andrea.sweep import read_values, split
 from andrea.text.loader import Loader
 from andrea.text.prepare import prepare
 from andrea.text.shards import MAGIC, ShardWriter
-from andrea.text.tokenizer import ByteTokenizer, Tokenizer, load_gpt2, load_tokenizer, train_bpe, without_surrogates
+from andrea.text.tokenizer import (
+    ByteTokenizer,
+    RankTokenizer,
+    Tokenizer,
+    load_gpt2,
+    load_tokenizer,
+    train_bpe,
+    without_surrogates,
+)
 from andrea.training import plan
 
 SECONDS = 5.0
@@ -532,60 +540,51 @@ def make_shards(folder: Path) -> Survive:
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
-offsets = st.one_of(
-    st.tuples(st.integers(0, 5000), st.integers(0, 5000)),
-    st.tuples(numbers, numbers),
-    st.lists(numbers, max_size=3),
-    wild_json,
+DTYPE_BYTES = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "I64": 8, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+               "F8_E8M0": 1, "C64": 8, "U64": 8, "U16": 2}  # fmt: skip
+dtypes = st.sampled_from([*DTYPE_BYTES, "F4", "F6_E2M3", "x", "\u00e9"])
+clean_numbers = st.one_of(st.integers(0, 300), st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1, 2**64, 10**30, -1, 0.5]))
+clean_names = st.one_of(
+    st.sampled_from(
+        ["embedding.weight", "final_norm.weight", "__metadata__", "../x", "blocks.0.mlp.up.weight", "/", "\0"]
+    ),
+    st.text(max_size=8),
 )
-tensor_entries = st.fixed_dictionaries(
+tensor_entries = st.fixed_dictionaries(  # JSON as the library reads it; what is in it need not fit
     {
-        "dtype": st.one_of(
-            st.sampled_from(
-                [
-                    "F32",
-                    "F64",
-                    "F16",
-                    "BF16",
-                    "I8",
-                    "U8",
-                    "I64",
-                    "BOOL",
-                    "F8_E4M3",
-                    "F8_E8M0",
-                    "F4",
-                    "F6_E2M3",
-                    "C64",
-                    "U64",
-                    "x",
-                ]
-            ),
-            wild_json,
-        ),
-        "shape": st.one_of(st.lists(st.integers(0, 300), max_size=3), st.lists(numbers, max_size=4), wild_json),
-        "data_offsets": offsets,
+        "dtype": st.one_of(dtypes, dtypes, clean_numbers),
+        "shape": st.one_of(st.lists(clean_numbers, max_size=4), clean_numbers, st.none()),
+        "data_offsets": st.lists(clean_numbers, min_size=2, max_size=2)
+        | st.lists(clean_numbers, max_size=3)
+        | st.text(max_size=3),
     }
 )
-safetensors_files = st.builds(
-    lambda length, entries, tail, raw: safetensors_bytes(length, entries, tail, raw),
-    st.one_of(
-        st.none(), st.none(), st.sampled_from([0, 1, 2**60, 2**62, 2**64 - 1, 100_000_001]), st.integers(0, 2**64 - 1)
+fitting_tensors = st.lists(  # offsets and sizes that fit: only what they say of the model is wrong
+    st.tuples(
+        clean_names, st.sampled_from(list(DTYPE_BYTES)), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 255)
     ),
-    st.one_of(
-        st.dictionaries(
-            st.one_of(
-                st.sampled_from(
-                    ["embedding.weight", "final_norm.weight", "__metadata__", "../x", "blocks.0.mlp.up.weight"]
-                ),
-                any_text,
-            ),
-            st.one_of(tensor_entries, tensor_entries, wild_json),
-            max_size=4,
-        ),
-        wild_json,
+    max_size=5,
+    unique_by=lambda entry: entry[0],
+)
+any_length = st.one_of(
+    st.none(),
+    st.none(),
+    st.none(),
+    st.sampled_from([0, 1, 2**60, 2**62, 2**64 - 1, 100_000_001]),
+    st.integers(0, 2**64 - 1),
+)
+raw_headers = st.sampled_from(
+    [DEEP.encode(), b"\xff\xfe", b'{"a":' * 5000, b'{"a":1,"a":1}', b" " * 1000, b'{"a":NaN}']
+)
+safetensors_files = st.one_of(
+    st.builds(lambda tensors: fitting_bytes(tensors), fitting_tensors),
+    st.builds(
+        lambda length, entries, tail: headed(length, json_text(entries)) + tail,
+        any_length,
+        st.dictionaries(clean_names, st.one_of(tensor_entries, tensor_entries, clean_numbers, st.none()), max_size=4),
+        st.binary(max_size=200),
     ),
-    st.binary(max_size=200),
-    st.sampled_from([None] * 9 + [DEEP.encode(), b"\xff\xfe", b'{"a":' * 5000, b'{"a":1,"a":1}', b" " * 1000]),
+    st.builds(lambda length, header: headed(length, header), any_length, raw_headers | wild_json.map(json_text)),
 )
 checkpoint_files = [
     "model.safetensors",
@@ -635,9 +634,17 @@ checkpoints = st.one_of(
 )
 
 
-def safetensors_bytes(length: int | None, entries: Any, tail: bytes, raw: bytes | None) -> bytes:
-    header = raw if raw is not None else json_text(entries)
-    return (len(header) if length is None else length).to_bytes(8, "little") + header + tail
+def headed(length: int | None, header: bytes) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header
+
+
+def fitting_bytes(tensors: list[tuple[str, str, list[int], int]]) -> bytes:
+    entries, content = {}, b""
+    for name, dtype, shape, byte in tensors:
+        size = math.prod(shape) * DTYPE_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(content), len(content) + size]}
+        content += bytes([byte]) * size
+    return headed(None, json_text(entries)) + content
 
 
 def tiny_model(n_vocab: int, end_of_text: int, **changes: Any) -> GPT:
@@ -745,6 +752,12 @@ rank_lines = st.lists(
 tokenizer_files = ["tokenizer.json", "tokenizer.tiktoken"]
 tokenizers = st.one_of(
     st.tuples(st.just("ranks"), st.just("tokenizer.tiktoken"), rank_lines, st.integers()),
+    st.tuples(
+        st.just("odd"),
+        st.just("tokenizer.tiktoken"),
+        st.sets(st.binary(min_size=2, max_size=12), max_size=20),
+        st.integers(),
+    ),
     st.tuples(st.just("bits"), st.sampled_from(tokenizer_files), st.just(None), st.integers()),
     st.tuples(st.just("tree"), st.just("tokenizer.json"), wild_json, st.integers()),
     st.tuples(
@@ -810,6 +823,13 @@ def make_tokenizers(folder: Path) -> Survive:
             at = chance.randrange(len(lines))
             lines[at : at + chance.randrange(3)] = new
             files[name] = b"\n".join(lines)
+        elif (
+            what == "odd"
+        ):  # whole, and like nothing that training makes: ids in any order, tokens that nothing merges to
+            tokens = [bytes([value]) for value in range(256)] + sorted(new)
+            chance.shuffle(tokens)
+            RankTokenizer("bpe", {token: rank for rank, token in enumerate(tokens)}).save(place)
+            files = {each: (place / each).read_bytes() for each in tokenizer_files}
         elif what == "bits":
             files[name] = damaged(files[name], chance)
         elif what == "raw":
