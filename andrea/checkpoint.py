@@ -381,9 +381,8 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
     for name, tensor in tensors.items():
-        if not bool(
-            tensor.float().isfinite().all()
-        ):  # training never saves such numbers, and could not go on from them
+        comparable = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite of 8-bit floats
+        if not bool(comparable.isfinite().all()):  # training never saves such numbers, and could not go on from them
             raise Damaged(f"{path} is damaged: {name} holds numbers that are not finite; use an older checkpoint")
     return tensors
 
