@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     if config.dry_run:
         print(plan.describe(config))
         return 0
-    with joined(config.parallel.watchdog_minutes) as ranks:
+    with joined(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.told(lambda: resume.find_resume(config))
         if checkpoint is not None:
             merged, changes = resume.merge(
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             ranks.told(lambda: resume.show_resume(checkpoint, changes))
         elif config.resume:
             ranks.told(lambda: print("nothing to resume yet: starting"))
-        return start(config, checkpoint, ranks, observe=small_lens)
+        return start(config, checkpoint, ranks, watchdog, observe=small_lens)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process a core
 os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run here without a card; read when they are imported
@@ -82,6 +83,13 @@ def tiny_words(place: Path, notes: Path, *words: str) -> list[str]:
 def tiny_command(place: Path, notes: Path, *words: str) -> list[str]:
     """The same as a process of its own."""
     return [sys.executable, str(ROOT / "train.py"), *tiny_words(place, notes, *words)]
+
+
+def torchrun(ranks: int, words: list[str], restarts: int = 0, **options: Any) -> subprocess.Popen:
+    """Start train.py's command line on so many ranks of this machine; standard output and error in one stream."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={restarts}", str(ROOT / "train.py"), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def with_own_mounts(mount: str, folder: Path, command: list[str], after: str = "") -> subprocess.CompletedProcess:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import re
+import secrets
+import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,9 +25,11 @@ from torch import Tensor
 from andrea.attention import HeadStatistics
 from andrea.config import UserError
 from andrea.training.elastic import RankError, RankLost
+from andrea.training.watchdog import StoreWatchdog, Watchdog
 
 Result = TypeVar("Result")
 FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by it, and by jobs of ours
+TO_MEET, A_DAY = datetime.timedelta(minutes=10), datetime.timedelta(days=1)
 LOST_CONTACT = re.compile(r"gloo|nccl|Connection (closed|reset|refused)|Broken pipe|Socket", re.IGNORECASE)
 
 
@@ -106,32 +112,75 @@ class ToldError(UserError):
 
 
 @contextlib.contextmanager
-def joined(watchdog_minutes: float) -> Iterator[Ranks]:
-    """The ranks of the run that torchrun has started, or this process alone.
+def joined(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
+    """The ranks of the run that torchrun has started, or this process alone; and who watches that none stands still.
 
-    Raises RankLost where a rank dies or stops answering; a rank that stands still is the watchdog's business, so the
-    group's own time limit is longer than its.
+    Raises RankLost where another rank is gone.
     """
     if not all(name in os.environ for name in FROM_TORCHRUN):
-        yield Ranks()
+        yield Ranks(), Watchdog()
         return
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
-    limit = datetime.timedelta(minutes=2 * watchdog_minutes + 1)
     with contact_watched():
-        dist.init_process_group(backend, timeout=limit)
+        store, board = stores(ranks)
+        # Waiting is limited by the watchdog, which says whom it waits for.
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=A_DAY)
+    watchdog = StoreWatchdog(ranks.rank, ranks.size, board, watchdog_minutes)
     try:
         with contact_watched():
-            yield ranks
+            yield ranks, watchdog
             dist.barrier()  # nobody leaves while another still writes or reads
     except ToldError:
         raise
     except UserError as error:
         raise error if ranks.first else RankError(f"rank {ranks.rank}: {error}") from error
     finally:
+        watchdog.finish()
         dist.destroy_process_group()
+
+
+def stores(ranks: Ranks) -> tuple[dist.Store, dist.Store]:
+    """Where the ranks of this start find each other, and where they tell each other that they are alive.
+
+    torchrun keeps one store over all restarts, and what ranks of the start before have left there looks like news
+    (pytorch issue 135712): the ranks then wait for the dead. So rank 0 opens a store of its own for each start and posts
+    where it is; a post that leads to nobody is an old one.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        kept = dist.TCPStore(host, port, ranks.size, is_master=ranks.first, timeout=TO_MEET)
+        return dist.PrefixStore("group", kept), dist.PrefixStore("board", kept)
+    kept = dist.TCPStore(host, port, is_master=False, timeout=TO_MEET)
+    if ranks.first:
+        mine = own_address(host, port)
+        server = dist.TCPStore(mine, 0, is_master=True, wait_for_workers=False, timeout=TO_MEET)
+        start = secrets.token_hex(8)
+        server.set(start, "here")
+        kept.set("andrea/meeting", json.dumps([mine, server.port, start]))
+        return dist.PrefixStore("group", server), dist.PrefixStore(start, kept)
+    deadline = time.monotonic() + TO_MEET.total_seconds()
+    while time.monotonic() < deadline:
+        address, its_port, start = json.loads(kept.get("andrea/meeting"))
+        try:
+            socket.create_connection((address, its_port), timeout=5).close()  # torch would try a closed port for long
+            server = dist.TCPStore(address, its_port, is_master=False, timeout=datetime.timedelta(seconds=20))
+            if server.check([start]):
+                server.set_timeout(TO_MEET)
+                return dist.PrefixStore("group", server), dist.PrefixStore(start, kept)
+        except (OSError, dist.DistError):
+            time.sleep(0.2)
+    raise RankLost(f"rank 0 has not opened a place to meet within {TO_MEET}")
+
+
+def own_address(host: str, port: int) -> str:
+    """The address under which this machine is seen by those that see `host`."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as towards:  # sends nothing
+        towards.connect(address)
+        return towards.getsockname()[0]
 
 
 @contextlib.contextmanager
@@ -142,5 +191,6 @@ def contact_watched() -> Iterator[None]:
     except RuntimeError as error:
         is_distributed = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
         if is_distributed or LOST_CONTACT.search(str(error)):
-            raise RankLost(str(error).strip().splitlines()[0]) from error
+            words = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without the line of torch's source
+            raise RankLost(words.partition(". This is typically")[0]) from error
         raise

@@ -15,8 +15,8 @@ FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sou
          "train.tokens_per_step")  # fmt: skip
 # Says where to look, not what to train; never taken from the saved run.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
-# Settled for a number of ranks: each has its threads and its rows of a step.
-OF_THE_RANKS = ("threads", "train.micro_batch")
+# Chosen for a number of ranks: each has its threads and its rows of a step, and they share the model in their own way.
+OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 
 def find_resume(run: TrainingRun) -> Checkpoint | None:
@@ -62,8 +62,8 @@ def merge(
     for its machine's sake is settled anew where the number of ranks is another (`other_ranks`).
     """
     before, now = flatten(saved), flatten(composed)
-    forgotten = OF_THE_RANKS if other_ranks else ()
-    before = {key: now[key] if key in forgotten else value for key, value in before.items()}
+    if other_ranks:
+        before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
     before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # groups since then
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)

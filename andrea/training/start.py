@@ -57,14 +57,13 @@ Observe = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> HT
 
 
 def start(
-    run: TrainingRun, checkpoint: Checkpoint | None, ranks: Ranks | None = None, observe: Observe | None = None
+    run: TrainingRun, checkpoint: Checkpoint | None, ranks: Ranks, watchdog: Watchdog, observe: Observe | None = None
 ) -> int:
     """Train `run`, from `checkpoint` where one is given; returns the process's exit code. Raises UserError.
 
     Every rank calls it. observe: draws the page of a fixed prompt at each evaluation; what rooms above this one show, the
     script hands over.
     """
-    ranks = ranks or Ranks()
     console = Console(run.steps, quiet=not ranks.first)
     device = choose_device(run.device)
     folder = run_folder_of(checkpoint) if checkpoint else ranks.told(lambda: new_run_folder(run))
@@ -105,7 +104,6 @@ def start(
         facts = {"config": to_plain(run), "data": corpus.fingerprint, "wandb_id": run_id, "ranks": ranks.size}
 
         health = make_health(run, corpus, checkpoint)
-        watchdog = Watchdog(ranks, run.parallel.watchdog_minutes)
         trainer = Trainer(
             run=run, folder=folder, corpus=corpus, parallel=parallel, loss_sum=loss, optimizer=optimizer, scale=scale,
             device=device, precision=run.precision, micro_batch=run.train.micro_batch, flops_per_token=per_token,
@@ -117,7 +115,6 @@ def start(
         try:
             code = trainer.train()
         finally:
-            watchdog.finish()
             for logger in loggers:
                 logger.finish(code)
         return code

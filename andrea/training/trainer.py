@@ -405,7 +405,8 @@ class Trainer:
         self.console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         self.console.say(f"{why} at step {progress.step} of {self.run.steps}{bits} · {path}")
-        resume = f"python train.py name={self.folder.name} resume=auto"
+        program = "torchrun … train.py" if self.ranks.joined else "python train.py"
+        resume = f"{program} name={self.folder.name} resume=auto"
         self.console.say(f"next: python sample.py checkpoint={path}" if done else f"go on with: {resume}")
         return 128 + (self.signal or signal.SIGTERM) if why == "interrupted" else 0
 

@@ -13,34 +13,37 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
-
-from andrea.training.distributed import Ranks
 
 EXIT_CODE = 6  # a rank was lost: a restart may cure it
 
 
 class Watchdog:
-    """`at` is told by the trainer where it stands; with one process nothing watches."""
-
-    def __init__(self, ranks: Ranks, minutes: float) -> None:
-        self.ranks, self.limit_s = ranks, 60 * minutes
-        self.interval_s = min(2.0, self.limit_s / 8)
-        self.moves, self.step, self.doing = 0, 0, "starting"
-        self.moved = time.monotonic()
-        self.over = threading.Event()
-        if ranks.size > 1:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            limit = datetime.timedelta(seconds=10)
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self.store = dist.PrefixStore(f"andrea/watchdog/{attempt}", store)
-            threading.Thread(target=self.watch, daemon=True).start()
+    """What the trainer tells where it stands; of one process nobody wants to know."""
 
     def at(self, step: int, doing: str) -> None:
-        """The main thread has come this far."""
+        """The main thread has come this far; from the first call on it may not stand still."""
+
+    def finish(self) -> None:
+        """Nothing is watched any more."""
+
+
+class StoreWatchdog(Watchdog):
+    """board: a store that outlives the ranks, torchrun's, and holds nothing of earlier starts."""
+
+    def __init__(self, rank: int, size: int, board: dist.Store, minutes: float) -> None:
+        self.rank, self.size, self.board, self.limit_s = rank, size, board, 60 * minutes
+        self.board.set_timeout(datetime.timedelta(seconds=max(10, self.limit_s / 4)))
+        self.interval_s = min(2.0, self.limit_s / 8)
+        self.moves, self.step, self.doing = 0, 0, "starting"
+        self.moved: float | None = None
+        self.over = threading.Event()
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def at(self, step: int, doing: str) -> None:
         self.moves, self.step, self.doing, self.moved = self.moves + 1, step, doing, time.monotonic()
 
     def finish(self) -> None:
@@ -49,40 +52,46 @@ class Watchdog:
     # ---------------------------------------------------------------------------------------------- in the thread
 
     def watch(self) -> None:
-        beats = 0
+        """Each rank looks after itself and after the next one, so that the store has little to do with many ranks."""
+        beats, neighbour = 0, (self.rank + 1) % self.size
+        heard, seen = None, time.monotonic()
         while not self.over.wait(self.interval_s):
             beats += 1
             try:
                 self.tell(beats)
-                if time.monotonic() - self.moved > self.limit_s:
-                    self.end(f"rank {self.ranks.rank}: step {self.step}: {self.accusation(beats)}")
-            except dist.DistError as error:  # torchrun itself, or the machine it runs on, is gone
-                if time.monotonic() - self.moved > self.limit_s:
-                    self.end(f"rank {self.ranks.rank}: step {self.step}: no rank can be asked: {error}")
+                now = self.told([neighbour])[0]
+                if now != heard:
+                    heard, seen = now, time.monotonic()
+                stands_still = self.moved is not None and time.monotonic() - self.moved > self.limit_s
+                if stands_still or time.monotonic() - seen > self.limit_s:
+                    self.end(f"step {self.step}: {self.accusation(beats)}")
+            except dist.DistError as error:  # torchrun, or the machine that it runs on, is gone
+                if time.monotonic() - seen > self.limit_s:
+                    self.end(f"step {self.step}: torchrun's store does not answer: {error}")
 
     def tell(self, beats: int) -> None:
         now = {"beats": beats, "moves": self.moves, "step": self.step, "doing": self.doing}
-        self.store.set(f"rank {self.ranks.rank}", json.dumps(now))
+        self.board.set(f"rank {self.rank}", json.dumps(now))
 
-    def told(self) -> list[dict[str, Any] | None]:
-        keys = [f"rank {rank}" for rank in range(self.ranks.size)]
-        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+    def told(self, ranks: Iterable[int]) -> list[dict[str, Any] | None]:
+        keys = [f"rank {rank}" for rank in ranks]
+        return [json.loads(self.board.get(key)) if self.board.check([key]) else None for key in keys]
 
     def accusation(self, beats: int) -> str:
         """Which rank all wait for, from two looks at what they tell."""
-        earlier = self.told()
+        earlier = self.told(range(self.size))
         for beat in range(3):
             time.sleep(self.interval_s)
             self.tell(beats + 1 + beat)
-        now = self.told()
+        now = self.told(range(self.size))
         silent = [r for r, (old, new) in enumerate(zip(earlier, now, strict=True)) if new is None or old == new]
-        least = min((about["moves"] for about in now if about is not None), default=0)
+        least = min(about["moves"] for about in now if about is not None)
         behind = [r for r, about in enumerate(now) if about is not None and about["moves"] == least]
         if silent:
             return "; ".join(f"rank {rank} does not answer, {stands(now[rank])}" for rank in silent)
-        if len(behind) < self.ranks.size:
+        if len(behind) < self.size:
             return "; ".join(f"rank {rank} stands still, {stands(now[rank])}" for rank in behind)
-        return f"all ranks stand still, {stands(now[self.ranks.rank])}: the network or a device hangs"
+        return f"all ranks stand still, {stands(now[self.rank])}: the network or a device hangs"
 
     def end(self, line: str) -> None:
         """Say so, once for all ranks, and leave: the main thread waits where nothing can wake it."""
@@ -90,12 +99,12 @@ class Watchdog:
             return
         if self.first_to_say():
             hint = "raise parallel.watchdog_minutes if it only takes longer"
-            print(f"error: {line} ({self.limit_s:.0f} s); {hint}", file=sys.stderr, flush=True)
+            print(f"error: {line} (no progress for {self.limit_s:.0f} s); {hint}", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 
     def first_to_say(self) -> bool:
         try:
-            return self.store.add("said", 1) == 1
+            return self.board.add("said", 1) == 1
         except dist.DistError:
             return True
 
