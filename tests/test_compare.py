@@ -273,7 +273,7 @@ def test_a_word_that_is_a_path_is_a_path_even_with_an_equals_sign(tmp_path: Path
         (["runs=a", "size=100x100"], "size=100x100"),
         (["runs=a", "predict_tokens=5"], "set predict=andrea-480m"),
         (["runs=a", "predict=andrea-nano", "predict_tokens=-5"], "predict_tokens=-5 must be greater"),
-        (["runs=a", "seed=-1"], "seed=-1 must be at least"),
+        (["runs=a", "seed=-1"], "seed=-1 must be from 0"),
         (["runs=a", "predcit=x"], "did you mean predict"),
     ],
 )
