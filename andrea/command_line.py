@@ -111,9 +111,7 @@ def compose(kind: type, config_name: str, line: CommandLine) -> dict:
     """The YAML of `config_name` and its chosen groups, with the typed values laid over it, as plain mappings."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
@@ -122,7 +120,7 @@ def compose(kind: type, config_name: str, line: CommandLine) -> dict:
                 config_name, overrides=[f"{group}={choice}" for group, choice in line.groups.items()]
             )
         plain = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (*hydra_errors(), YAMLError) as error:
         raise UserError(f"configs/{config_name}.yaml or a group it names cannot be read: {error}") from error
     return lay_over(plain, line.values)
 
@@ -130,6 +128,14 @@ def compose(kind: type, config_name: str, line: CommandLine) -> dict:
 def configure(kind: type, config_name: str, argv: list[str]) -> Any:
     """From the command line to the checked, frozen configuration: `read`, `compose`, `parse`."""
     return parse(kind, compose(kind, config_name, read(kind, argv)))
+
+
+def hydra_errors() -> tuple[type[Exception], ...]:
+    """What Hydra raises over what it was given."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    return HydraException, OmegaConfBaseException
 
 
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:

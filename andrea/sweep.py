@@ -8,6 +8,7 @@ by the run itself, a process like any other, and one that fails does not end the
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.command_line import CONFIGS, check_choice, hint_of, keys
+from andrea.command_line import CONFIGS, check_choice, hint_of, hydra_errors, keys
 from andrea.config import TrainingRun, UserError, folder_name, nearest, readable_path
 
 SWITCHES = ("-m", "--multirun")
 INTERRUPTED = (130, 143)
+FULL_ERROR = "HYDRA_FULL_ERROR"
 LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
 
 
@@ -52,7 +54,10 @@ def sweep(script: Path, argv: list[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     launch(script, typed, varied, group, folder, of_hydra)
-    return report([Job(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))])
+    jobs = [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
+    if not jobs:
+        raise UserError(f"the sweep makes no run: {' '.join(f'{key}={typed[key]}' for key in varied)} has no values")
+    return report(jobs)
 
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -122,11 +127,19 @@ def launch(
     numbered = [f"+value{number}={value}" for number, value in enumerate(typed.values())]
     quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", "hydra.output_subdir=null"]
     place = [f"hydra.sweep.dir={folder.resolve()}", "hydra.sweep.subdir=."]
-    before, sys.argv = sys.argv, [str(script), "--multirun", *quiet, *place, *of_hydra, *numbered]
+    words, full = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv = [str(script), "--multirun", *quiet, *place, *of_hydra, *numbered]
+    os.environ[FULL_ERROR] = "1"  # or Hydra prints what is wrong in lines of its own, and leaves with exit code 1
     try:
         hydra.main(config_path=None, config_name=None, version_base="1.3")(run_job)()
+    except hydra_errors() as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"{' '.join(of_hydra) or 'the sweep'} is not something Hydra can do: {said}") from None
     finally:
-        sys.argv = before
+        sys.argv = words
+        os.environ.pop(FULL_ERROR)
+        if full is not None:
+            os.environ[FULL_ERROR] = full
 
 
 def run_name(own: list[str], group: str) -> str:

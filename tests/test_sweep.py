@@ -36,6 +36,10 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
         (["name=a", "seed=1,2"], "name="),
         (["seed"], "key=value"),
         (["data.path={a", "seed=1,2"], "data.path={a"),
+        (["hydra.nonsense=1", "seed=1,2"], "hydra.nonsense=1 is not something Hydra can do"),
+        (["hydra/launcher=nope", "seed=1,2"], "hydra/launcher=nope"),
+        (["hydra.sweep.dir=${nope}", "seed=1,2"], "hydra.sweep.dir"),
+        (["train.eval_every=glob(*)"], "train.eval_every=glob(*) has no values"),
         (["logger.group=../..", "seed=1,2"], "logger.group='../..' is not a folder name"),
         (["optimizer.weight_decay=" + "[" * 3000, "seed=1,2"], "optimizer.weight_decay="),
         (["optimizer.weight_decay=" + "1," * 3000, "seed=1,2"], "6000 characters"),
@@ -46,7 +50,7 @@ def test_a_wrong_sweep_is_one_line_and_starts_nothing(
 ) -> None:
     code, out, error = run_script(script("train"), ["--multirun", f"runs_dir={tmp_path / 'runs'}", *words], capsys)
     assert (code, out) == (2, "") and named in error and error.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
