@@ -21,9 +21,10 @@ from andrea.model.gpt import GPT
 
 END_OF_TEXT = 0  # any token: what is counted does not depend on it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the products
-# Resident on a CPU beside the tensors of a run, measured by bench/memory.py: interpreter, torch, this package
-PROGRAM_BYTES = 480 * 2**20
+# On a CPU, measured by bench/memory.py (bench/results/memory.json):
+PROGRAM_BYTES = 480 * 2**20  # resident beside the tensors of a run: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 900 * 2**20  # and the compiler
+COMPILED_SHARE = 0.5  # of what the passes of eager code hold, compiled ones do
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def plan_memory(
     state: adamw has two fp32 numbers a parameter; muon one for the blocks' matrices, two for the rest. On top of it
     comes the larger of two: what the passes of one micro-batch hold (`pass_bytes`), or the temporaries of the
     optimizer's step (`update_bytes`). recompute: activation checkpointing. on_cpu: the program itself counts, as it is
-    in the same memory.
+    in the same memory; and compiled passes hold a share, measured there, of what eager ones do. On a card, where
+    nothing has been measured yet, compiled code is planned like eager code, which is the most it can need.
 
     sharded: FSDP2 over `ranks` keeps 1/ranks of weights and optimizer state. Gradients of micro-batches before a
     step's last are kept whole, in fp32: they are summed over ranks once a step. For a while there are besides, in the
@@ -151,12 +153,14 @@ def plan_memory(
         block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         outside = total - config.n_layer * block
         gathered = (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
+    observing = on_cpu and attention.qk_clip is not None  # on a card our kernel measures, and writes nothing out
+    activations = pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded)
     return Memory(
         weights=4 * total // share,
         gradients=4 * total,
         optimizer=4 * state // share,
         gathered=gathered,
-        activations=pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, sharded),
+        activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         update=update_bytes(matrices, precision, share) if muon else 0,
         program=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
     )
@@ -190,13 +194,14 @@ def pass_bytes(
     micro_batch: int,
     precision: str,
     recompute: bool,
-    sharded: bool = False,
+    observing: bool,
+    sharded: bool,
 ) -> int:
     """The most that the forward and backward pass of one micro-batch hold at once, besides weights and gradients.
 
     Counted by running both on tensors without memory, as eager code does: activations kept for the backward pass, the
-    logits in several copies, the loss's gradients, weights in low precision under autocast. Compiled code holds what
-    its compiler decides, mostly less. sharded: blocks' matrices come in that precision already.
+    logits in several copies, the loss's gradients, weights in low precision under autocast. observing: each head is
+    measured on the readable path, which writes its scores out. sharded: blocks' matrices come in low precision already.
     """
     dtype = DTYPES[precision]
     with FakeTensorMode():
@@ -211,7 +216,7 @@ def pass_bytes(
         there = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
         with LiveBytes(there) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
-                logits = model.logits(model(tokens, recompute=recompute))
+                logits = model.logits(model(tokens, observed=[] if observing else None, recompute=recompute))
                 loss = cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="sum")
             del logits
             loss.backward()
