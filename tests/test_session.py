@@ -175,3 +175,9 @@ def test_a_model_of_far_more_layers_than_its_file_is_refused_before_it_is_made(t
 def test_a_prompt_file_of_an_impossible_name_is_refused():
     with pytest.raises(UserError, match="there is no file"):
         read_prompt("@" + "a" * 5000)
+
+
+def test_a_line_that_is_no_utf_8_is_a_prompt_like_any_other(tmp_path, capsys, monkeypatch):
+    write(tmp_path)
+    stdin(monkeypatch, b"a\xff\nb\n")
+    assert output(run_of(tmp_path, prompt=Text(""), interactive=True), capsys).count("aaaaa") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -131,6 +132,8 @@ def converse(engine: Engine, prompt: str, request: Request) -> None:
     """One prompt a line until the input ends (Ctrl-D); each starts afresh. A prompt given with prompt= goes first."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (its presence gives input() line editing and a history)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is a prompt like any other
     show("each line is a prompt of its own; Ctrl-D ends\n")
     if prompt:
         show_samples(engine, prompt, engine.encode(prompt), request)
