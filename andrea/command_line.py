@@ -49,7 +49,9 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
         sys.stdout.flush()
     except UserError as error:
         if elastic.speaks() or isinstance(error, elastic.RankError):
-            print("error: " + one_line(str(error)), file=sys.stderr)
+            print("error: " + one_line(str(error)), file=sys.stderr, flush=True)
+        else:
+            elastic.let_rank_0_speak()
         code = 2
     except StorageFailed as error:
         hint = "what was saved before is whole: make room, then go on with resume=auto"

@@ -65,7 +65,9 @@ def assert_same_run(run: Path, other: Path, tolerance: float = TOLERANCE) -> Non
                     assert np.array(value, dtype=float) == close, (mine["step"], key)
                 else:
                     assert value == its[key], (mine["step"], key)
-    texts = [[(sample["step"], sample["text"]) for sample in read_lines(path / "samples.jsonl")] for path in (run, other)]
+    texts = [
+        [(sample["step"], sample["text"]) for sample in read_lines(path / "samples.jsonl")] for path in (run, other)
+    ]
     assert texts[0] == texts[1]
     ends = [newest_whole(folder).model_tensors() for folder in (run, other)]
     for name, tensor in ends[0].items():
@@ -93,3 +95,125 @@ def test_the_same_run_on_any_number_of_ranks(ranks: int, more: list[str], alone:
     code, out = finished(torchrun(ranks, words(name, *more)))
     assert code == 0, out
     assert_same_run(place / "runs" / name, alone)
+
+
+def until(condition, process: subprocess.Popen, limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition(), process.communicate(timeout=60)[0]
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """The process numbers of torchrun's ranks, in their order."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    found = {int(v[5:]): int(pid) for pid, words in environments.items() for v in words if v.startswith(b"RANK=")}
+    return [found[rank] for rank in sorted(found)]
+
+
+def saved_beyond(run: Path, step: int):
+    """A condition: the run has a checkpoint beyond this step."""
+    return lambda: any(int(path.name[5:]) > step for path in checkpoints_of(run))
+
+
+LONG = ["train.steps=100000", "train.save_every=2"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks(alone: Path, place: Path, words) -> None:
+    """Two ranks, then one, then four, each stopped by SIGTERM at one of them but the last: the run as if undisturbed."""
+    run = place / "runs" / "moved"
+    for ranks, more in ((2, ["parallel=fsdp"]), (1, []), (4, ["parallel=fsdp"])):
+        before = newest_whole(run).step if run.exists() else 0
+        process = torchrun(ranks, words("moved", "resume=auto", "train.save_every=3", *more))
+        if ranks < 4:
+            until(saved_beyond(run, before + 5), process)
+            os.kill(ranks_of(process)[-1], signal.SIGTERM)
+        code, out = finished(process)
+        assert (code == 0) == (ranks == 4), out
+        if ranks < 4:
+            assert f"interrupted at step {newest_whole(run).step}" in out
+    assert_same_run(run, alone)
+
+
+def test_sigterm_on_one_rank_saves_once_and_ends_all(place: Path, words) -> None:
+    """Also where torchrun would start them again: who sends SIGTERM does not mean another start."""
+    run = place / "runs" / "preempted"
+    process = torchrun(2, words("preempted", *LONG, "parallel=fsdp"), restarts=3)
+    until(saved_beyond(run, 0), process)
+    os.kill(ranks_of(process)[1], signal.SIGTERM)
+    code, out = finished(process)
+    last = newest_whole(run)
+    assert code == 1 and out.count("interrupted at step") == 1 and f"interrupted at step {last.step} " in out, out
+    assert "exitcode  : 143" in out and out.count("run: ") == 1 and "trainer.py" not in out
+    assert read_lines(run / "metrics.jsonl")[-1]["step"] == last.step and last.is_sharded
+
+
+@pytest.mark.parametrize("doomed", [0, 1])
+def test_a_killed_rank_comes_back_and_the_run_ends_as_if_undisturbed(
+    doomed: int, alone: Path, place: Path, words
+) -> None:
+    run = place / "runs" / f"killed-{doomed}"
+    process = torchrun(2, words(run.name, "resume=auto", "parallel=fsdp", "train.save_every=5"), restarts=3)
+    until(saved_beyond(run, 8), process)
+    os.kill(ranks_of(process)[doomed], signal.SIGKILL)
+    code, out = finished(process)
+    assert code == 0 and "resuming" in out, out
+    assert ("error: another rank is gone" in out) == (doomed == 1), out
+    assert_same_run(run, alone)
+    assert not newest_whole(run).is_sharded  # at its end a run is in the single-folder format
+
+
+@pytest.mark.parametrize(("doomed", "parallel"), [(0, "ddp"), (1, "fsdp")])
+def test_a_rank_that_stands_still_is_named_with_its_step(doomed: int, parallel: str, place: Path, words) -> None:
+    run = place / "runs" / f"stopped-{doomed}"
+    process = torchrun(2, words(run.name, *LONG, f"parallel={parallel}", "parallel.watchdog_minutes=0.1"))
+    until(saved_beyond(run, 0), process)
+    stopped = ranks_of(process)[doomed]
+    os.kill(stopped, signal.SIGSTOP)
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if "does not answer" in line:
+            break
+    os.kill(stopped, signal.SIGKILL)  # torchrun itself would wait half a minute for it
+    assert f"rank {doomed} does not answer, last seen in step" in lines[-1], "".join(lines)
+    assert lines[-1].startswith("error: step ")
+    assert finished(process)[0] == 1
+
+
+def test_what_a_restart_cannot_cure_is_not_tried_again(place: Path, words, capfd) -> None:
+    """Exit codes 2 (before and after the ranks have met), 3 and 4, each said once by one rank, and once alone."""
+    wild = ["optimizer=adamw", "optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e4"]
+    cases = {
+        2: ["model.n_head=5"],
+        -2: ["init_from=absent"],
+        3: [*wild, "optimizer.learning_rate=1e30", "attention=scaled_dot", "train.eval_every=50"],
+        4: [*wild, "health.on_failure=stop", "attention=scaled_dot", "train.eval_every=12"],
+    }
+    for code, more in cases.items():
+        ended, out = finished(torchrun(2, words(f"verdict{code}", "parallel=fsdp", *more), restarts=2))
+        assert ended == 1 and f"exitcode  : {abs(code)} " in out, out
+        assert out.count("error: ") == 1 and out.count("run: ") <= 1, out
+
+
+@pytest.mark.slow
+def test_ranks_killed_while_files_are_written_leave_the_checkpoint_before(place: Path, words, alone: Path) -> None:
+    """All ranks die inside an asynchronous save: what was saved is whole, and the run goes on from it."""
+    run = place / "runs" / "torn"
+    command = words("torn", "resume=auto", "parallel=fsdp", "train.save_every=1")
+    process = torchrun(2, command)
+    until(saved_beyond(run, 3), process)
+    until(lambda: any((run / "checkpoints").glob(".writing-*/shards")), process)
+    for rank in ranks_of(process):
+        os.kill(rank, signal.SIGKILL)
+    assert finished(process)[0] == 1
+    left = checkpoints_of(run)
+    assert left and all(read_checkpoint(path).is_sharded for path in left)
+    code, out = finished(torchrun(2, command))
+    assert code == 0 and f"resuming {left[-1]}" in out, out
+    assert_same_run(run, alone)
+    assert not list((run / "checkpoints").glob(".writing-*"))
+    assert not [path for path in run.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt", ".metadata")]
+    assert not list(run.rglob(".metadata"))

@@ -28,7 +28,8 @@ from andrea.training.elastic import RankError, RankLost
 from andrea.training.watchdog import StoreWatchdog, Watchdog
 
 Result = TypeVar("Result")
-FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by it, and by jobs of ours
+OWN_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+FROM_TORCHRUN = (*OWN_PLACE, "MASTER_ADDR", "MASTER_PORT")  # set by it, and by jobs of ours
 TO_MEET, A_DAY = datetime.timedelta(minutes=10), datetime.timedelta(days=1)
 LOST_CONTACT = re.compile(r"gloo|nccl|Connection (closed|reset|refused)|Broken pipe|Socket", re.IGNORECASE)
 
@@ -39,7 +40,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # on its machine
+    local_size: int = 1
 
     @property
     def joined(self) -> bool:
@@ -120,7 +122,7 @@ def joined(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
     if not all(name in os.environ for name in FROM_TORCHRUN):
         yield Ranks(), Watchdog()
         return
-    ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    ranks = Ranks(*(int(os.environ[name]) for name in OWN_PLACE))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())

@@ -8,12 +8,14 @@ loaded or read anything. Imports no torch.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from andrea.config import UserError
 
 # Wrong input, not finite, failed health; and stopped by a signal: whoever sent it did not mean another start.
 NOT_RETRIED = (2, 3, 4, 130, 143)
+SECONDS_TO_SPEAK = 10
 
 
 class RankError(UserError):
@@ -31,6 +33,11 @@ def is_restart() -> bool:
 def speaks() -> bool:
     """Whether this process shows what all ranks have to say: rank 0, and a process that torchrun did not start."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+
+
+def let_rank_0_speak() -> None:
+    """torchrun ends all ranks as soon as one has ended: this one waits to be ended."""
+    time.sleep(SECONDS_TO_SPEAK)
 
 
 def verdict() -> int | None:

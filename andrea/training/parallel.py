@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from andrea.config import ParallelConfig, UserError
+from andrea.config import ParallelConfig
 from andrea.model.gpt import GPT
 from andrea.training.distributed import Ranks
 from andrea.training.loss import MicroLoss
@@ -148,10 +148,7 @@ class Sharded(Parallel):
         self.device, self.offload, self.precision = device, config.cpu_offload, precision
         self.make_model = make_model
         sharing = config.shard_ranks or ranks.size
-        if ranks.size % sharing:
-            raise UserError(
-                f"parallel.shard_ranks={sharing} does not divide the {ranks.size} ranks; use a divisor, or null: all of them"
-            )
+        assert ranks.size % sharing == 0, "checked at the start"
         if sharing == ranks.size:
             self.mesh = init_device_mesh(device.type, (sharing,), mesh_dim_names=("shard",))
         else:

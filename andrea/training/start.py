@@ -65,7 +65,7 @@ def start(
     script hands over.
     """
     console = Console(run.steps, quiet=not ranks.first)
-    device = choose_device(run.device)
+    device = ranks.first_then_others(lambda: choose_device(run.device))
     folder = run_folder_of(checkpoint) if checkpoint else ranks.told(lambda: new_run_folder(run))
     may_do_without_compile = run.compile == "auto"
     corpus = ranks.first_then_others(lambda: prepare(run.data, run.tokenizer, Path(run.data_dir), console.say))
@@ -77,7 +77,7 @@ def start(
         ranks.told(lambda: console.say(f"run: {folder.resolve()}"))
 
         torch.manual_seed(run.seed)
-        weights = read_weights(run, corpus, checkpoint)
+        weights = ranks.first_then_others(lambda: read_weights(run, corpus, checkpoint))
         model = make_model(run, corpus)
         if weights is None and checkpoint is None:
             initialise(model, torch.Generator().manual_seed(run.seed), Transfer.of(run.model, run.optimizer))
@@ -211,25 +211,36 @@ def make_parallel(
     run: TrainingRun, ranks: Ranks, model: GPT, corpus: Corpus, device: torch.device, console: Console
 ) -> Parallel:
     """How the ranks share the work, with the line that says why."""
-    n_vocab = corpus.tokenizer.n_vocab
-    chosen = Choice(run.parallel.kind, "as asked")
-    if run.parallel.kind == "auto" and ranks.size == 1:
-        chosen = Choice("none", "one process")
-    elif run.parallel.kind == "auto":
-        here = int(ranks.least(torch.tensor(float(plan.free_bytes(device)))))
-        chosen = plan.choose_parallel(run, n_vocab, ranks.size, here, run.precision)
-    if chosen.value == "fsdp" and not ranks.joined:
-        raise UserError(
-            "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
-            "`torchrun --standalone --nproc-per-node=2 train.py …`, or choose parallel=auto"
-        )
-    if ranks.size > 1:
+    room = float(ranks.least(torch.tensor(float(plan.free_bytes(device)))))
+    if device.type == "cpu":
+        room /= ranks.local_size
+    chosen = ranks.told(lambda: choose_parallel(run, ranks, corpus.tokenizer.n_vocab, room))
+    if ranks.joined:
         console.say(f"parallel: {chosen.value} over {ranks.size} ranks ({chosen.why})")
     if chosen.value == "fsdp":
         dtype = weight_dtype(run.precision)
         return Sharded(model, ranks, run.parallel, device, dtype, lambda: make_model(run, corpus))
     model.to(device)
     return Replicated(model, ranks) if ranks.size > 1 else Alone(model)
+
+
+def choose_parallel(run: TrainingRun, ranks: Ranks, n_vocab: int, bytes_per_rank: float) -> Choice:
+    """none, ddp or fsdp. Raises UserError for what these ranks cannot do."""
+    chosen, sharing = Choice(run.parallel.kind, "as asked"), run.parallel.shard_ranks
+    if run.parallel.kind == "auto":
+        if not ranks.joined:
+            return Choice("none", "one process")
+        chosen = plan.choose_parallel(run, n_vocab, ranks.size, bytes_per_rank, run.precision)
+    if chosen.value == "fsdp" and not ranks.joined:
+        raise UserError(
+            "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
+            "`torchrun --standalone --nproc-per-node=2 train.py …`, or choose parallel=auto"
+        )
+    if sharing and ranks.size % sharing:
+        raise UserError(
+            f"parallel.shard_ranks={sharing} does not divide the {ranks.size} ranks; use a divisor, or null: all of them"
+        )
+    return chosen
 
 
 def make_model(run: TrainingRun, corpus: Corpus) -> GPT:
