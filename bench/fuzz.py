@@ -2,8 +2,8 @@
 
     python bench/fuzz.py --inputs 100000
 
-An input must be taken or refused with a UserError, within 5 s and 2 GB; whatever else happens is a finding. Exit code 1
-if there is one.
+An input must be taken or refused with a UserError, within 5 s of the processor and 2 GB; whatever else happens is a
+finding. Exit code 1 if there is one. Seconds in the table are of the clock, but for the slowest input's.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
-from fuzzing import MEGABYTES, SECONDS, TARGETS, Outcome, Target, fuzz, try_one
+from fuzzing import TARGETS, Outcome, Target, fuzz, try_one
 from hypothesis import strategies as st
 
 from andrea.config import UserError
@@ -39,7 +40,10 @@ def test_what_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         while True:
             pass
 
-    outcome = Outcome()
-    try_one(endless, None, outcome)
-    assert any("TooSlow" in place for place in outcome.findings)
-    assert SECONDS == 5 and MEGABYTES == 2048
+    busy, waiting = Outcome(), Outcome()
+    try_one(endless, None, busy)
+    monkeypatch.setattr("fuzzing.SECONDS", 5.0)
+    monkeypatch.setattr("fuzzing.WAITING_SECONDS", 0.05)
+    try_one(lambda tried: time.sleep(60), None, waiting)
+    for outcome in (busy, waiting):
+        assert any("TooSlow" in place for place in outcome.findings)
