@@ -221,6 +221,7 @@ class Sharded(Parallel):
     @torch.no_grad()
     def whole(self) -> GPT | None:
         """A copy, gathered parameter by parameter."""
+        self.wrapped.reshard()  # an evaluation leaves what stands around the blocks gathered
         weights = {}
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor)
