@@ -8,6 +8,7 @@ checkpoint before it.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import warnings
@@ -111,9 +112,9 @@ class ShardSaver(Saver):
             {name: part.detach().to("cpu", copy=True) for name, part in self.parallel.parts.items()}
             | {name: value.to("cpu", copy=True) for name, value in self.optimizer.state_tensors().items()}
         )
-        self.thread = threading.Thread(
-            target=self.noting_failure(lambda: self.write(tensors, state, best)), daemon=True
-        )
+        as_now = copy.deepcopy(state)  # the run goes on and changes what it holds
+        work = self.noting_failure(lambda: self.write(tensors, as_now, best))
+        self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
         if not self.asynchronous:
             self.wait()
