@@ -53,7 +53,7 @@ def test_between_two_counts_the_plan_is_not_below_a_count_of_its_own(n_sequence:
 def test_on_a_cpu_the_program_counts_and_a_pass_is_kept_short() -> None:
     run = tiny_run("compile=off")
     on_cpu = plan.memory_of(run, V, 3, CPU, "fp32")
-    assert on_cpu.program > 0 and on_cpu.total - on_cpu.program == total(run, 3)
+    assert on_cpu.program > 0 and on_cpu.total - on_cpu.program - on_cpu.look == total(run, 3)
     compiled = plan.memory_of(tiny_run("compile=on"), V, 3, CPU, "fp32")
     assert compiled.program > on_cpu.program
     long = configure(TrainingRun, "train", ["train.tokens_per_step=1048576"])

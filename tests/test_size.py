@@ -19,6 +19,7 @@ from andrea.model import GPT, Memory, count_parameters, flops_per_token, forward
 from andrea.training.loss import loss_sum
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel import Alone
+from andrea.training.telemetry import probe
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "model"
 ATTENTION = AttentionConfig("scaled_dot", "auto")
@@ -162,9 +163,21 @@ def test_on_a_cpu_the_program_counts_and_its_compiler_saves():
 
 
 def test_the_peak_is_the_fuller_of_two_moments():
-    memory = Memory(weights=2, gradients=3, optimizer=5, gathered=7, activations=11, update=13, program=17)
-    assert memory.total == 2 + 3 + 5 + 17 + (7 + 11)
-    assert replace(memory, update=19).total == 2 + 3 + 5 + 17 + 19
+    memory = Memory(weights=2, gradients=3, optimizer=5, gathered=7, activations=11, update=13, look=19, program=17)
+    assert memory.total == 2 + 3 + 5 + 17 + 19 + (7 + 11)
+    assert replace(memory, update=23).total == 2 + 3 + 5 + 17 + 19 + 23
+
+
+@pytest.mark.parametrize("compatibility", ["scaled_dot", "bilinear"])
+def test_a_look_at_the_heads_is_what_the_allocator_really_hands_out(compatibility):
+    config = replace(TINY, n_layer=3, sequence_length=127)
+    attention = AttentionConfig(compatibility, "auto")
+    model, tokens = GPT(config, attention, V), torch.zeros(5, 127, dtype=torch.int64)
+    real = allocated_at_most(lambda: probe(model, tokens))
+    how = {"micro_batch": 1, "precision": "bf16", "optimizer": "muon", "on_cpu": True}
+    # a kernel's own copy of the scores, one of about six, is not seen from outside
+    assert plan_memory(config, attention, V, looked_at=5, **how).look == pytest.approx(real, rel=0.2)
+    assert plan_memory(config, attention, V, looked_at=5, **how | {"on_cpu": False}).look == 0
 
 
 def test_a_share_of_what_is_kept_and_a_few_whole_blocks():

@@ -23,8 +23,8 @@ END_OF_TEXT = 0  # any token: what is counted does not depend on it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
 PROGRAM_BYTES = 480 * 2**20  # resident beside the tensors of a run: interpreter, torch, this package
-COMPILED_PROGRAM_BYTES = 900 * 2**20  # and the compiler
-COMPILED_SHARE = 0.5  # of what the passes of eager code hold, compiled ones do
+COMPILED_PROGRAM_BYTES = 560 * 2**20  # and the compiler
+COMPILED_SHARE = 0.6  # of what the passes of eager code hold, compiled ones do
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,16 @@ class Memory:
     gathered: int  # sharded only: the weights that are whole for a while, and gradients on their way
     activations: int  # a micro-batch's forward and backward pass at their fullest, see `pass_bytes`
     update: int  # what the optimizer's step holds besides, when activations are gone
+    look: int  # on a CPU: measuring the heads on held-out text, between steps, with their scores written out
     program: int  # on a CPU: interpreter, libraries, compiler
 
     @property
-    def fixed(self) -> int:
-        """What the micro-batch does not change."""
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.program
-
-    @property
     def total(self) -> int:
-        """The peak: backward pass or optimizer's step, whichever holds more."""
-        kept = self.weights + self.gradients + self.optimizer + self.program
-        return kept + max(self.gathered + self.activations, self.update)
+        """The peak: backward pass or optimizer's step, whichever is fuller. What a CPU's C library has freed it keeps,
+        so that the look comes on top.
+        """
+        kept = self.program + self.weights + self.gradients + self.optimizer
+        return kept + max(self.gathered + self.activations, self.update) + self.look
 
 
 def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> Parameters:
@@ -114,6 +112,7 @@ def plan_memory(
     micro_batch: int,
     precision: str,
     optimizer: str,
+    looked_at: int = 0,
     recompute: bool = False,
     compiled: bool = False,
     on_cpu: bool = False,
@@ -125,9 +124,11 @@ def plan_memory(
     What is kept: fp32 weights, fp32 gradients (there while all micro-batches but the first run), and the optimizer's
     state: adamw has two fp32 numbers a parameter; muon one for the blocks' matrices, two for the rest. On top of it
     comes the larger of two: what the passes of one micro-batch hold (`pass_bytes`), or the temporaries of the
-    optimizer's step (`update_bytes`). recompute: activation checkpointing. on_cpu: the program itself counts, as it is
-    in the same memory; and compiled passes hold a share, measured there, of what eager ones do. On a card, where
-    nothing has been measured yet, compiled code is planned like eager code, which is the most it can need.
+    optimizer's step (`update_bytes`). recompute: activation checkpointing.
+
+    on_cpu: the program itself counts, as it is in the same memory; the heads of `looked_at` sequences are measured
+    without a kernel; and compiled passes hold a share, measured there, of what eager ones do. On a card, where nothing
+    has been measured yet, compiled code is planned like eager code, which is the most it can need.
 
     sharded: FSDP2 over `ranks` keeps 1/ranks of weights and optimizer state. Gradients of micro-batches before a
     step's last are kept whole, in fp32: they are summed over ranks once a step. For a while there are besides, in the
@@ -162,6 +163,7 @@ def plan_memory(
         gathered=gathered,
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         update=update_bytes(matrices, precision, share) if muon else 0,
+        look=look_bytes(config, attention, n_vocab, looked_at) if on_cpu and looked_at else 0,
         program=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
     )
 
@@ -220,6 +222,17 @@ def pass_bytes(
                 loss = cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="sum")
             del logits
             loss.backward()
+    return live.most
+
+
+@functools.lru_cache(maxsize=64)
+def look_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int, n_sequence: int) -> int:
+    """The most that a forward pass holds in which each head is measured, where no kernel does it: scores written out."""
+    with FakeTensorMode():
+        model = GPT(config, attention, n_vocab, END_OF_TEXT)
+        tokens = torch.zeros(n_sequence, config.sequence_length, dtype=torch.int64)
+        with torch.no_grad(), LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            model(tokens, observed=[])
     return live.most
 
 
