@@ -83,13 +83,15 @@ def micro_batches_that_fit(
     if device.type == "cpu":
         most = max(1, min(most, TOKENS_AT_A_TIME_ON_CPU // run.model.sequence_length))
     one, all_ = (memory_of(run, n_vocab, n, device, precision, ranks, sharded) for n in (1, most))
-    # What a pass holds is the larger of several moments, each linear in n: between two counts the chord lies above it.
+    # What a pass holds is the larger of several moments, each linear in n: between two counts the chord lies above it,
+    # so that counting begins only where the chord says that nothing more fits.
     slope = (all_.activations - one.activations) / max(1, most - 1)
     fit = [1]
-    for n in range(2, most + 1):
-        planned = dataclasses.replace(one, activations=one.activations + round(slope * (n - 1)))
-        if sequences % n == 0 and planned.total <= room:
-            fit.append(n)
+    for n in (n for n in range(2, most + 1) if sequences % n == 0):
+        by_chord = dataclasses.replace(one, activations=one.activations + round(slope * (n - 1)))
+        if by_chord.total > room and memory_of(run, n_vocab, n, device, precision, ranks, sharded).total > room:
+            break
+        fit.append(n)
     return fit[::-1]
 
 
