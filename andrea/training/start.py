@@ -41,6 +41,7 @@ from andrea.training.distributed import Ranks
 from andrea.training.health import Data, Health
 from andrea.training.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
 from andrea.training.loss import MicroLoss
+from andrea.training.micro_batch import largest_that_fits
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel import Alone, Parallel, Replicated, Sharded
 from andrea.training.resume import run_folder_of
@@ -69,7 +70,10 @@ def start(
     folder = run_folder_of(checkpoint) if checkpoint else ranks.told(lambda: new_run_folder(run))
     may_do_without_compile = run.compile == "auto"
     corpus = ranks.first_then_others(lambda: prepare(run.data, run.tokenizer, Path(run.data_dir), console.say))
-    run = ranks.told(lambda: settle(dataclasses.replace(run, name=Text(folder.name)), device, ranks, corpus, console))
+    room = room_of_a_rank(device, ranks)
+    tries_micro_batch = device.type == "cuda" and run.train.micro_batch == "auto"
+    named = dataclasses.replace(run, name=Text(folder.name))
+    run, parallel_kind = ranks.told(lambda: settle(named, device, ranks, room, corpus, console))
     choose_threads(run.threads)
     torch.use_deterministic_algorithms(bool(run.deterministic))
     with contextlib.ExitStack() as held:
@@ -83,7 +87,9 @@ def start(
             initialise(model, torch.Generator().manual_seed(run.seed), Transfer.of(run.model, run.optimizer))
         elif weights is not None:
             model.load_state_dict(weights)
-        parallel = make_parallel(run, ranks, model, corpus, device, console)
+        parallel = make_parallel(parallel_kind, run, ranks, model, corpus, device)
+        if tries_micro_batch:
+            run = with_tried_micro_batch(run, parallel, device, room, console)
         loss, run = make_loss(parallel, run, device, console, may_do_without_compile)
         optimizer = Optimizer(parallel, run.optimizer, bf16=run.precision == "bf16")
         scale = LossScale(device, active=run.precision == "fp16")
@@ -123,16 +129,24 @@ def start(
 # ------------------------------------------------------------------------------------------- what was left to us
 
 
-def settle(run: TrainingRun, device: torch.device, ranks: Ranks, corpus: Corpus, console: Console) -> TrainingRun:
-    """Replace every `auto` by what it means here, and say what and why; rank 0 settles for all."""
+def settle(
+    run: TrainingRun, device: torch.device, ranks: Ranks, room: float, corpus: Corpus, console: Console
+) -> tuple[TrainingRun, str]:
+    """Replace every `auto` by what it means here, and say what and why; rank 0 settles for all.
+
+    Also how the ranks share the work: none, ddp or fsdp. room: bytes that each of them has.
+    """
     threads = choose_threads(run.threads)
     precision = choose_precision(run.precision, device)
     per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
     compile_ = choose_compile(run.compile, device, run.steps * run.tokens_per_step * per_token)
     deterministic = device.type == "cpu" if run.deterministic == "auto" else run.deterministic
-    micro_batch = run.train.micro_batch
+    parallel = choose_parallel(run, ranks, corpus.tokenizer.n_vocab, room, precision.value)
+    micro_batch, sharded = run.train.micro_batch, parallel.value == "fsdp"
     if micro_batch == "auto":
-        micro_batch = plan.choose_micro_batch(run, corpus.tokenizer.n_vocab, device, precision.value)
+        micro_batch = plan.micro_batches_that_fit(
+            run, corpus.tokenizer.n_vocab, device, precision.value, plan.ROOM * room, ranks.size, sharded
+        )[0]
     _, _, rows = ranks.share(run.sequences_per_step)
     quarter = max(1, -(-run.steps // 4))
     eval_every = quarter if run.train.eval_every == "auto" else run.train.eval_every
@@ -166,9 +180,11 @@ def settle(run: TrainingRun, device: torch.device, ranks: Ranks, corpus: Corpus,
         + (f" on each of {ranks.size} ranks" if ranks.size > 1 else "")
     )
     console.say(f"device: {device_words(device, threads)} · {precision.value} ({precision.why})")
+    if ranks.joined:
+        console.say(f"parallel: {parallel.value} over {ranks.size} ranks ({parallel.why})")
     console.say(f"attention: {attention.why}")
     console.say(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
-    return run
+    return run, parallel.value
 
 
 def measures_every_step(run: TrainingRun) -> bool:
@@ -207,30 +223,60 @@ def device_words(device: torch.device, threads: int) -> str:
     return f"{device}, {threads} threads" if device.type == "cpu" else str(device)
 
 
+def room_of_a_rank(device: torch.device, ranks: Ranks) -> float:
+    """Bytes that each rank may count on: those of the one that has least; ranks share the memory of a CPU."""
+    sharing = ranks.local_size if device.type == "cpu" else 1
+    return float(ranks.least(torch.tensor(plan.free_bytes(device) / sharing)))
+
+
 def make_parallel(
-    run: TrainingRun, ranks: Ranks, model: GPT, corpus: Corpus, device: torch.device, console: Console
+    kind: str, run: TrainingRun, ranks: Ranks, model: GPT, corpus: Corpus, device: torch.device
 ) -> Parallel:
-    """How the ranks share the work, with the line that says why."""
-    room = float(ranks.least(torch.tensor(float(plan.free_bytes(device)))))
-    if device.type == "cpu":
-        room /= ranks.local_size
-    chosen = ranks.told(lambda: choose_parallel(run, ranks, corpus.tokenizer.n_vocab, room))
-    if ranks.joined:
-        console.say(f"parallel: {chosen.value} over {ranks.size} ranks ({chosen.why})")
-    if chosen.value == "fsdp":
+    """kind: none, ddp, fsdp."""
+    if kind == "fsdp":
         dtype = weight_dtype(run.precision)
         return Sharded(model, ranks, run.parallel, device, dtype, lambda: make_model(run, corpus))
     model.to(device)
     return Replicated(model, ranks) if ranks.size > 1 else Alone(model)
 
 
-def choose_parallel(run: TrainingRun, ranks: Ranks, n_vocab: int, bytes_per_rank: float) -> Choice:
+def with_tried_micro_batch(
+    run: TrainingRun, parallel: Parallel, device: torch.device, room: float, console: Console
+) -> TrainingRun:
+    """The largest micro-batch that really fits, from the planned one downwards: eagerly, which keeps no less than compiled
+    code and takes seconds. A sharded model cannot be tried on one rank alone: the plan holds.
+    """
+    if isinstance(parallel, Sharded):
+        return run
+    n_vocab, length = parallel.model.n_vocab, run.model.sequence_length
+    micro = MicroLoss(
+        parallel.model, device, run.precision, measures_every_step(run), run.train.activation_checkpointing
+    )
+
+    def try_one(n_sequence: int) -> None:
+        planned = plan.memory_of(run, n_vocab, n_sequence, device, run.precision)
+        set_aside = torch.empty(planned.optimizer, dtype=torch.uint8, device=device)
+        tokens, targets = (torch.zeros(n_sequence, length, dtype=torch.int64, device=device) for _ in range(2))
+        try:
+            micro(tokens, targets)[0].backward()
+        finally:
+            parallel.zero_gradients()
+            del set_aside
+
+    candidates = plan.micro_batches_that_fit(run, n_vocab, device, run.precision, plan.ROOM * room, parallel.ranks.size)
+    fits = largest_that_fits(try_one, [n for n in candidates if n <= run.train.micro_batch])
+    fits = int(parallel.ranks.least(torch.tensor(fits)))
+    console.say(f"micro-batch: {fits} sequences, the largest that fits here (tried)")
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batch=fits))
+
+
+def choose_parallel(run: TrainingRun, ranks: Ranks, n_vocab: int, room: float, precision: str) -> Choice:
     """none, ddp or fsdp. Raises UserError for what these ranks cannot do."""
     chosen, sharing = Choice(run.parallel.kind, "as asked"), run.parallel.shard_ranks
     if run.parallel.kind == "auto":
         if not ranks.joined:
             return Choice("none", "one process")
-        chosen = plan.choose_parallel(run, n_vocab, ranks.size, bytes_per_rank, run.precision)
+        chosen = plan.choose_parallel(run, n_vocab, ranks.size, room, precision)
     if chosen.value == "fsdp" and not ranks.joined:
         raise UserError(
             "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
