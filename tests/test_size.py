@@ -137,7 +137,7 @@ def test_muons_temporaries_are_what_the_allocator_really_hands_out(precision, ml
     optimizer = Optimizer(Alone(model), run.optimizer, bf16=precision == "bf16")
     real = allocated_at_most(lambda: optimizer.muon.step(1.0, torch.tensor(True)))
     plan = plan_memory(run.model, ATTENTION, V, micro_batch=1, precision=precision, optimizer="muon")
-    assert plan.update == pytest.approx(real, rel=0.1)
+    assert plan.update == pytest.approx(real, rel=0.15)
 
 
 def test_activations_grow_with_the_batch_and_shrink_with_precision_and_with_recomputation():

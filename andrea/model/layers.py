@@ -13,7 +13,7 @@ from andrea.config import ModelConfig
 
 def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rmsnorm":  # Zhang and Sennrich 2019, arXiv 1910.07467
-        return nn.RMSNorm(config.d_model, config.norm_epsilon)
+        return RMSNorm(config.d_model, config.norm_epsilon)
     return nn.LayerNorm(config.d_model, config.norm_epsilon, bias=config.bias)
 
 
@@ -21,6 +21,13 @@ def make_mlp(config: ModelConfig) -> nn.Module:
     if config.mlp == "swiglu":
         return SwiGLU(config.d_model, config.d_mlp, config.bias)
     return MLP(config.d_model, config.d_mlp, config.bias, {"relu2": relu_squared, "gelu": gelu}[config.mlp])
+
+
+class RMSNorm(nn.RMSNorm):
+    """In the input's precision: a weight that FSDP has gathered in bf16 does not keep an fp32 x from the fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class MLP(nn.Module):

@@ -174,17 +174,15 @@ def update_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 
     A stack goes through two moments. First three of it in fp32: gradient, new momentum, what of it is applied. Then
     one, and in the precision of the products the normalised matrices, three terms of a Newton–Schulz step and the Gram
     matrices. Several ranks do their share of the matrices each, and hold that four times more: as sent, as received,
-    whole, and as sent back. The stack before still holds its update, in the first moment its gradient too.
+    whole, and as sent back.
     """
     product = (torch.bfloat16 if precision == "bf16" else torch.float32).itemsize
-    left, most = 0, 0
+    most = 0
     for (rows, columns), n in stacks.items():
         kept, whole = n * rows * columns // ranks, -(-n // ranks) * rows * columns
         in_product = (5 if precision == "bf16" else 4) + (4 if ranks > 1 else 0)  # in fp32 the gradient serves as one
         gram = whole // max(rows, columns) * min(rows, columns)
-        updates = left * (product + 4 if precision == "bf16" else 4)  # applied in fp32
-        most = max(most, 12 * kept + 4 * left + updates, 4 * kept + product * (in_product * whole + gram) + updates)
-        left = kept
+        most = max(most, 12 * kept, 4 * kept + product * (in_product * whole + gram))
     return most
 
 

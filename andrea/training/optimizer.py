@@ -183,14 +183,18 @@ class Muon:
     @torch.no_grad()
     def step(self, rate: float, finite: Tensor) -> None:
         for _, matrices, momentum, rows, columns, factor in self.stacks:
-            gradient = torch.stack([matrix.grad for matrix in matrices])  # (n, rows kept here, columns)
-            momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
-            nesterov = gradient.lerp_(momentum, self.momentum)
-            update = self.parallel.orthogonalised(nesterov.to(self.dtype), rows, orthogonalise)
             size = max(1.0, rows / columns) ** 0.5 * self.peak * rate * factor
-            for matrix, change in zip(matrices, update.to(torch.float32), strict=True):
+            for matrix, change in zip(matrices, self.update(matrices, momentum, rows, finite), strict=True):
                 moved = matrix * (1 - self.peak * rate * self.weight_decay) - size * change
                 matrix.copy_(torch.where(finite, moved, matrix))
+            del change  # a view of the whole update, which need not outlive its stack
+
+    def update(self, matrices: list[nn.Parameter], momentum: Tensor, rows: int, finite: Tensor) -> Tensor:
+        """The momentum goes on; what it is now, orthogonalised: (n, rows kept here, columns), fp32."""
+        gradient = torch.stack([matrix.grad for matrix in matrices])
+        momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
+        nesterov = gradient.lerp_(momentum, self.momentum)
+        return self.parallel.orthogonalised(nesterov.to(self.dtype), rows, orthogonalise).to(torch.float32)
 
     def momentum_buffers(self) -> dict[str, Tensor]:
         """Momentum by parameter name, as views of the stacks."""
