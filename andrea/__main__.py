@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from andrea.command_line import configure, help_text, run
-from andrea.config import CompareRun, DashboardRun, LensRun, TrainingRun, UserError, nearest
+from andrea.config import CompareRun, ConsolidateRun, DashboardRun, LensRun, TrainingRun, UserError, nearest
 
 
 def prepare(words: list[str]) -> int:
@@ -21,6 +21,19 @@ def prepare(words: list[str]) -> int:
             f"{source.name}: {len(source.train):,} training tokens, {len(source.val):,} held out ({source.val_bytes:,} bytes)"
         )
     print(f"tokenizer {corpus.tokenizer.identity}, fingerprint {corpus.fingerprint[:12]}")
+    return 0
+
+
+def consolidate(words: list[str]) -> int:
+    """Make one file of weights and one of optimizer state of what the ranks of a sharded run have written."""
+    from pathlib import Path
+
+    from andrea.checkpoint import consolidate, locate
+
+    config = configure(ConsolidateRun, "consolidate", words)
+    checkpoint = locate(config.checkpoint, Path(config.runs_dir))
+    consolidate(checkpoint.path)
+    print(f"{checkpoint.path} {'is now' if checkpoint.is_sharded else 'was already'} in the single-folder format")
     return 0
 
 
@@ -52,16 +65,16 @@ def dashboard(words: list[str]) -> int:
     return dashboard(configure(DashboardRun, "dashboard", option_words(words)))
 
 
-COMMANDS = {"prepare": prepare, "lens": lens, "compare": compare, "dashboard": dashboard}
+COMMANDS = {"prepare": prepare, "consolidate": consolidate, "lens": lens, "compare": compare, "dashboard": dashboard}
 # The YAML whose keys --help shows.
-CONFIG_NAMES = {"prepare": "train", "lens": "lens", "compare": "compare", "dashboard": "dashboard"}
+CONFIG_NAMES = {name: "train" if name == "prepare" else name for name in COMMANDS}
 
 
 def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("python -m andrea COMMAND [key=value …]")
         for name, command in COMMANDS.items():
-            print(f"  {name:<10} {command.__doc__}")
+            print(f"  {name:<11} {command.__doc__}")
         return 0
     if words[0] not in COMMANDS:
         raise UserError(f"{words[0]!r} is not a command; allowed: {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")

@@ -211,6 +211,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise Damaged(f"{path} is damaged: manifest.json does not list {name}")
     for name, expected in files.items():
         check_file(path, name, expected)
+    if is_sharded and {f"{SHARDS}/{name}" for name in os.listdir(path / SHARDS)} - files.keys():
+        raise Damaged(
+            f"{path} is not a checkpoint of this project: {SHARDS}/ holds files that its manifest does not list"
+        )
     for name in ("tokenizer.tiktoken", *(["optimizer.safetensors"] if "model.safetensors" in files else [])):
         if os.path.lexists(path / name) and name not in files:
             raise Damaged(f"{path} is damaged: it holds {name}, which manifest.json does not list")

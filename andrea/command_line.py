@@ -42,6 +42,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
 
     Of many ranks the first one shows what all have to say; what a restart by torchrun cannot cure is not tried again.
     """
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be UTF-8
     if (code := elastic.verdict()) is not None:
         sys.exit(code)
     try:

@@ -489,6 +489,14 @@ class SamplingRun:
 
 
 @dataclass(frozen=True)
+class ConsolidateRun:
+    """Everything `python -m andrea consolidate` needs (configs/consolidate.yaml)."""
+
+    checkpoint: PathText | None
+    runs_dir: PathText
+
+
+@dataclass(frozen=True)
 class LensRun:
     """Everything `python -m andrea lens` needs (configs/lens.yaml)."""
 

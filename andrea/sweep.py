@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,10 @@ def launch(
         words = [f"{key}={as_text(value)}" for key, value in given.items()]
         own = [word for word in words if word.partition("=")[0] in varied]
         print(f"sweep: run {job.job.num + 1}: {' '.join(own)}", flush=True)
-        code = patient_call([sys.executable, str(script), *words, f"name={run_name(own, group)}"])
-        (folder / f"{job.job.num:04d}.json").write_text(json.dumps({"words": own, "code": code}), encoding="utf-8")
+        task = place_of_task()
+        code = patient_call([sys.executable, str(script), *words, f"name={run_name(own, group)}"], task)
+        if task.get("RANK", "0") == "0":
+            (folder / f"{job.job.num:04d}.json").write_text(json.dumps({"words": own, "code": code}), encoding="utf-8")
         if code in INTERRUPTED:
             raise KeyboardInterrupt
 
@@ -159,9 +162,31 @@ def report(jobs: list[Job]) -> int:
     return failed[0].code if failed else 0
 
 
-def patient_call(command: list[str]) -> int:
+def place_of_task() -> dict[str, str]:
+    """Where a cluster's job has several tasks, the environment that makes each of them a rank of one run."""
+    if "submitit" not in sys.modules:  # its launcher has not started this process
+        return {}
+    import submitit
+
+    try:
+        task = submitit.JobEnvironment()
+    except RuntimeError:
+        return {}
+    if task.num_tasks == 1:
+        return {}
+    return {
+        "RANK": str(task.global_rank),
+        "WORLD_SIZE": str(task.num_tasks),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.num_tasks // task.num_nodes),
+        "MASTER_ADDR": task.hostnames[0],
+        "MASTER_PORT": str(20000 + zlib.crc32(task.job_id.encode()) % 20000),  # the same for all tasks of the job
+    }
+
+
+def patient_call(command: list[str], environment: dict[str, str]) -> int:
     """The process's exit code. Ctrl-C reaches the process too, which saves and ends by itself: it is waited for."""
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=os.environ | environment)
     while True:
         try:
             code = process.wait()

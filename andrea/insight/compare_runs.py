@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def find_run_folders(paths: list[str]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file()
+    return os.path.isfile(folder / "config.yaml")  # False, too, where the folder is someone else's
 
 
 def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:

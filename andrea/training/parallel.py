@@ -10,6 +10,7 @@ n matrices of one shape, R rows, C columns, S ranks that share a copy of the mod
 from __future__ import annotations
 
 import contextlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from andrea.model.gpt import GPT
 from andrea.training.distributed import Ranks
 from andrea.training.loss import MicroLoss
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 Orthogonalise = Callable[[Tensor], Tensor]  # (n, R, C) -> (n, R, C)
 
 
@@ -104,9 +106,12 @@ class Replicated(Parallel):
     name = "DDP"
 
     def wrap(self, loss: MicroLoss, compiled: bool) -> nn.Module:
-        self.wrapped = DistributedDataParallel(
-            compile_whole(loss) if compiled else loss, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        inner = compile_whole(loss) if compiled else loss
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # torch 2.13 has a new name for what 2.11 calls broadcast_buffers
+            self.wrapped = DistributedDataParallel(inner, broadcast_buffers=False, gradient_as_bucket_view=True)
         return self.wrapped
 
     @contextlib.contextmanager
@@ -122,7 +127,7 @@ class Replicated(Parallel):
         padded = torch.cat([stack, stack.new_zeros(share * size - n, *stack.shape[1:])])
         mine = orthogonalise(padded[self.ranks.rank * share : (self.ranks.rank + 1) * share]).contiguous()
         of_all = torch.empty_like(padded)
-        dist.all_gather_into_tensor(of_all, mine)
+        all_gather(of_all, mine)
         return of_all[:n]
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole
+from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole, read_small_json
 from andrea.config import TrainingRun, UserError
 from andrea.training.loggers import read_lines
 
@@ -116,8 +116,12 @@ def measured_pace(runs_dir: Path, model_name: str) -> tuple[float, str] | None:
     for folder in sorted(Path(runs_dir).glob("*/"), key=lambda path: path.stat().st_mtime, reverse=True):
         if not checkpoints_of(folder):
             continue
-        state = json.loads((checkpoints_of(folder)[-1] / "state.json").read_text(encoding="utf-8"))
-        if state.get("config", {}).get("model", {}).get("name") != model_name:
+        try:
+            state = read_small_json(checkpoints_of(folder)[-1] / "state.json")
+            same_model = state["config"]["model"]["name"] == model_name
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: a resume would say so
+            continue
+        if not same_model:
             continue
         paces = [
             r["train/tokens_per_second"] for r in read_lines(folder / "metrics.jsonl") if "train/tokens_per_second" in r

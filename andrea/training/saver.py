@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from andrea.checkpoint import (
     SHARDS,
     Checkpoint,
+    Damaged,
     best_of,
     consolidate,
     describe_files,
@@ -137,6 +138,9 @@ class ShardSaver(Saver):
         weights = {name: torch.empty_like(part, device="cpu") for name, part in self.parallel.parts.items()}
         tensors = weights | self.optimizer.blank_state_tensors()
         load_into(checkpoint, self.described(tensors))
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise Damaged(f"{checkpoint.path} is damaged: {name} is not finite; use an older checkpoint")
         with torch.no_grad():
             for name, part in self.parallel.parts.items():
                 part.copy_(tensors.pop(name))

@@ -76,12 +76,12 @@ def start(
     run, parallel_kind = ranks.told(lambda: settle(named, device, ranks, room, corpus, console))
     choose_threads(run.threads)
     torch.use_deterministic_algorithms(bool(run.deterministic))
+    weights = ranks.first_then_others(lambda: read_weights(run, corpus, checkpoint))
     with contextlib.ExitStack() as held:
         ranks.told(lambda: held.enter_context(run_folder_held(folder)) and None)
-        ranks.told(lambda: console.say(f"run: {folder.resolve()}"))
+        console.say(f"run: {folder.resolve()}")
 
         torch.manual_seed(run.seed)
-        weights = ranks.first_then_others(lambda: read_weights(run, corpus, checkpoint))
         model = make_model(run, corpus)
         if weights is None and checkpoint is None:
             initialise(model, torch.Generator().manual_seed(run.seed), Transfer.of(run.model, run.optimizer))
