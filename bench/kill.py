@@ -68,13 +68,13 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 def kill_once(
-    command: list[str], run: Path, span_s: float, inside_a_save: bool, moment: random.Random, ranks: int
+    command: list[str], run: Path, steps: int, step_s: float, inside_a_save: bool, moment: random.Random, ranks: int
 ) -> dict:
-    """Start, kill, go on, look at what is left. `span_s` is how long a whole run takes from its folder on."""
+    """Start, kill between the start and the last step, go on, look at what is left."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    writing = run / "checkpoints"
-    wait_for(writing.exists, process)
-    time.sleep(moment.random() * span_s)
+    writing, after = run / "checkpoints", moment.randrange(steps - 2)
+    wait_for(lambda: writing.exists() and (not after or (writing / f"step-{after:08d}").exists()), process)
+    time.sleep(moment.random() * step_s)
     if inside_a_save:
         wait_for(lambda: any(writing.glob(".writing-*")), process)
         time.sleep(moment.random() * 0.01)
@@ -130,7 +130,8 @@ def main() -> None:
         whole = outcome(runs / "whole")
         for number in range(chosen.kills):
             run, command = runs / f"killed-{number}", [*train, f"name=killed-{number}"]
-            row = kill_once(command, run, 0.8 * span_s, number % 4 == 0, moment, chosen.ranks)
+            step_s = span_s / chosen.steps
+            row = kill_once(command, run, chosen.steps, step_s, number % 4 == 0, moment, chosen.ranks)
             row["equal"] = row["exit_code"] == 0 and outcome(run) == whole
             rows.append(row)
             inside = "yes" if row["half_written"] else "-"

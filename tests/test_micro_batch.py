@@ -7,8 +7,14 @@ import weakref
 import pytest
 import torch
 
-from andrea.config import UserError
+from andrea.command_line import configure
+from andrea.config import TrainingRun, UserError
+from andrea.model.gpt import GPT
+from andrea.training.console import Console
+from andrea.training.loss import MicroLoss
 from andrea.training.micro_batch import largest_that_fits
+from andrea.training.parallel import Alone
+from andrea.training.start import with_tried_micro_batch
 
 
 class Card:
@@ -47,3 +53,26 @@ def test_any_other_error_is_a_bug_and_is_let_through() -> None:
 
     with pytest.raises(RuntimeError, match="shapes"):
         largest_that_fits(broken, [2, 1])
+
+
+def test_start_takes_what_fits_and_leaves_no_gradients(capsys) -> None:
+    """As on a card, where more than three sequences at a time run out of memory."""
+    run = configure(TrainingRun, "train", [
+        "model.d_model=16", "model.n_layer=1", "model.n_head=2", "model.d_mlp=32", "model.sequence_length=8",
+        "train.tokens_per_step=96", "train.micro_batch=12", "tokenizer=byte", "precision=fp32",
+    ])  # fmt: skip
+    parallel, tried = Alone(GPT(run.model, run.attention, 257)), []
+    forward = MicroLoss.forward
+
+    def of_a_small_card(self, tokens, targets):
+        tried.append(len(tokens))
+        if len(tokens) > 3:
+            raise torch.OutOfMemoryError("as a card with too little memory says")
+        return forward(self, tokens, targets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MicroLoss, "forward", of_a_small_card)
+        found = with_tried_micro_batch(run, parallel, torch.device("cpu"), 1e12, Console(1))
+    assert tried == [12, 6, 4, 3] and found.train.micro_batch == 3
+    assert all(parameter.grad is None for parameter in parallel.model.parameters())
+    assert "3 sequences" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_script, tiny_command, with_own_mounts
+from conftest import run_script, tiny_command, tiny_words, with_own_mounts
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.training.device import Choice
@@ -294,6 +294,26 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Pa
     whole, killed = (newest_whole(tmp_path / "runs" / name) for name in ("whole", "killed"))
     assert tensors_equal(whole.model_tensors(), killed.model_tensors())
     assert tensors_equal(whole.optimizer_tensors(), killed.optimizer_tensors())
+
+
+def test_a_second_process_in_the_same_run_folder_is_refused(tmp_path: Path, notes: Path, script, capsys) -> None:
+    first = subprocess.Popen(
+        tiny_command(tmp_path, notes, "name=a", "train.steps=100000"), stdout=subprocess.PIPE, text=True
+    )
+    for line in first.stdout:
+        if line.startswith("step"):
+            break
+    run = tmp_path / "runs" / "a"
+    words = tiny_words(tmp_path, notes, "name=a", "train.steps=100000")
+    for more in (["resume=auto"], []):
+        code, _, error = run_script(script("train"), [*words, *more], capsys)
+        assert code == 2 and error.count("\n") == 1
+        assert ("is in use by another process" in error and str(first.pid) in error) if more else "exists" in error
+    first.send_signal(signal.SIGTERM)
+    first.communicate()
+    records = read_lines(run / "metrics.jsonl")
+    assert first.returncode == 143 and [r["step"] for r in records] == sorted(r["step"] for r in records)
+    assert script("train")([*words, "resume=auto", "train.max_minutes=0.001"]) == 0  # nobody holds it any more
 
 
 def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, notes: Path) -> None:

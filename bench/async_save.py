@@ -1,0 +1,145 @@
+"""What saving costs the steps beside it: asynchronous against synchronous, of one sharded run, in the same process.
+
+    python bench/async_save.py                       # andrea-120m, 2 ranks of one thread each
+    python bench/async_save.py --ranks 1 --rounds 5
+
+A round is: quiet steps; a synchronous save; more quiet steps; an asynchronous save and the steps until it is durable on all
+ranks. The excess is what those steps and the call took beyond as many quiet ones, added up. Exit code 1 where the median
+excess is more than `--limit` of the median synchronous save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import ROOT, write_record
+
+from andrea.command_line import configure
+from andrea.config import TrainingRun
+
+
+def launch(chosen: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(dir=chosen.place) as place:
+        result = Path(place) / "result.json"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={chosen.ranks}"]
+        worker = [str(Path(__file__).resolve()), f"--rounds={chosen.rounds}", f"--steps={chosen.steps}"]
+        worker += [f"--model={chosen.model}", f"--worker={place}"]
+        subprocess.run([*torchrun, *worker], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        measured = json.loads(result.read_text())
+    synchronous = statistics.median(row["synchronous_s"] for row in measured["rounds"])
+    excess = statistics.median(row["excess_s"] for row in measured["rounds"])
+    print(f"quiet step {measured['quiet_step_s']:.2f} s, checkpoint of {measured['bytes'] / 1e6:.0f} MB")
+    print(f"{'synchronous':>12} {'until durable':>14} {'call':>6} {'steps':>6} {'excess':>7}")
+    for row in measured["rounds"]:
+        times = f"{row['synchronous_s']:10.2f} s {row['durable_s']:12.2f} s {row['call_s']:4.2f} s"
+        print(f"{times} {row['steps']:6} {row['excess_s']:5.2f} s")
+    print(f"excess / synchronous: {excess / synchronous:.2f} (medians; limit {chosen.limit})")
+    summary = {"synchronous_s": synchronous, "excess_s": excess, "ratio": excess / synchronous, "limit": chosen.limit}
+    about = {"model": chosen.model, "ranks": chosen.ranks}
+    write_record(chosen.output, "async-save", measured["device"], {**about, **summary, **measured})
+    return int(excess > chosen.limit * synchronous)
+
+
+def work(chosen: argparse.Namespace) -> None:
+    """What each rank does."""
+    import torch
+
+    from andrea.model.gpt import GPT, initialise
+    from andrea.text.tokenizer import ByteTokenizer
+    from andrea.training.device import choose_device, choose_precision, weight_dtype
+    from andrea.training.distributed import joined
+    from andrea.training.loss import MicroLoss
+    from andrea.training.optimizer import Optimizer
+    from andrea.training.parallel import Sharded
+    from andrea.training.saver import ShardSaver
+
+    run = configure(TrainingRun, "train", [f"model={chosen.model}", "parallel=fsdp"])
+    place = Path(chosen.worker)
+    device = choose_device("auto")
+    precision = choose_precision("auto", device).value
+    n_vocab = 50257
+    with joined(10) as (ranks, _):
+        torch.manual_seed(0)
+        model = GPT(run.model, run.attention, n_vocab)
+        initialise(model, torch.Generator().manual_seed(0))
+        dtype = weight_dtype(precision)
+        parallel = Sharded(model, ranks, run.parallel, device, dtype, lambda: GPT(run.model, run.attention, n_vocab))
+        loss = parallel.wrap(MicroLoss(model, device, precision, False, False), compiled=device.type == "cuda")
+        optimizer = Optimizer(parallel, run.optimizer, bf16=precision == "bf16")
+        savers = [
+            ShardSaver(place / name, optimizer, ByteTokenizer(), 1, name == "async") for name in ("sync", "async")
+        ]
+        tokens = torch.randint(n_vocab, (1 if device.type == "cpu" else 8, run.model.sequence_length), device=device)
+        state = {"step": 0, "config": {}, "tokens": 0}
+
+        def step() -> float:
+            clock = time.perf_counter()
+            nats, _ = loss(tokens, tokens)
+            (nats / tokens.numel()).backward()
+            parallel.take_gradients()
+            norm = optimizer.clip()
+            optimizer.step(1.0, torch.isfinite(norm))
+            parallel.zero_gradients()
+            float(ranks.added(norm))  # as the trainer does: all ranks, and the host, wait here
+            return time.perf_counter() - clock
+
+        def timed(action) -> float:
+            clock = time.perf_counter()
+            action()
+            float(ranks.added(torch.zeros(())))
+            return time.perf_counter() - clock
+
+        for _ in range(3):
+            step()
+        rows, quiet = [], []
+        for number in range(chosen.rounds):
+            state["step"] = number
+            quiet += [step() for _ in range(chosen.steps)]
+            synchronous = timed(lambda: savers[0].save(state, best=True))
+            quiet += [step() for _ in range(chosen.steps)]
+            usual = statistics.median(quiet[-2 * chosen.steps :])
+            begun = time.perf_counter()
+            call = timed(lambda: savers[1].save(state, best=True))
+            beside = []
+            while float(ranks.added(torch.tensor(float(savers[1].thread.is_alive())))):
+                beside.append(step())
+            durable = time.perf_counter() - begun
+            savers[1].wait()
+            rows.append(
+                {"synchronous_s": synchronous, "call_s": call, "durable_s": durable, "steps": len(beside),
+                 "usual_step_s": usual, "excess_s": call + sum(beside) - usual * len(beside)}
+            )  # fmt: skip
+        if ranks.first:
+            folder = next((place / "async" / "checkpoints").glob("step-*"))
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            result = {"device": str(device), "precision": precision, "quiet_step_s": statistics.median(quiet)}
+            (place / "result.json").write_text(json.dumps({**result, "bytes": size, "rounds": rows}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="andrea-120m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="quiet ones before each save")
+    parser.add_argument("--limit", type=float, default=0.30)
+    parser.add_argument("--place", help="where checkpoints are written; default: the folder for temporary files")
+    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "async-save-cpu.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.worker:
+        work(chosen)
+        return 0
+    return launch(chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
