@@ -20,10 +20,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, write_record
+import yaml
+from common import ROOT, make_andrea, model_config, write_record
 
-from andrea.command_line import configure
-from andrea.config import TrainingRun
+from andrea.config import OptimizerConfig, ParallelConfig, parse
 
 
 def launch(chosen: argparse.Namespace) -> int:
@@ -52,7 +52,6 @@ def work(chosen: argparse.Namespace) -> None:
     """What each rank does."""
     import torch
 
-    from andrea.model.gpt import GPT, initialise
     from andrea.text.tokenizer import ByteTokenizer
     from andrea.training.device import choose_device, choose_precision, weight_dtype
     from andrea.training.distributed import joined
@@ -61,23 +60,25 @@ def work(chosen: argparse.Namespace) -> None:
     from andrea.training.parallel import Sharded
     from andrea.training.saver import ShardSaver
 
-    run = configure(TrainingRun, "train", [f"model={chosen.model}", "parallel=fsdp"])
+    def group(kind: type, name: str):
+        return parse(kind, yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")), name)
+
+    config, optimizer_config = model_config(chosen.model), group(OptimizerConfig, "optimizer/muon")
+    parallel_config = group(ParallelConfig, "parallel/fsdp")
     place = Path(chosen.worker)
     device = choose_device("auto")
     precision = choose_precision("auto", device).value
     n_vocab = 50257
     with joined(10) as (ranks, _):
-        torch.manual_seed(0)
-        model = GPT(run.model, run.attention, n_vocab)
-        initialise(model, torch.Generator().manual_seed(0))
+        model = make_andrea(config, n_vocab, "cpu")
         dtype = weight_dtype(precision)
-        parallel = Sharded(model, ranks, run.parallel, device, dtype, lambda: GPT(run.model, run.attention, n_vocab))
+        parallel = Sharded(model, ranks, parallel_config, device, dtype, lambda: make_andrea(config, n_vocab, "cpu"))
         loss = parallel.wrap(MicroLoss(model, device, precision, False, False), compiled=device.type == "cuda")
-        optimizer = Optimizer(parallel, run.optimizer, bf16=precision == "bf16")
+        optimizer = Optimizer(parallel, optimizer_config, bf16=precision == "bf16")
         savers = [
             ShardSaver(place / name, optimizer, ByteTokenizer(), 1, name == "async") for name in ("sync", "async")
         ]
-        tokens = torch.randint(n_vocab, (1 if device.type == "cpu" else 8, run.model.sequence_length), device=device)
+        tokens = torch.randint(n_vocab, (1 if device.type == "cpu" else 8, config.sequence_length), device=device)
         state = {"step": 0, "config": {}, "tokens": 0}
 
         def step() -> float:

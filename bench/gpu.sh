@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
-# Parts: checks attention tune train generate; all of them when none is named. One table at the end. Where a command may
+# Parts: checks attention tune train save memory generate; all of them when none is named. One table at the end. Where a command may
 # run for ten minutes only, name one part at a time: each writes what it has as it goes.
 # Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; not Hydra, not wandb.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-bench/results}
 shift || true
-parts=${*:-checks attention tune train generate}
+parts=${*:-checks attention tune train save memory generate}
 mkdir -p "$output"
 python=${PYTHON:-python3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1
@@ -30,6 +30,8 @@ measure attention bench/attention.py --output "$output/attention-cuda-$stamp.jso
 measure tune bench/attention.py --tune --lengths 1024 --output "$output/attention-tune-cuda-$stamp.json"
 measure train bench/train.py --device cuda --batch 32 --peers fp32 bf16 bf16-compiled --optimizer muon \
     --output "$output/train-andrea-120m-cuda-$stamp.json"
+measure save bench/async_save.py --ranks 1 --limit 0.05 --output "$output/async-save-cuda-$stamp.json"
+measure memory bench/memory.py --device cuda --output "$output/memory-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --output "$output/generate-andrea-120m-cuda-$stamp.json"
 
 echo "== all of it"
