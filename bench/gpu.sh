@@ -2,7 +2,7 @@
 # Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
 # Parts: checks attention tune train save memory generate; all of them when none is named. One table at the end. Where a command may
 # run for ten minutes only, name one part at a time: each writes what it has as it goes.
-# Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; not Hydra, not wandb.
+# Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; memory alone needs Hydra too (it runs train.py).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-bench/results}
@@ -31,7 +31,7 @@ measure tune bench/attention.py --tune --lengths 1024 --output "$output/attentio
 measure train bench/train.py --device cuda --batch 32 --peers fp32 bf16 bf16-compiled --optimizer muon \
     --output "$output/train-andrea-120m-cuda-$stamp.json"
 measure save bench/async_save.py --ranks 1 --limit 0.05 --output "$output/async-save-cuda-$stamp.json"
-measure memory bench/memory.py --device cuda --output "$output/memory-cuda-$stamp.json"
+"$python" -c "import hydra" 2> /dev/null && measure memory bench/memory.py --device cuda --output "$output/memory-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --output "$output/generate-andrea-120m-cuda-$stamp.json"
 
 echo "== all of it"
