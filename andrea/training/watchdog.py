@@ -64,7 +64,9 @@ class StoreWatchdog(Watchdog):
                     heard, seen = now, time.monotonic()
                 stands_still = self.moved is not None and time.monotonic() - self.moved > self.limit_s
                 if stands_still or time.monotonic() - seen > self.limit_s:
-                    self.end(f"step {self.step}: {self.accusation(beats)}")
+                    moves, accusation = self.moves, self.accusation(beats)
+                    if not stands_still or self.moves == moves:  # it may have moved on at the last moment
+                        self.end(f"step {self.step}: {accusation}")
             except dist.DistError as error:  # torchrun, or the machine that it runs on, is gone
                 if time.monotonic() - seen > self.limit_s:
                     self.end(f"step {self.step}: torchrun's store does not answer: {error}")
@@ -97,9 +99,13 @@ class StoreWatchdog(Watchdog):
         """Say so, once for all ranks, and leave: the main thread waits where nothing can wake it."""
         if self.over.is_set():
             return
-        if self.first_to_say():
-            hint = "raise parallel.watchdog_minutes if it only takes longer"
-            print(f"error: {line} (no progress for {self.limit_s:.0f} s); {hint}", file=sys.stderr, flush=True)
+        hint = "raise parallel.watchdog_minutes if it only takes longer"
+        words = f"error: {line} (no progress for {self.limit_s:.0f} s); {hint}"
+        self.leave(words if self.first_to_say() else line)
+
+    def leave(self, words: str) -> None:
+        if words.startswith("error: "):
+            print(words, file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 
     def first_to_say(self) -> bool:
