@@ -80,7 +80,7 @@ def assert_same_run(run: Path, other: Path, tolerance: float = TOLERANCE) -> Non
         (2, ["parallel=ddp"]),
         (2, ["parallel=fsdp"]),
         pytest.param(4, ["parallel=ddp"], marks=pytest.mark.slow),
-        (4, ["parallel=fsdp"]),
+        pytest.param(4, ["parallel=fsdp"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel=hsdp", "parallel.shard_ranks=2"], marks=pytest.mark.slow),
         pytest.param(3, ["parallel=fsdp", "train.activation_checkpointing=true"], marks=pytest.mark.slow),
         pytest.param(2, ["parallel=fsdp_offload"], marks=pytest.mark.slow),
@@ -150,7 +150,7 @@ def test_sigterm_on_one_rank_saves_once_and_ends_all(place: Path, words) -> None
     assert read_lines(run / "metrics.jsonl")[-1]["step"] == last.step and last.is_sharded
 
 
-@pytest.mark.parametrize("doomed", [0, 1])
+@pytest.mark.parametrize("doomed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_comes_back_and_the_run_ends_as_if_undisturbed(
     doomed: int, alone: Path, place: Path, words
 ) -> None:
@@ -165,6 +165,7 @@ def test_a_killed_rank_comes_back_and_the_run_ends_as_if_undisturbed(
     assert not newest_whole(run).is_sharded  # at its end a run is in the single-folder format
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("doomed", "parallel"), [(0, "ddp"), (1, "fsdp")])
 def test_a_rank_that_stands_still_is_named_with_its_step(doomed: int, parallel: str, place: Path, words) -> None:
     run = place / "runs" / f"stopped-{doomed}"
@@ -183,6 +184,7 @@ def test_a_rank_that_stands_still_is_named_with_its_step(doomed: int, parallel: 
     assert finished(process)[0] == 1
 
 
+@pytest.mark.slow
 def test_what_a_restart_cannot_cure_is_not_tried_again(place: Path, words, capfd) -> None:
     """Exit codes 2 (before and after the ranks have met), 3 and 4, each said once by one rank, and once alone."""
     wild = ["optimizer=adamw", "optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.learning_rate=1"]
