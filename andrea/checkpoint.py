@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,10 +140,12 @@ def finished_folder(
         for folder in (beside / SHARDS, beside):
             if folder.exists():
                 flush_to_disk(folder)
-        if final.exists():  # a damaged one of the same step; a whole one would have been resumed from
-            shutil.rmtree(final)
+        replaced = final.with_name(f".writing-{final.name}-replaced")  # of the same step: damaged, or gone back behind
+        if final.exists():
+            os.rename(final, replaced)
         os.rename(beside, final)
         flush_to_disk(checkpoints)
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
@@ -158,11 +161,11 @@ def consolidate(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     kept = {name: about for name, about in manifest["files"].items() if not name.startswith(f"{SHARDS}/")}
     with storing(path):
-        for name, tensors in (
-            ("optimizer.safetensors", checkpoint.optimizer_tensors()),
-            ("model.safetensors", checkpoint.model_tensors()),
+        for name, read in (
+            ("optimizer.safetensors", checkpoint.optimizer_tensors),
+            ("model.safetensors", checkpoint.model_tensors),
         ):
-            write_tensors(path / f".{name}", tensors)
+            write_tensors(path / f".{name}", read())
             os.replace(path / f".{name}", path / name)
         write_manifest(path, kept | describe_files(path, path.glob("*.safetensors")))
         flush_to_disk(path)
@@ -326,6 +329,19 @@ def keep_newest(run: Path, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
+def set_aside_after(run: Path, step: int) -> list[Path]:
+    """Checkpoints beyond a step that the run goes back to are of another future: renamed, so that no reader takes them."""
+    aside, best = [], best_of(run)
+    for path in checkpoints_of(run):
+        if int(path.name.removeprefix("step-")) > step:
+            aside.append(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            with storing(path):
+                os.rename(path, aside[-1])
+                if path.name == best:
+                    (run / "checkpoints" / "best").unlink()
+    return aside
+
+
 def remove_unfinished(checkpoints: Path) -> None:
     """Remove what a crash left half-written; no reader ever looks at it."""
     for path in Path(checkpoints).glob(".writing-*"):
@@ -428,6 +444,6 @@ def _believed(folder: Path) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that one process reads alone is what is wanted
             yield
-    except (SafetensorError, CheckpointException, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (SafetensorError, CheckpointException, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise Damaged(f"{folder} is damaged: {reason}") from None

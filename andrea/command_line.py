@@ -49,20 +49,20 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
         code = main(argv)
         sys.stdout.flush()
     except UserError as error:
-        if elastic.speaks() or isinstance(error, elastic.RankError):
-            print("error: " + one_line(str(error)), file=sys.stderr, flush=True)
-        else:
+        if not elastic.speaks():
             elastic.let_rank_0_speak()
+        if not isinstance(error, elastic.ToldError) or elastic.speaks():
+            print(f"error: {elastic.who()}{one_line(str(error))}", file=sys.stderr)
         code = 2
     except StorageFailed as error:
         hint = "what was saved before is whole: make room, then go on with resume=auto"
-        print(f"error: {one_line(str(error))}; {hint}", file=sys.stderr)
+        print(f"error: {elastic.who()}{one_line(str(error))}; {hint}", file=sys.stderr)
         code = 5
     except elastic.RankLost as error:
         if elastic.speaks():
             hint = "torchrun starts all ranks again where --max-restarts allows it; resume=auto then goes on"
-            print(f"error: another rank is gone: {one_line(str(error))}; {hint}", file=sys.stderr, flush=True)
-        os._exit(6)  # threads may wait for the lost rank, and nothing would wake them
+            print(f"error: another rank is gone: {one_line(str(error))}; {hint}", file=sys.stderr)
+        code = 6
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
@@ -70,6 +70,10 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     elastic.note_verdict(code)
+    if code and elastic.of_many():  # threads and cards may wait for other ranks, and nothing would wake them
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

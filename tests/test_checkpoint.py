@@ -377,3 +377,14 @@ def test_a_sharded_checkpoint_that_is_not_what_it_says_is_not_believed(tmp_path:
     (path / "shards").symlink_to(elsewhere)
     with pytest.raises(Damaged):
         read_checkpoint(path)
+
+
+def test_going_back_sets_aside_what_lies_beyond(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        write(run, step)
+    replace_text(run / "checkpoints" / "best", "step-00000003\n")
+    aside = module.set_aside_after(run, 1)
+    assert [path.name for path in checkpoints_of(run)] == ["step-00000001"] and best_of(run) is None
+    assert len(aside) == 2 and all(read_checkpoint(path).step > 1 for path in aside)  # whole, under another name
+    assert newest_whole(run).step == 1

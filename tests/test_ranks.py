@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_words, torchrun
+from conftest import tiny_words, torchrun, with_own_mounts
 
 from andrea.checkpoint import checkpoints_of, newest_whole, read_checkpoint
 from andrea.training.loggers import read_lines
@@ -137,12 +137,25 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Path, place: Path, wo
     assert_same_run(run, alone)
 
 
+@pytest.mark.slow
+def test_more_ranks_than_a_step_has_sequences(place: Path, words) -> None:
+    """Three sequences on four ranks: one has none, and takes part all the same."""
+    few = ["train.tokens_per_step=96", "train.steps=5"]
+    for name, ranks, parallel in (("few-1", 1, "ddp"), ("few-4", 4, "fsdp")):
+        code, out = finished(torchrun(ranks, words(name, *few, f"parallel={parallel}")))
+        assert code == 0, out
+    assert_same_run(place / "runs" / "few-4", place / "runs" / "few-1")
+
+
 def test_sigterm_on_one_rank_saves_once_and_ends_all(place: Path, words) -> None:
     """Also where torchrun would start them again: who sends SIGTERM does not mean another start."""
     run = place / "runs" / "preempted"
     process = torchrun(2, words("preempted", *LONG, "parallel=fsdp"), restarts=3)
     until(saved_beyond(run, 0), process)
-    os.kill(ranks_of(process)[1], signal.SIGTERM)
+    rank = ranks_of(process)[1]
+    for _ in range(2):  # as where a cluster sends one to all and torchrun hands its own on
+        os.kill(rank, signal.SIGTERM)
+        time.sleep(0.05)
     code, out = finished(process)
     last = newest_whole(run)
     assert code == 1 and out.count("interrupted at step") == 1 and f"interrupted at step {last.step} " in out, out
@@ -219,3 +232,25 @@ def test_ranks_killed_while_files_are_written_leave_the_checkpoint_before(place:
     assert not list((run / "checkpoints").glob(".writing-*"))
     assert not [path for path in run.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt", ".metadata")]
     assert not list(run.rglob(".metadata"))
+
+
+def test_a_full_disk_ends_all_ranks_in_one_line_and_what_was_whole_is_whole(
+    tmp_path: Path, notes: Path, place: Path
+) -> None:
+    """Exit code 5 on the rank whose disk refused, from within the thread that writes."""
+    small = tmp_path / "small"
+    small.mkdir()
+    words = tiny_words(place, notes, *STEPS, "name=full", f"runs_dir={small}", "parallel=fsdp", "train.save_every=1")
+    torchrun_words = [os.sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun_words, str(Path(__file__).parent.parent / "train.py"), *words]
+    tried = with_own_mounts('mount -t tmpfs -o size=3m none "$0"', small, command, after='cp -r "$0" "$0-copy"')
+    out = tried.stdout + tried.stderr
+    assert tried.returncode == 1 and "exitcode  : 5 " in out and "No space left on device" in out, out
+    assert (
+        "Traceback"
+        not in out.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0].partition(
+            "error: "
+        )[0]
+    )
+    saved = checkpoints_of(tmp_path / "small-copy" / "full")
+    assert saved and all(read_checkpoint(path).is_sharded for path in saved)

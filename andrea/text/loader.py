@@ -48,6 +48,9 @@ class Loader:
 
     def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
         """Samples first_sample … first_sample + count - 1: tokens and targets, (count, T) int64 each."""
+        if not count:
+            nothing = torch.empty(0, self.sequence_length, dtype=torch.int64)
+            return nothing, nothing.clone()
         samples = np.arange(first_sample, first_sample + count)
         which, window = self.place(samples)
         rows = [read_window(self.streams[s], w, self.sequence_length) for s, w in zip(which, window, strict=True)]

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,14 +25,16 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.config import UserError
-from andrea.training.elastic import RankError, RankLost
+from andrea.training.elastic import RankLost, ToldError
 from andrea.training.watchdog import StoreWatchdog, Watchdog
 
 Result = TypeVar("Result")
 OWN_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 FROM_TORCHRUN = (*OWN_PLACE, "MASTER_ADDR", "MASTER_PORT")  # set by it, and by jobs of ours
 TO_MEET, A_DAY = datetime.timedelta(minutes=10), datetime.timedelta(days=1)
-LOST_CONTACT = re.compile(r"gloo|nccl|Connection (closed|reset|refused)|Broken pipe|Socket", re.IGNORECASE)
+LOST_CONTACT = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Timed out|remote process exited", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,9 @@ class Ranks:
         return sums._replace(largest_logit=self.largest(measured.largest_logit))
 
     def share(self, count: int) -> tuple[int, int, int]:
-        """This rank's part of `count` rows: the first of them, how many, and the most that any rank has."""
-        most = -(-count // self.size)
-        first = min(count, self.rank * most)
-        return first, min(most, count - first), most
-
-
-class ToldError(UserError):
-    """A UserError of rank 0, raised on every rank; rank 0 alone shows it."""
+        """This rank's part of `count` rows: the first of them, how many (maybe none), and the most that any rank has."""
+        each, left = divmod(count, self.size)
+        return self.rank * each + min(self.rank, left), each + (self.rank < left), each + (left > 0)
 
 
 @contextlib.contextmanager
@@ -131,17 +129,19 @@ def joined(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
         # Waiting is limited by the watchdog, which says whom it waits for.
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=A_DAY)
     watchdog = StoreWatchdog(ranks.rank, ranks.size, board, watchdog_minutes)
-    try:
-        with contact_watched():
-            yield ranks, watchdog
-            dist.barrier()  # nobody leaves while another still writes or reads
-    except ToldError:
-        raise
-    except UserError as error:
-        raise error if ranks.first else RankError(f"rank {ranks.rank}: {error}") from error
-    finally:
-        watchdog.finish()
-        dist.destroy_process_group()
+    sys.excepthook = traceback_and_leave
+    with contact_watched():
+        yield ranks, watchdog
+        dist.barrier()  # nobody leaves while another still writes or reads
+    watchdog.finish()
+    dist.destroy_process_group()  # not where something was raised: it would wait for work that others never do
+
+
+def traceback_and_leave(*error: Any) -> None:
+    """Python's own way out would wait for threads and cards that wait for other ranks."""
+    sys.__excepthook__(*error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def stores(ranks: Ranks) -> tuple[dist.Store, dist.Store]:
@@ -154,7 +154,10 @@ def stores(ranks: Ranks) -> tuple[dist.Store, dist.Store]:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         kept = dist.TCPStore(host, port, ranks.size, is_master=ranks.first, timeout=TO_MEET)
-        return dist.PrefixStore("group", kept), dist.PrefixStore("board", kept)
+        own_client = dist.TCPStore(
+            host, port, is_master=False, timeout=TO_MEET
+        )  # a store waits for one thing at a time
+        return dist.PrefixStore("group", kept), dist.PrefixStore("board", own_client)
     kept = dist.TCPStore(host, port, is_master=False, timeout=TO_MEET)
     if ranks.first:
         mine = own_address(host, port)

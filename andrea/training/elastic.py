@@ -18,16 +18,20 @@ NOT_RETRIED = (2, 3, 4, 130, 143)
 SECONDS_TO_SPEAK = 10
 
 
-class RankError(UserError):
-    """A UserError of another rank than 0, which that rank shows itself."""
+class ToldError(UserError):
+    """A UserError of rank 0, raised on every rank; rank 0 alone shows it."""
 
 
 class RankLost(Exception):
     """Another rank has died or does not answer; a restart, which torchrun makes, goes on from the last checkpoint."""
 
 
+def restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def is_restart() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return restarts() > 0
 
 
 def speaks() -> bool:
@@ -35,21 +39,37 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
+def of_many() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def who() -> str:
+    """What a line of another rank than 0 begins with."""
+    return "" if speaks() else f"rank {os.environ['RANK']}: "
+
+
 def let_rank_0_speak() -> None:
-    """torchrun ends all ranks as soon as one has ended: this one waits to be ended."""
+    """torchrun ends all ranks as soon as one has ended: where rank 0 has the same to say, this one is ended here."""
     time.sleep(SECONDS_TO_SPEAK)
 
 
 def verdict() -> int | None:
-    """The exit code with which an earlier start of this rank said that no other start is of use."""
+    """The exit code with which the start before this one said that no other start is of use."""
     path = note()
-    return int(path.read_text()) if is_restart() and path is not None and path.exists() else None
+    if path is None or not path.exists():
+        return None
+    code, start = map(int, path.read_text().split())
+    if restarts() - start not in (0, 1):  # another start came between, in which the run went on
+        path.unlink()
+        return None
+    note_verdict(code)
+    return code
 
 
 def note_verdict(code: int) -> None:
     path = note()
     if code in NOT_RETRIED and path is not None:
-        path.write_text(str(code))
+        path.write_text(f"{code} {restarts()}")
 
 
 def note() -> Path | None:

@@ -102,6 +102,7 @@ class Optimizer:
 
     def step(self, rate: float, finite: Tensor) -> None:
         """One update at `rate` times the peak rates, or none where the 0-dim flag `finite` is false."""
+        finite = finite.to(self.parameters[0].device)  # elsewhere only where the parts stay in the CPU's memory
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * rate
         # torch's fused kernels read this attribute: where it is 1 they leave weights, moments and step counts alone

@@ -225,14 +225,14 @@ class Sharded(Parallel):
 
     @torch.no_grad()
     def whole(self) -> GPT | None:
-        """A copy, gathered parameter by parameter."""
+        """A copy, gathered parameter by parameter; in the CPU's memory where the card has no room for the model."""
         self.wrapped.reshard()  # an evaluation leaves what stands around the blocks gathered
         weights = {}
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor)
             gathered = parameter.full_tensor()
             if self.ranks.first:
-                weights[name] = gathered.to(self.device)
+                weights[name] = gathered.to("cpu" if self.offload else self.device)
         if not self.ranks.first:
             return None
         with torch.device("meta"):
@@ -240,7 +240,9 @@ class Sharded(Parallel):
         copy.load_state_dict(weights, assign=True)
         for name, buffer in self.model.named_buffers():  # tables that no checkpoint holds
             module, _, own_name = name.rpartition(".")
-            copy.get_submodule(module).register_buffer(own_name, buffer, persistent=False)
+            copy.get_submodule(module).register_buffer(
+                own_name, buffer.to(weights["embedding.weight"].device), persistent=False
+            )
         return copy
 
 

@@ -25,8 +25,11 @@ def clip_logits(parallel: Parallel, largest_logit: Tensor, threshold: float, fin
         factor = torch.where(finite & (of_group > threshold), threshold / of_group, 1.0)
         clipped += (factor < 1).sum() * (len(largest) // n_group)
         for projection, shared_by in (("query", len(largest) // n_group), ("key", 1)):
-            rows = factor.sqrt().repeat_interleave(shared_by * attention.d_head)  # one for each row of the matrix
             name = f"blocks.{layer}.attention.{projection}"
+            device = parallel.parts[f"{name}.weight"].device
+            rows = (
+                factor.sqrt().to(device).repeat_interleave(shared_by * attention.d_head)
+            )  # for each row of the matrix
             parallel.parts[f"{name}.weight"].mul_(rows[parallel.rows(f"{name}.weight"), None])
             if f"{name}.bias" in parallel.parts:
                 parallel.parts[f"{name}.bias"].mul_(rows[parallel.rows(f"{name}.bias")])

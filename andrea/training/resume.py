@@ -8,6 +8,7 @@ from typing import Any
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole, read_small_json
 from andrea.config import TrainingRun, UserError
+from andrea.training import elastic
 from andrea.training.loggers import read_lines
 
 # What makes a run this run: with another value it would be a different one.
@@ -24,7 +25,10 @@ def find_resume(run: TrainingRun) -> Checkpoint | None:
     if not run.resume:
         return None
     if run.resume != "auto":
-        return locate(run.resume, Path(run.runs_dir), key="resume")
+        found = locate(run.resume, Path(run.runs_dir), key="resume")
+        if elastic.is_restart():  # the run has gone on from there already
+            return newest_whole(run_folder_of(found)) or found
+        return found
     folder = Path(run.runs_dir) / run.name if run.name else newest_run(Path(run.runs_dir))
     if folder is None or not folder.is_dir():
         return None

@@ -8,12 +8,14 @@ checkpoint before it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from andrea.checkpoint import (
     SHARDS,
     Checkpoint,
     Damaged,
+    StorageFailed,
     best_of,
     consolidate,
     describe_files,
@@ -38,7 +41,7 @@ from andrea.checkpoint import (
     write_checkpoint,
 )
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.distributed import contact_watched
+from andrea.training.distributed import A_DAY, contact_watched
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel import Sharded, cpu_mesh
 
@@ -58,6 +61,10 @@ class Saver(ABC):
 
         Every rank must call. Raises StorageFailed, also for what an earlier call left to be written.
         """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises StorageFailed where what was left to be written has failed by now."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -83,6 +90,9 @@ class WholeSaver(Saver):
             weights, moments = self.parallel.model.state_dict(), self.optimizer.state_tensors()
             self.announce(write_checkpoint(self.folder / "checkpoints", state, weights, moments, self.tokenizer), best)
 
+    def check(self) -> None:
+        """Nothing is left to be written."""
+
     def wait(self) -> None:
         """Nothing is left to be written."""
 
@@ -103,7 +113,9 @@ class ShardSaver(Saver):
         super().__init__(folder, optimizer, tokenizer, keep)
         self.asynchronous = asynchronous
         self.mesh = cpu_mesh(self.parallel)
-        self.group = dist.new_group(backend="gloo")  # of the thread alone: its talk must not mix with the step's
+        self.group = dist.new_group(
+            backend="gloo", timeout=A_DAY
+        )  # of the thread alone: its talk must not mix with the step's
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
 
@@ -124,6 +136,9 @@ class ShardSaver(Saver):
         if self.thread is not None:
             self.thread.join()
             self.thread = None
+        self.check()
+
+    def check(self) -> None:
         if self.failure is not None:
             raise self.failure
 
@@ -149,9 +164,14 @@ class ShardSaver(Saver):
     # ---------------------------------------------------------------------------------------------- in the thread
 
     def noting_failure(self, work: Callable[[], None]) -> Callable[[], None]:
+        card = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
         def noted() -> None:
             try:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # steps come first
+                if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # steps come first
+                if card is not None:
+                    torch.cuda.set_device(card)  # a new thread stands on card 0
                 with contact_watched():
                     work()
             except BaseException as failure:  # whatever it is: raised again where the run waits for this thread
@@ -171,7 +191,7 @@ class ShardSaver(Saver):
             # Names with a "/" are the optimizer's: in files of their own, so that weights can be read without them.
             file_of = {name: 2 if "/" in name else 1 for name in tensors}
             writer = dcp.HuggingFaceStorageWriter(str(beside / SHARDS), file_of, save_distributed=True)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), failures_unwrapped():
                 warnings.simplefilter("ignore")  # of DTensor's about what concerns its own authors
                 dcp.save(tensors, storage_writer=writer, process_group=self.group)
             mine = describe_files(beside, beside.glob(f"{SHARDS}/shard-{self.parallel.ranks.rank + 1:05d}-*"))
@@ -179,6 +199,11 @@ class ShardSaver(Saver):
         dist.all_gather_object(files, mine, group=self.group)
         if first:
             shards = {name: about for of_rank in files for name, about in of_rank.items()}
+            for name in shards:
+                if not (beside / name).exists():
+                    raise StorageFailed(
+                        f"{beside / name}, which another rank wrote, is not here: all hosts must share runs_dir"
+                    )
             self.announce(finished_folder(checkpoints, beside, state, self.tokenizer, shards), best)
         dist.barrier(group=self.group)
 
@@ -196,6 +221,19 @@ class ShardSaver(Saver):
                 tensor, self.mesh, placements, run_check=False, shape=shape, stride=stride
             )
         return described
+
+
+@contextlib.contextmanager
+def failures_unwrapped() -> Iterator[None]:
+    """Raises what a rank's disk said, which torch wraps and hands to all ranks."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            raise failure from error
+        raise
 
 
 def make_saver(folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int, asynchronous: bool) -> Saver:

@@ -22,7 +22,8 @@ class LossScale:
 
     def unscale(self, parameters: list[nn.Parameter]) -> None:
         if self.active:
-            torch._foreach_div_([p.grad for p in parameters if p.grad is not None], self.factor)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_div_(gradients, self.factor.to(gradients[0].device))
 
     def update(self, finite: Tensor) -> None:
         """Halve after a step that overflowed, double after many that did not."""

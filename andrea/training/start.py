@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from andrea.attention import choose, make_compatibility, packed_documents
 from andrea.attention.fastest import measure
-from andrea.checkpoint import Checkpoint, checkpoints_of, read_checkpoint, remove_unfinished, replace_text
+from andrea.checkpoint import (
+    Checkpoint,
+    checkpoints_of,
+    read_checkpoint,
+    remove_unfinished,
+    replace_text,
+    set_aside_after,
+)
 from andrea.config import Text, TrainingRun, UserError, to_plain
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise, make_mask
@@ -66,7 +73,7 @@ def start(
     script hands over.
     """
     console = Console(run.steps, quiet=not ranks.first)
-    device = ranks.first_then_others(lambda: choose_device(run.device))
+    device = ranks.first_then_others(lambda: choose_device_of_rank(run.device, ranks))
     folder = run_folder_of(checkpoint) if checkpoint else ranks.told(lambda: new_run_folder(run))
     may_do_without_compile = run.compile == "auto"
     corpus = ranks.first_then_others(lambda: prepare(run.data, run.tokenizer, Path(run.data_dir), console.say))
@@ -78,22 +85,26 @@ def start(
     torch.use_deterministic_algorithms(bool(run.deterministic))
     weights = ranks.first_then_others(lambda: read_weights(run, corpus, checkpoint))
     with contextlib.ExitStack() as held:
-        ranks.told(lambda: held.enter_context(run_folder_held(folder)) and None)
+        ranks.told(lambda: held.enter_context(run_folder_held(folder, checkpoint, console)) and None)
         console.say(f"run: {folder.resolve()}")
 
+        watchdog.at(0, "building the model")
         torch.manual_seed(run.seed)
         model = make_model(run, corpus)
         if weights is None and checkpoint is None:
             initialise(model, torch.Generator().manual_seed(run.seed), Transfer.of(run.model, run.optimizer))
         elif weights is not None:
             model.load_state_dict(weights)
+        del weights
         parallel = make_parallel(parallel_kind, run, ranks, model, corpus, device)
         if tries_micro_batch:
             run = with_tried_micro_batch(run, parallel, device, room, console)
+        watchdog.at(0, "compiling")
         loss, run = make_loss(parallel, run, device, console, may_do_without_compile)
         optimizer = Optimizer(parallel, run.optimizer, bf16=run.precision == "bf16")
         scale = LossScale(device, active=run.precision == "fp16")
         saver = make_saver(folder, optimizer, corpus.tokenizer, run.train.keep, run.parallel.async_save)
+        watchdog.at(0, "reading the checkpoint")
         progress = restore(checkpoint, saver, scale) if checkpoint else Progress()
 
         ranks.told(lambda: write_config(folder, run))
@@ -221,6 +232,19 @@ def device_words(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"{device}, {threads} threads" if device.type == "cpu" else str(device)
+
+
+def choose_device_of_rank(asked: str, ranks: Ranks) -> torch.device:
+    """Each rank has a card of its own, which it stands on by now. Raises UserError where there are too few."""
+    device = choose_device(asked)
+    cards = torch.cuda.device_count() if device.type == "cuda" else 0
+    if ranks.size > 1 and (device.index is not None or device.type == "mps"):
+        raise UserError(
+            f"device={asked} is one device, and there are {ranks.size} ranks; use device=cuda or device=cpu"
+        )
+    if 1 < cards < ranks.local_size:  # one card may be another one for each rank, as SLURM hands them out
+        raise UserError(f"{ranks.local_size} ranks on this machine have {cards} cards; use --nproc-per-node={cards}")
+    return device
 
 
 def room_of_a_rank(device: torch.device, ranks: Ranks) -> float:
@@ -380,7 +404,7 @@ def new_run_folder(run: TrainingRun) -> Path:
 
 
 @contextlib.contextmanager
-def run_folder_held(folder: Path) -> Iterator[None]:
+def run_folder_held(folder: Path, checkpoint: Checkpoint | None, console: Console) -> Iterator[None]:
     """The folder, made where it is not there, is this process's alone; what a crash left half-written is gone."""
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -401,6 +425,8 @@ def run_folder_held(folder: Path) -> Iterator[None]:
         lock.write(f"process {os.getpid()} on {platform.node()}\n")
         lock.flush()
         remove_unfinished(folder / "checkpoints")
+        for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
+            console.say(f"set aside, because the run goes back behind it: {path}")
         yield
 
 

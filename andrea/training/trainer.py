@@ -115,6 +115,7 @@ class Trainer:
                 saving = self.due(run.train.save_every) or progress.step == run.steps
                 if not self.read_figures(all_of_them=record or evaluation or saving):
                     return self.stop_not_finite()
+                self.saver.check()
                 progress.seconds += time.perf_counter() - clock
                 self.show_step(time.perf_counter() - clock)
                 if self.due(run.train.attention_every):
@@ -214,7 +215,7 @@ class Trainer:
     def wishes_to_stop(self) -> tuple[Tensor, Tensor]:
         """What this rank would have all ranks do: 1 where it was sent a signal, 1 where its time is up."""
         wishes = self.signal is not None, self.out_of_time()
-        return tuple(torch.tensor(float(wish), device=self.device) for wish in wishes)
+        return tuple(torch.full((), float(wish), device=self.device) for wish in wishes)  # no copy to wait for
 
     def read_figures(self, all_of_them: bool) -> bool:
         """Read losses and flags off the device, all but the newest where waiting would stall it; False: not finite.
@@ -281,7 +282,7 @@ class Trainer:
     def probed_heads(self, model: GPT) -> HeadStatistics:
         """The heads' statistics (L, H) over the held-out probe, measured once a step."""
         if self.probed is None or self.probed[0] != self.progress.step:
-            self.probed = self.progress.step, probe(model, self.probe_tokens)
+            self.probed = self.progress.step, probe(model, self.probe_tokens.to(model.embedding.weight.device))
         return self.probed[1]
 
     def evaluate(self, whole: bool = False) -> dict[str, float]:
@@ -393,7 +394,7 @@ class Trainer:
             self.sample()
         if self.saved_step != progress.step:
             self.save()
-        self.working("saving")
+        self.watchdog.rest(progress.step, "bringing the last checkpoint to the disk")
         if done:
             self.saver.conclude()
         self.saver.wait()
@@ -442,12 +443,15 @@ class Trainer:
 
     @contextmanager
     def signals_noted(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM let the step finish and the run save; a second one ends it where it stands."""
+        """Ctrl-C and SIGTERM let the step finish and the run save; a second Ctrl-C ends it where it stands.
+
+        A second SIGTERM is the same one: a cluster sends it to torchrun and to its ranks, and torchrun hands its own on.
+        """
 
         def note(number: int, frame: Any) -> None:
-            if self.signal:
+            if self.signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.signal = number
+            self.signal = self.signal or number
             self.console.waiting("interrupted: finishing the step and saving (once more to quit at once) …")
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -27,6 +27,9 @@ class Watchdog:
     def at(self, step: int, doing: str) -> None:
         """The main thread has come this far; from the first call on it may not stand still."""
 
+    def rest(self, step: int, doing: str) -> None:
+        """The same, but what follows may take as long as it takes."""
+
     def finish(self) -> None:
         """Nothing is watched any more."""
 
@@ -45,6 +48,9 @@ class StoreWatchdog(Watchdog):
 
     def at(self, step: int, doing: str) -> None:
         self.moves, self.step, self.doing, self.moved = self.moves + 1, step, doing, time.monotonic()
+
+    def rest(self, step: int, doing: str) -> None:
+        self.moves, self.step, self.doing, self.moved = self.moves + 1, step, doing, None
 
     def finish(self) -> None:
         self.over.set()
