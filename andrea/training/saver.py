@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
+import hashlib
+import json
+import mmap
 import os
 import sys
 import threading
@@ -21,7 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from andrea.checkpoint import (
@@ -31,7 +37,6 @@ from andrea.checkpoint import (
     StorageFailed,
     best_of,
     consolidate,
-    describe_files,
     finished_folder,
     folder_beside,
     keep_newest,
@@ -46,6 +51,8 @@ from andrea.training.optimizer import Optimizer
 from andrea.training.parallel import Sharded, cpu_mesh
 
 LOWEST_PRIORITY = 19
+BUFFER_BYTES, BLOCK_BYTES = 1 << 22, 4096
+TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}  # safetensors'
 
 
 class Saver(ABC):
@@ -116,15 +123,17 @@ class ShardSaver(Saver):
         self.group = dist.new_group(
             backend="gloo", timeout=A_DAY
         )  # of the thread alone: its talk must not mix with the step's
+        self.copies: dict[str, Tensor] = {}  # what is being written, by name
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
 
     def save(self, state: dict[str, Any], best: bool) -> None:
         self.wait()  # one at a time
-        tensors = self.described(
-            {name: part.detach().to("cpu", copy=True) for name, part in self.parallel.parts.items()}
-            | {name: value.to("cpu", copy=True) for name, value in self.optimizer.state_tensors().items()}
-        )
+        for name, tensor in (self.parallel.parts | self.optimizer.state_tensors()).items():
+            if name not in self.copies:  # made once: fresh memory takes the system longer than copying
+                self.copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.copies[name].copy_(tensor.detach())
+        tensors = self.described(self.copies)
         as_now = copy.deepcopy(state)  # the run goes on and changes what it holds
         work = self.noting_failure(lambda: self.write(tensors, as_now, best))
         self.thread = threading.Thread(target=work, daemon=True)
@@ -181,8 +190,6 @@ class ShardSaver(Saver):
 
     def write(self, tensors: dict[str, Tensor], state: dict[str, Any], best: bool) -> None:
         """Every rank its files; then rank 0 the rest, and the rename that makes them a checkpoint."""
-        import torch.distributed.checkpoint as dcp
-
         first, checkpoints = self.parallel.ranks.first, self.folder / "checkpoints"
         places = [folder_beside(checkpoints, state["step"]) if first else None]
         dist.broadcast_object_list(places, group=self.group)
@@ -190,11 +197,11 @@ class ShardSaver(Saver):
         with storing(beside):
             # Names with a "/" are the optimizer's: in files of their own, so that weights can be read without them.
             file_of = {name: 2 if "/" in name else 1 for name in tensors}
-            writer = dcp.HuggingFaceStorageWriter(str(beside / SHARDS), file_of, save_distributed=True)
+            writer = StreamingWriter(str(beside / SHARDS), file_of, save_distributed=True)
             with warnings.catch_warnings(), failures_unwrapped():
                 warnings.simplefilter("ignore")  # of DTensor's about what concerns its own authors
                 dcp.save(tensors, storage_writer=writer, process_group=self.group)
-            mine = describe_files(beside, beside.glob(f"{SHARDS}/shard-{self.parallel.ranks.rank + 1:05d}-*"))
+            mine = {f"{SHARDS}/{name}": about for name, about in writer.written.items()}
         files: list[Any] = [None] * self.parallel.ranks.size
         dist.all_gather_object(files, mine, group=self.group)
         if first:
@@ -221,6 +228,101 @@ class ShardSaver(Saver):
                 tensor, self.mesh, placements, run_check=False, shape=shape, stride=stride
             )
         return described
+
+
+class StreamingWriter(dcp.HuggingFaceStorageWriter):
+    """torch's safetensors storage, its files written tensor by tensor from where the tensors lie, and hashed on the way.
+
+    torch's own builds each file in memory, twice over: fresh memory, which takes the system longer to hand out than the
+    disk takes to write it, and all of it is taken from the steps beside. written: size and sha256 of each file, by name.
+    """
+
+    def __init__(self, path: str, file_of: dict[str, int], save_distributed: bool) -> None:
+        super().__init__(path, file_of, save_distributed=save_distributed)
+        self.file_of = file_of
+        self.written: dict[str, dict[str, Any]] = {}
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        results, last = [], max(self.file_of.values())
+        for number in sorted({self.file_of[item.index.fqn] for item in plan.items}):
+            items = [item for item in plan.items if self.file_of[item.index.fqn] == number]
+            name = f"shard-{plan.storage_data['shard_index']:05d}-model-{number:05d}-of-{last:05d}.safetensors"
+            tensors = [planner.resolve_data(item).detach().contiguous() for item in items]
+            self.written[name] = write_safetensors(Path(self.path) / name, items, tensors)
+            results += [
+                WriteResult(item.index, tensor.nbytes, name) for item, tensor in zip(items, tensors, strict=True)
+            ]
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result(results)
+        return done
+
+
+def write_safetensors(path: Path, items: list[dcp.planner.WriteItem], tensors: list[Tensor]) -> dict[str, Any]:
+    """A file of parts, as torch's HuggingFaceStorageReader knows them by the place each has in its whole."""
+    offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    }
+    end = 0
+    for item, tensor in zip(items, tensors, strict=True):
+        place = [end, end := end + tensor.nbytes]
+        header[item.index.fqn] = {"dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with DirectFile(path) as stream:
+        for piece in (len(text).to_bytes(8, "little"), text, *map(bytes_of, tensors)):
+            stream.write(memoryview(piece))
+    return {"bytes": 8 + len(text) + end, "sha256": stream.digest.hexdigest()}
+
+
+class DirectFile:
+    """A file written and hashed through one small buffer, past the system's own where the file system allows it: that
+    would fill with what nobody reads again, and costs more to make room in than the writing itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self.descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system without it
+                raise
+            self.descriptor = os.open(path, flags)
+        self.buffer = mmap.mmap(-1, BUFFER_BYTES)  # begins at a page, as direct writing wants it
+        self.filled, self.total, self.digest = 0, 0, hashlib.sha256()
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def write(self, piece: memoryview) -> None:
+        while piece:
+            taken = min(len(piece), BUFFER_BYTES - self.filled)
+            self.buffer[self.filled : self.filled + taken] = piece[:taken]
+            self.digest.update(piece[:taken])
+            self.filled, self.total, piece = self.filled + taken, self.total + taken, piece[taken:]
+            if self.filled == BUFFER_BYTES:
+                self.empty()
+
+    def empty(self) -> None:
+        whole = -(-self.filled // BLOCK_BYTES) * BLOCK_BYTES  # direct writing knows whole blocks; the last is cut again
+        view = memoryview(self.buffer)[:whole]
+        while view:
+            view = view[os.write(self.descriptor, view) :]
+        self.filled = 0
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if error[0] is None:
+                self.empty()
+                os.ftruncate(self.descriptor, self.total)
+                os.fsync(self.descriptor)
+        finally:
+            os.close(self.descriptor)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's own memory."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 @contextlib.contextmanager
