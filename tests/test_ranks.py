@@ -77,7 +77,7 @@ def assert_same_run(run: Path, other: Path, tolerance: float = TOLERANCE) -> Non
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (2, ["parallel=ddp"]),
+        pytest.param(2, ["parallel=ddp"], marks=pytest.mark.slow),
         (2, ["parallel=fsdp"]),
         pytest.param(4, ["parallel=ddp"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel=fsdp"], marks=pytest.mark.slow),
@@ -163,7 +163,8 @@ def test_sigterm_on_one_rank_saves_once_and_ends_all(place: Path, words) -> None
     assert read_lines(run / "metrics.jsonl")[-1]["step"] == last.step and last.is_sharded
 
 
-@pytest.mark.parametrize("doomed", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("doomed", [0, 1])
 def test_a_killed_rank_comes_back_and_the_run_ends_as_if_undisturbed(
     doomed: int, alone: Path, place: Path, words
 ) -> None:
