@@ -360,7 +360,7 @@ def test_the_file_stays_within_its_limit(tmp_path: Path, monkeypatch) -> None:
         ({"out": "lens.pdf"}, "allowed: a page .html, arrays .npz, one head's picture .png"),
         ({"out": "/proc/lens.html"}, "out=/proc/lens.html cannot be written"),
         ({"device": "tpu"}, "not a device"),
-        ({"threads": 0}, "greater than 0"),
+        ({"threads": 0}, "from 1 to 1024"),
     ],
 )
 def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, words: str) -> None:
