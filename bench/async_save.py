@@ -1,7 +1,7 @@
 """What saving costs the steps beside it: asynchronous against synchronous, of one sharded run, in the same process.
 
-    python bench/async_save.py                       # andrea-120m, 2 ranks of one thread each
-    python bench/async_save.py --ranks 1 --rounds 5
+    python bench/async_save.py                       # andrea-120m, one rank
+    python bench/async_save.py --ranks 2 --rounds 5
 
 A round is: quiet steps; a synchronous save; more quiet steps; an asynchronous save and the steps until it is durable on all
 ranks. The excess is what those steps and the call took beyond as many quiet ones, added up. Exit code 1 where the median
@@ -31,7 +31,7 @@ def launch(chosen: argparse.Namespace) -> int:
         result = Path(place) / "result.json"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={chosen.ranks}"]
         worker = [str(Path(__file__).resolve()), f"--rounds={chosen.rounds}", f"--steps={chosen.steps}"]
-        worker += [f"--model={chosen.model}", f"--worker={place}"]
+        worker += [f"--model={chosen.model}", f"--tokens={chosen.tokens}", f"--worker={place}"]
         subprocess.run([*torchrun, *worker], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         measured = json.loads(result.read_text())
     synchronous = statistics.median(row["synchronous_s"] for row in measured["rounds"])
@@ -43,7 +43,7 @@ def launch(chosen: argparse.Namespace) -> int:
         print(f"{times} {row['steps']:6} {row['excess_s']:5.2f} s")
     print(f"excess / synchronous: {excess / synchronous:.2f} (medians; limit {chosen.limit})")
     summary = {"synchronous_s": synchronous, "excess_s": excess, "ratio": excess / synchronous, "limit": chosen.limit}
-    about = {"model": chosen.model, "ranks": chosen.ranks}
+    about = {"model": chosen.model, "ranks": chosen.ranks, "tokens": chosen.tokens}
     write_record(chosen.output, "async-save", measured["device"], {**about, **summary, **measured})
     return int(excess > chosen.limit * synchronous)
 
@@ -78,7 +78,7 @@ def work(chosen: argparse.Namespace) -> None:
         savers = [
             ShardSaver(place / name, optimizer, ByteTokenizer(), 1, name == "async") for name in ("sync", "async")
         ]
-        tokens = torch.randint(n_vocab, (1 if device.type == "cpu" else 8, config.sequence_length), device=device)
+        tokens = torch.randint(n_vocab, (1 if device.type == "cpu" else 8, chosen.tokens), device=device)
         state = {"step": 0, "config": {}, "tokens": 0}
 
         def step() -> float:
@@ -128,9 +128,10 @@ def work(chosen: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="andrea-120m")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="quiet ones before each save")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5, help="quiet ones before each save")
+    parser.add_argument("--tokens", type=int, default=256, help="in a sequence: short steps show small excesses")
     parser.add_argument("--limit", type=float, default=0.30)
     parser.add_argument("--place", help="where checkpoints are written; default: the folder for temporary files")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "async-save-cpu.json")
