@@ -50,7 +50,7 @@ from andrea.training.distributed import A_DAY, contact_watched
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel import Sharded, cpu_mesh
 
-LOWEST_PRIORITY = 19
+LOW_PRIORITY = 10  # a tenth of what a step gets where both want the processor; at 19 a save could take minutes
 BUFFER_BYTES, BLOCK_BYTES = 1 << 22, 4096
 TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}  # safetensors'
 
@@ -178,7 +178,7 @@ class ShardSaver(Saver):
         def noted() -> None:
             try:
                 if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # steps come first
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)  # steps come first
                 if card is not None:
                     torch.cuda.set_device(card)  # a new thread stands on card 0
                 with contact_watched():
