@@ -62,7 +62,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
         if elastic.speaks():
             hint = "torchrun starts all ranks again where --max-restarts allows it; resume=auto then goes on"
             print(f"error: another rank is gone: {one_line(str(error))}; {hint}", file=sys.stderr)
-        code = 6
+        code = elastic.RANK_LOST
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130

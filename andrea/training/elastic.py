@@ -15,6 +15,7 @@ from andrea.config import UserError
 
 # Wrong input, not finite, failed health; and stopped by a signal: whoever sent it did not mean another start.
 NOT_RETRIED = (2, 3, 4, 130, 143)
+RANK_LOST = 6  # an exit code that a restart may cure
 SECONDS_TO_SPEAK = 10
 
 

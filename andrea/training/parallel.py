@@ -35,8 +35,6 @@ Orthogonalise = Callable[[Tensor], Tensor]  # (n, R, C) -> (n, R, C)
 class Parallel(ABC):
     """parts: by name, what this rank keeps of each parameter: the optimizer's own view of it, a plain tensor."""
 
-    name: str
-
     def __init__(self, model: GPT, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
         self.model = model
@@ -88,8 +86,6 @@ class Parallel(ABC):
 class Alone(Parallel):
     """One process."""
 
-    name = "one process"
-
     def wrap(self, loss: MicroLoss, compiled: bool) -> nn.Module:
         return compile_whole(loss) if compiled else loss
 
@@ -102,8 +98,6 @@ class Alone(Parallel):
 
 class Replicated(Parallel):
     """The whole model on every rank; gradients are added up while the backward still runs (Li et al. 2020)."""
-
-    name = "DDP"
 
     def wrap(self, loss: MicroLoss, compiled: bool) -> nn.Module:
         inner = compile_whole(loss) if compiled else loss
@@ -137,8 +131,6 @@ class Sharded(Parallel):
     With config.shard_ranks S below the number of ranks, S of them (say, a node's) share one copy, and the copies'
     gradients are added up over the others (HSDP).
     """
-
-    name = "FSDP"
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-EXIT_CODE = 6  # a rank was lost: a restart may cure it
+from andrea.training import elastic
 
 
 class Watchdog:
@@ -112,7 +112,7 @@ class StoreWatchdog(Watchdog):
     def leave(self, words: str) -> None:
         if words.startswith("error: "):
             print(words, file=sys.stderr, flush=True)
-        os._exit(EXIT_CODE)
+        os._exit(elastic.RANK_LOST)
 
     def first_to_say(self) -> bool:
         try:
