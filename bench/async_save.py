@@ -53,7 +53,7 @@ def work(chosen: argparse.Namespace) -> None:
     import torch
 
     from andrea.text.tokenizer import ByteTokenizer
-    from andrea.training.device import choose_device, choose_precision, weight_dtype
+    from andrea.training.device import choose_device, choose_precision, keep_freed_memory, weight_dtype
     from andrea.training.distributed import joined
     from andrea.training.loss import MicroLoss
     from andrea.training.optimizer import Optimizer
@@ -67,6 +67,8 @@ def work(chosen: argparse.Namespace) -> None:
     parallel_config = group(ParallelConfig, "parallel/fsdp")
     place = Path(chosen.worker)
     device = choose_device("auto")
+    if device.type == "cpu":
+        keep_freed_memory()
     precision = choose_precision("auto", device).value
     n_vocab = 50257
     with joined(10) as (ranks, _):

@@ -19,14 +19,17 @@ import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -129,9 +132,10 @@ class ShardSaver(Saver):
 
     def save(self, state: dict[str, Any], best: bool) -> None:
         self.wait()  # one at a time
-        for name, tensor in (self.parallel.parts | self.optimizer.state_tensors()).items():
-            if name not in self.copies:  # made once: fresh memory takes the system longer than copying
-                self.copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        now = self.parallel.parts | self.optimizer.state_tensors()
+        if not self.copies:  # made once: fresh memory takes the system longer than copying
+            self.copies = laid_out(now)
+        for name, tensor in now.items():
             self.copies[name].copy_(tensor.detach())
         tensors = self.described(self.copies)
         as_now = copy.deepcopy(state)  # the run goes on and changes what it holds
@@ -244,10 +248,13 @@ class StreamingWriter(dcp.HuggingFaceStorageWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         results, last = [], max(self.file_of.values())
+        all_tensors = [(item, planner.resolve_data(item).detach().contiguous()) for item in plan.items]
+        all_tensors.sort(key=lambda pair: pair[1].data_ptr())  # neighbours in memory are neighbours in the file
         for number in sorted({self.file_of[item.index.fqn] for item in plan.items}):
-            items = [item for item in plan.items if self.file_of[item.index.fqn] == number]
             name = f"shard-{plan.storage_data['shard_index']:05d}-model-{number:05d}-of-{last:05d}.safetensors"
-            tensors = [planner.resolve_data(item).detach().contiguous() for item in items]
+            items, tensors = zip(
+                *(pair for pair in all_tensors if self.file_of[pair[0].index.fqn] == number), strict=True
+            )
             self.written[name] = write_safetensors(Path(self.path) / name, items, tensors)
             results += [
                 WriteResult(item.index, tensor.nbytes, name) for item, tensor in zip(items, tensors, strict=True)
@@ -257,7 +264,25 @@ class StreamingWriter(dcp.HuggingFaceStorageWriter):
         return done
 
 
-def write_safetensors(path: Path, items: list[dcp.planner.WriteItem], tensors: list[Tensor]) -> dict[str, Any]:
+def laid_out(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Room for copies of `tensors`, one after the other as a file has them: such a file is written from where they lie.
+
+    Weights and the optimizer's (with a "/" in the name) have files, and so places that begin at a page, of their own.
+    """
+    copies = {}
+    for optimizers in (False, True):
+        chosen = {name: tensor for name, tensor in tensors.items() if ("/" in name) == optimizers}
+        n_byte = sum(tensor.nbytes for tensor in chosen.values())
+        pinned = any(tensor.is_cuda for tensor in chosen.values())
+        room = torch.empty(n_byte + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        end = -room.data_ptr() % BLOCK_BYTES
+        for name, tensor in sorted(chosen.items(), key=lambda pair: -pair[1].itemsize):  # so that each is aligned
+            place = room[end : (end := end + tensor.nbytes)]
+            copies[name] = place.view(tensor.dtype).view(tensor.shape)
+    return copies
+
+
+def write_safetensors(path: Path, items: Sequence[WriteItem], tensors: Sequence[Tensor]) -> dict[str, Any]:
     """A file of parts, as torch's HuggingFaceStorageReader knows them by the place each has in its whole."""
     offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
     header: dict[str, Any] = {
@@ -268,16 +293,20 @@ def write_safetensors(path: Path, items: list[dcp.planner.WriteItem], tensors: l
         place = [end, end := end + tensor.nbytes]
         header[item.index.fqn] = {"dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)  # the first tensor begins at a block
     with DirectFile(path) as stream:
-        for piece in (len(text).to_bytes(8, "little"), text, *map(bytes_of, tensors)):
-            stream.write(memoryview(piece))
+        stream.write(np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8))
+        for tensor in tensors:
+            stream.write(tensor.reshape(-1).view(torch.uint8).numpy())
     return {"bytes": 8 + len(text) + end, "sha256": stream.digest.hexdigest()}
 
 
 class DirectFile:
-    """A file written and hashed through one small buffer, past the system's own where the file system allows it: that
-    would fill with what nobody reads again, and costs more to make room in than the writing itself.
+    """A file hashed on the way and written past the system's buffers, where the file system allows it: they would fill
+    with what nobody reads again, and making room in them costs more than the writing itself.
+
+    Such writing knows whole blocks only, in memory as in the file: what lies so is written from where it lies, the rest
+    through a small buffer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -288,41 +317,43 @@ class DirectFile:
             if error.errno != errno.EINVAL:  # a file system without it
                 raise
             self.descriptor = os.open(path, flags)
-        self.buffer = mmap.mmap(-1, BUFFER_BYTES)  # begins at a page, as direct writing wants it
+        self.buffer = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8)  # begins at a page
         self.filled, self.total, self.digest = 0, 0, hashlib.sha256()
 
     def __enter__(self) -> DirectFile:
         return self
 
-    def write(self, piece: memoryview) -> None:
-        while piece:
-            taken = min(len(piece), BUFFER_BYTES - self.filled)
-            self.buffer[self.filled : self.filled + taken] = piece[:taken]
-            self.digest.update(piece[:taken])
-            self.filled, self.total, piece = self.filled + taken, self.total + taken, piece[taken:]
-            if self.filled == BUFFER_BYTES:
-                self.empty()
+    def write(self, piece: NDArray[np.uint8]) -> None:
+        self.total += len(piece)
+        while len(piece):
+            if self.filled == 0 and piece.ctypes.data % BLOCK_BYTES == 0 and len(piece) >= BLOCK_BYTES:
+                taken = min(len(piece) // BLOCK_BYTES * BLOCK_BYTES, BUFFER_BYTES)
+                self.digest.update(piece[:taken])
+                self.hand_over(piece[:taken])
+            else:
+                lies_well = (piece.ctypes.data - self.filled) % BLOCK_BYTES == 0  # from the end of this block on
+                room = BLOCK_BYTES - self.filled % BLOCK_BYTES if lies_well else BUFFER_BYTES - self.filled
+                taken = min(len(piece), room)
+                self.buffer[self.filled : self.filled + taken] = piece[:taken]
+                self.digest.update(piece[:taken])
+                self.filled += taken
+                if self.filled == BUFFER_BYTES or (lies_well and self.filled % BLOCK_BYTES == 0):
+                    self.hand_over(self.buffer[: self.filled])
+                    self.filled = 0
+            piece = piece[taken:]
 
-    def empty(self) -> None:
-        whole = -(-self.filled // BLOCK_BYTES) * BLOCK_BYTES  # direct writing knows whole blocks; the last is cut again
-        view = memoryview(self.buffer)[:whole]
-        while view:
-            view = view[os.write(self.descriptor, view) :]
-        self.filled = 0
+    def hand_over(self, blocks: NDArray[np.uint8]) -> None:
+        while len(blocks):
+            blocks = blocks[os.write(self.descriptor, blocks) :]
 
     def __exit__(self, *error: Any) -> None:
         try:
             if error[0] is None:
-                self.empty()
+                self.hand_over(self.buffer[: -(-self.filled // BLOCK_BYTES) * BLOCK_BYTES])  # too much is cut again
                 os.ftruncate(self.descriptor, self.total)
                 os.fsync(self.descriptor)
         finally:
             os.close(self.descriptor)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own memory."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ from andrea.training.device import (
     choose_device,
     choose_precision,
     choose_threads,
+    keep_freed_memory,
     peak_flops,
     weight_dtype,
 )
@@ -82,6 +83,8 @@ def start(
     named = dataclasses.replace(run, name=Text(folder.name))
     run, parallel_kind = ranks.told(lambda: settle(named, device, ranks, room, corpus, console))
     choose_threads(run.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     torch.use_deterministic_algorithms(bool(run.deterministic))
     weights = ranks.first_then_others(lambda: read_weights(run, corpus, checkpoint))
     with contextlib.ExitStack() as held:
