@@ -91,6 +91,7 @@ def test_greedy_stream_equals_uncached_generation():
     assert pieces == tokens[3:] and len(pieces) == 29
 
 
+@pytest.mark.untraced
 def test_compiled_step_equals_eager():
     model = make_model()
     request = Request(max_new_tokens=17, sampling=Sampling(temperature=0))

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from andrea.attention import ScaledDotProduct, attend, causal, packed_documents
 from andrea.attention import triton_path as path
 
+pytestmark = pytest.mark.untraced
+
 fused = pytest.importorskip("andrea.attention.kernels.fused", reason="triton is not installed")
 if not fused.triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)

@@ -107,6 +107,7 @@ def test_bf16_autocast_trains_fp32_weights():
         assert parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiles_whole_in_training_and_never_again_while_decoding(variant):
     """Traced by dynamo and differentiated ahead of time; generating C++ is left to the runs themselves."""
@@ -149,7 +150,7 @@ def loss_and_gradients(model, tokens, recompute, autocast, compiled):
     return loss, [parameter.grad.clone() for parameter in model.parameters()], observed
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.untraced)])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     "attention",

@@ -401,7 +401,7 @@ def test_wandb_whose_process_is_killed_is_one_line_and_training_goes_on(tmp_path
 
 def wandb_processes(parent: int) -> list[int]:
     """wandb's service among the children of `parent`."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout
+    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     found = [int(pid) for pid, of, words in rows if int(of) == parent and "wandb-core" in words]
     assert found, "wandb's service does not run"

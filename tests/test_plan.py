@@ -79,6 +79,7 @@ def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> 
     assert lines["weights"] == f"{parts.weights / plan.GIB:.2f} GiB" and "program" in lines
 
 
+@pytest.mark.untraced  # forty blocks, differentiated without memory: Python all through
 def test_a_dry_run_says_where_a_model_does_not_fit() -> None:
     words = ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"]
     run = configure(TrainingRun, "train", words)

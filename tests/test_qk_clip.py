@@ -98,7 +98,7 @@ def trained(tiny_run, tmp_path: Path, name: str, *words: str) -> list[dict]:
     return read_lines(tmp_path / "runs" / name / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("implementation", ["auto", "triton"])
+@pytest.mark.parametrize("implementation", ["auto", pytest.param("triton", marks=pytest.mark.untraced)])
 def test_an_exploding_run_is_held(implementation, tiny_run, tmp_path):
     steps = (
         ("train.steps=20",)

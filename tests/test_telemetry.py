@@ -81,6 +81,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
         assert row == pytest.approx(expected.tolist(), rel=1e-4)
 
 
+@pytest.mark.untraced
 def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
     words = ("precision=fp32", "train.steps=4", "train.log_every=1", "train.attention_every=4", "train.micro_batch=3")
     words += ("model.n_layer=1", "model.n_head=1")  # every program of a kernel costs the interpreter milliseconds

@@ -243,6 +243,7 @@ def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
     assert torch.equal(kept[kept != IGNORED], tokens.flatten())
 
 
+@pytest.mark.untraced
 def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     words = ["compile=on", "logger=wandb", "train.steps=4", "train.eval_every=2", "train.save_every=2"]

@@ -169,7 +169,7 @@ def test_a_prompt_of_ten_kilobytes_works_where_the_model_is_long_enough(
     place: Path, tmp_path: Path, tiny_run, script, capsys
 ) -> None:
     tiny_run(
-        "name=long", "model.sequence_length=16384", "train.tokens_per_step=16384", "train.steps=1", "model.n_layer=1"
+        "name=long", "model.sequence_length=10496", "train.tokens_per_step=10496", "train.steps=1", "model.n_layer=1"
     )
     prompt = "0123456789" * 1024
     code, out, _ = run_script(
