@@ -7,16 +7,20 @@ import datetime
 import json
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from andrea.config import AttentionConfig, ModelConfig, parse
 from andrea.model.gpt import GPT, initialise
+from andrea.training.device import peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -30,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads, on both sides")
     parser.add_argument("--pairs", type=int, default=5, help="interleaved rounds; the median is reported")
     parser.add_argument("--output", type=Path, help="JSON file; default bench/results/NAME-MODEL-DEVICE-DATE.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     return chosen
@@ -72,11 +77,51 @@ def make_hugging_face(config: ModelConfig, n_vocab: int, device: str) -> torch.n
     ).to(device)
 
 
-def same_size(andrea: torch.nn.Module, other: torch.nn.Module) -> dict[str, int]:
-    """Parameters of both; they must agree within 2 %."""
-    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (andrea, other)]
-    assert abs(counts[0] / counts[1] - 1) < 0.02, f"the two models differ by more than 2 %: {counts}"
-    return {"andrea": counts[0], "hugging_face": counts[1]}
+class Worker:
+    """A contestant in a process of its own: what one settles, and what one holds, is not the others'.
+
+    The process is this very script with `--worker NAME` added, and calls `serve`.
+    """
+
+    def __init__(self, name: str) -> None:
+        command = [sys.executable, *sys.argv, "--worker", name]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.facts = self.answer()
+
+    def turn(self) -> int:
+        """One run; returns the number of tokens it did."""
+        assert self.process.stdin is not None
+        print("go", file=self.process.stdin, flush=True)
+        told = self.answer()
+        self.facts["peak_memory_bytes"] = told["peak_memory_bytes"]
+        return told["tokens"]
+
+    def answer(self) -> dict:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+            print(line, end="", flush=True)
+        raise SystemExit(f"a contestant's process ended with exit code {self.process.wait()}")
+
+
+def serve(run: Callable[[], int], device: str, **facts: Any) -> None:
+    """Answer a `Worker` until it is gone: facts first, then each run's tokens and the most memory held so far."""
+    print(json.dumps(facts), flush=True)
+    for _ in sys.stdin:
+        n_token = run()
+        synchronise(device)
+        print(json.dumps({"tokens": n_token, "peak_memory_bytes": peak_memory_bytes(torch.device(device))}), flush=True)
+
+
+def count_weights(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def assert_same_size(counts: Iterable[int]) -> None:
+    """All within 2 % of each other."""
+    counts = list(counts)
+    assert max(counts) / min(counts) < 1.02, f"the models differ by more than 2 %: {counts}"
 
 
 def interleave(runs: dict[str, Callable[[], int]], pairs: int, device: str) -> dict[str, list[float]]:
@@ -115,11 +160,13 @@ def report(bench: str, chosen: argparse.Namespace, speeds: dict[str, list[float]
             "ratio_highest": max(ratios),
             "rounds": each,
         }
-    print(f"\n{'':34}{'tokens/s':>12}{'ratio':>8}{'lowest':>8}{'highest':>9}")
+    memory = {name: about["peak_memory_bytes"] for name, about in facts.get("contestants", {}).items()}
+    print(f"\n{'':42}{'tokens/s':>12}{'ratio':>8}{'lowest':>8}{'highest':>9}{'peak memory' if memory else '':>14}")
     for name, row in rows.items():
         numbers = (row["tokens_per_second"], row["ratio"], row["ratio_lowest"], row["ratio_highest"])
-        print(f"{name:34}{numbers[0]:12.1f}{numbers[1]:8.2f}{numbers[2]:8.2f}{numbers[3]:9.2f}")
-    settings = {key: value for key, value in vars(chosen).items() if key != "output"}
+        peak = f"{memory[name] / 2**30:10.2f} GiB" if name in memory else ""
+        print(f"{name:42}{numbers[0]:12.1f}{numbers[1]:8.2f}{numbers[2]:8.2f}{numbers[3]:9.2f}{peak}")
+    settings = {key: value for key, value in vars(chosen).items() if key not in ("output", "worker")}
     now = datetime.datetime.now(datetime.UTC)
     kind = chosen.device.partition(":")[0]
     path = chosen.output or RESULTS / f"{bench}-{chosen.model}-{kind}-{now:%Y%m%d-%H%M%S}.json"

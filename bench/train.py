@@ -1,7 +1,9 @@
 """Tokens per second of training steps: this project and Hugging Face's GPT-2, in the same run.
 
-Both sides: same batch, sequence length, vocabulary, widths and depth, parameters within 2 %; forward, backward,
-gradient clipping and optimizer in every step. The baseline is Hugging Face in fp32, eager.
+Both sides: same batch, sequence length, vocabulary, widths and depth, parameters within 2 %; forward, backward, gradient
+clipping and optimizer in every step. Each contestant has a process of its own and takes turns with the others: what this
+project settles for its process (device.py: keep_freed_memory) is not settled for them, but for those named "kept", to show
+what it gives them. The ratio's baseline is the first.
 """
 
 from __future__ import annotations
@@ -15,21 +17,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import yaml
-from common import ROOT, arguments, interleave, make_andrea, make_hugging_face, model_config, report, same_size
+from common import (
+    ROOT,
+    Worker,
+    arguments,
+    assert_same_size,
+    count_weights,
+    interleave,
+    make_andrea,
+    make_hugging_face,
+    model_config,
+    report,
+    serve,
+)
 
-from andrea.attention import HeadStatistics, causal
+from andrea.attention import causal
 from andrea.attention.fastest import measure
 from andrea.config import ModelConfig, OptimizerConfig, parse
-from andrea.training.device import autocast, choose_precision, weight_dtype
-from andrea.training.loss import loss_sum
+from andrea.training.device import autocast, choose_precision, keep_freed_memory, weight_dtype
+from andrea.training.loss import MicroLoss
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel import Alone
 
-PEERS = ("fp32", "bf16", "bf16-compiled")
+PEERS = ("fp32", "bf16", "bf16-compiled", "bf16-compiled-kept")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step")
     parser.add_argument("--sequence-length", type=int, help="default: the model's own")
     parser.add_argument("--steps", type=int, default=1, help="steps timed in one go")
@@ -38,25 +52,40 @@ def main() -> None:
     )
     parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="this project's")
     parser.add_argument("--compile", choices=("on", "off"), default="on", help="this project's")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["fp32"], help="how Hugging Face's model runs")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["fp32"], help="how Hugging Face's model runs")
     parser.add_argument("--attention", default="auto", help="this project's attention.implementation")
     chosen = arguments(parser)
+    if chosen.worker:
+        contest(chosen)
+        return
+    names = [f"hugging face, {mode}" for mode in chosen.peers]
+    names.append(f"andrea, {chosen.precision}{', compiled' if chosen.compile == 'on' else ''}, {chosen.optimizer}")
+    workers = {name: Worker(name) for name in names}
+    assert_same_size(worker.facts["parameters"] for worker in workers.values())
+    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, chosen.device)
+    facts = {"contestants": {name: worker.facts for name, worker in workers.items()}}
+    report("train", chosen, speeds, names[0], facts)
+
+
+def contest(chosen: argparse.Namespace) -> None:
+    """What a contestant's process does."""
+    torch.set_float32_matmul_precision("highest")
+    who, _, mode = chosen.worker.partition(", ")
     config = model_config(chosen.model, chosen.sequence_length)
     shape = (chosen.batch, config.sequence_length + 1)
     text = torch.randint(chosen.vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(chosen.device)
+    if chosen.device == "cpu" and (who == "andrea" or mode.endswith("kept")):
+        keep_freed_memory()
+    if who == "hugging face":
+        peer = make_hugging_face(config, chosen.vocabulary, chosen.device).train()
+        serve(hugging_face_steps(peer, text, mode, chosen.steps), chosen.device, parameters=count_weights(peer))
+        return
     precision = choose_precision(chosen.precision, torch.device(chosen.device)).value
     assert precision != "fp16", "fp16 needs a loss scale, which this bench leaves out; use --precision fp32"
-    torch.set_float32_matmul_precision("highest")
-
-    peer = make_hugging_face(config, chosen.vocabulary, chosen.device).train()
     attention = choose_attention(config, precision, chosen)
     andrea = make_andrea(config, chosen.vocabulary, chosen.device, attention)
-    facts = {"parameters": same_size(andrea, peer), "andrea_precision": precision, "andrea_attention": attention}
-    # One model and one optimizer for all of Hugging Face's rows: three would not fit a laptop.
-    runs = {f"hugging face, {mode}": hugging_face_steps(peer, text, mode, chosen.steps) for mode in chosen.peers}
-    name = f"andrea, {precision}{', compiled' if chosen.compile == 'on' else ''}, {chosen.optimizer}"
-    runs[name] = andrea_steps(andrea, text, precision, chosen)
-    report("train", chosen, interleave(runs, chosen.pairs, chosen.device), next(iter(runs)), facts)
+    facts = {"parameters": count_weights(andrea), "precision": precision, "attention": attention}
+    serve(andrea_steps(andrea, text, precision, chosen), chosen.device, **facts)
 
 
 def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
@@ -71,10 +100,8 @@ def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
 
 def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_step: int) -> Callable[[], int]:
     """Their model as their documentation trains it: labels in, loss out, torch's fused AdamW."""
-    if not hasattr(model, "shared_optimizer"):
-        model.shared_optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
-    optimizer = model.shared_optimizer
-    forward = torch.compile(model) if mode == "bf16-compiled" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
+    forward = torch.compile(model) if "compiled" in mode else model
     tokens = text[:, :-1].contiguous()  # the model itself shifts the labels by one
 
     def run() -> int:
@@ -91,22 +118,18 @@ def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_
 
 
 def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Callable[[], int]:
-    """The pieces the trainer uses: loss_sum under autocast, compiled; clip; the gated optimizer step."""
+    """The pieces the trainer uses: its loss, compiled; clip; the gated optimizer step."""
     values = yaml.safe_load((ROOT / "configs" / "optimizer" / f"{chosen.optimizer}.yaml").read_text(encoding="utf-8"))
-    optimizer = Optimizer(Alone(model), parse(OptimizerConfig, values, "optimizer"), precision == "bf16")
+    parallel = Alone(model)
+    optimizer = Optimizer(parallel, parse(OptimizerConfig, values, "optimizer"), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
-
-    def measured(model, tokens, targets):
-        observed = [] if measuring else None
-        return loss_sum(model, tokens, targets, observed), HeadStatistics.of_layers(observed) if measuring else None
-
-    loss_of = torch.compile(measured, dynamic=False) if chosen.compile == "on" else measured
+    micro = MicroLoss(model, text.device, precision, measuring, False)
+    loss_of = parallel.wrap(micro, compiled=chosen.compile == "on")
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def run() -> int:
         for _ in range(chosen.steps):
-            with autocast(tokens.device, precision):
-                loss = loss_of(model, tokens, targets)[0] / targets.numel()
+            loss = loss_of(tokens, targets)[0] / targets.numel()
             loss.backward()
             norm = optimizer.clip()
             optimizer.step(1.0, torch.isfinite(norm) & torch.isfinite(loss.detach()))

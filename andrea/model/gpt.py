@@ -135,9 +135,14 @@ class GPT(nn.Module):
             cache.advance(n_token)
         return self.final_norm(x)
 
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, d_model)"""
+        return self.embedding.weight if self.head is None else self.head.weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> logits (..., V); fp32 where the config caps them."""
-        logits = linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        logits = linear(hidden, self.head_weight)
         return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
 
     def make_cache(self, n_batch: int, n_room: int, *, fixed_shapes: bool = False) -> KeyValueCache:

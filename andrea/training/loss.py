@@ -14,9 +14,8 @@ from torch.nn import functional
 
 from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT
-from andrea.training.device import autocast
-
-IGNORED = -100  # a target that is not to be predicted: the padding of the last window
+from andrea.training.device import autocast, weight_dtype
+from andrea.training.fused_loss import IGNORED, fused_nats
 
 
 def loss_sum(
@@ -41,6 +40,13 @@ def score(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def nats_of(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tensor:
+    """`score` as training computes it: without ever holding all logits, where the precision allows it."""
+    if precision == "fp16":  # its small gradients need the loss scale, which multiplies only what comes after
+        return score(model, hidden, targets)
+    return fused_nats(hidden, model.head_weight, targets, model.config.logit_softcap, weight_dtype(precision))
+
+
 class MicroLoss(nn.Module):
     """The loss of a micro-batch in the run's precision, with its heads' statistics where each step measures them.
 
@@ -56,12 +62,10 @@ class MicroLoss(nn.Module):
         """tokens, targets (B, T) int64 -> nats, fp32 scalar, and (L, H) statistics of the rows that have a target."""
         observed: list[HeadStatistics] | None = [] if self.observing else None
         with autocast(self.device, self.precision):
-            nats = self.score(self.model(tokens, observed=observed, recompute=self.recompute), targets)
+            hidden = self.model(tokens, observed=observed, recompute=self.recompute)
+            nats = nats_of(self.model, hidden, targets, self.precision)
         counted = (targets != IGNORED).any(1)
         return nats, HeadStatistics.of_layers(observed, counted) if observed else None
-
-    def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return score(self.model, hidden, targets)
 
 
 def evaluate(

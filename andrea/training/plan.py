@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from andrea.config import Text, TrainingRun, UserError
-from andrea.model.size import Memory, count_parameters, flops_per_token, plan_memory
+from andrea.model.size import count_parameters, flops_per_token
 from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.console import duration, short
 from andrea.training.device import Choice, choose_compile, choose_device, choose_precision
+from andrea.training.memory import Memory, plan_memory
 from andrea.training.resume import measured_pace
 from andrea.training.telemetry import PROBE_TOKENS
 
