@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, window_start
 from andrea.generation.engine import Window, step
+from andrea.generation.speculation import Repetition
 from andrea.generation.text_stream import TextStream, longest_overlap
 from andrea.model.gpt import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
@@ -75,10 +76,34 @@ def test_window_start_by_hand():
 def test_cached_and_uncached_logits_are_equal_while_the_window_slides(config, fixed_shapes):
     model = make_model(config)
     tokens = torch.randint(0, 257, (2, 37), generator=torch.Generator().manual_seed(3))
-    window = Window(model, step, 2, fixed_shapes=fixed_shapes)
+    window = Window(model, step, 2, fixed_shapes, ragged=False)
     for n_token in range(5, 38):
-        cached = window.next_logits(tokens[:, :n_token])
-        torch.testing.assert_close(cached, next_logits_uncached(model, tokens[:, :n_token]), atol=2e-5, rtol=2e-5)
+        cached, _ = window.next_logits(tokens[:, :n_token].tolist())
+        expected = next_logits_uncached(model, tokens[:, :n_token])
+        torch.testing.assert_close(cached[:, 0], expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2], ids=["andrea", "gpt2"])
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_texts_of_different_lengths_see_what_each_would_see_alone(config, fixed_shapes):
+    """While windows slide at different times, and guesses, right and wrong, are read along."""
+    model, generator = make_model(config), torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 257, (3, 50), generator=generator).tolist()
+    lengths, window = [2, 9, 5], Window(model, step, 3, fixed_shapes, ragged=True, most_guessed=3)
+    while max(lengths) < 40:
+        guesses = [
+            row[n : n + torch.randint(4, (), generator=generator)] for row, n in zip(tokens, lengths, strict=True)
+        ]
+        for guess in guesses[:1]:  # one row guesses wrong at the end
+            guess[-1:] = [guess[-1] ^ 1] if guess else []
+        texts = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+        logits, kept = window.next_logits(texts, guesses)
+        for index, (text, guess) in enumerate(zip(texts, kept, strict=True)):
+            for place in range(len(guess) + 1):
+                expected = next_logits_uncached(model, torch.tensor([text + guess[:place]]))[0]
+                torch.testing.assert_close(logits[index, place], expected, atol=2e-5, rtol=2e-5)
+        right = [len(guess) - (index == 0 and bool(guess)) for index, guess in enumerate(kept)]
+        lengths = [n + 1 + more for n, more in zip(lengths, right, strict=True)]
 
 
 def test_greedy_stream_equals_uncached_generation():
@@ -114,6 +139,58 @@ def test_converting_leaves_the_model_alone_and_stays_near(config):
 
 
 # ---------------------------------------------------------------------------------------------------- the samples
+
+
+SAMPLINGS = [Sampling(temperature=0), Sampling(0.9, top_k=40), Sampling(1.0, repetition_penalty=1.3)]
+
+
+def texts_of(engine: Engine, prompts: list[list[int]], request: Request) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for piece in engine.stream_all(prompts, request):
+        tokens[piece.sample].append(piece.token)
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("guess", [0, 1, 4])
+def test_texts_in_a_batch_guessed_ahead_or_not_are_what_each_is_alone(sampling, guess):
+    """The strongest form of "the distribution is unchanged": with the same chance, the same tokens."""
+    engine = Engine(make_model(), TOKENIZER)
+    prompts = [[1, 2, 3], [7, 8, 7, 8, 7, 8, 7], [5]]
+    request = Request(max_new_tokens=33, seed=3, sampling=sampling, guess=guess)
+    alone = [
+        texts_of(engine, [prompt], dataclasses.replace(request, seed=3 + index, guess=0))[0]
+        for index, prompt in enumerate(prompts)
+    ]
+    assert texts_of(engine, prompts, request) == alone
+    assert texts_of(engine, prompts[1:2], dataclasses.replace(request, seed=4)) == alone[1:2]
+
+
+def test_a_text_that_repeats_itself_is_read_in_fewer_passes():
+    model, passes = favour(make_model(), 97), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    for guess, expected in ((0, 25), (4, 6)):  # the window has room for guesses of four most of the time
+        passes.clear()
+        request = Request(max_new_tokens=25, sampling=Sampling(temperature=0), guess=guess)
+        assert Engine(model, TOKENIZER).write("aaaa", request) == ["a" * 25]
+        assert expected <= len(passes) <= 1.5 * expected
+
+
+def test_a_guess_is_what_followed_the_longest_run_the_last_time():
+    repetition = Repetition([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
+    assert repetition.guess(2) == [9, 2]  # 1 2 3 stood before; 2 3 was followed by 8 since
+    repetition.push(9)
+    assert repetition.guess(3) == [2, 3, 8] and repetition.guess(0) == []
+    assert Repetition([4, 5]).guess(3) == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
+def test_a_guess_really_stood_there(tokens):
+    repetition = Repetition(tokens)
+    assert repetition.tokens == tokens
+    guess = repetition.guess(4)
+    followed = [tokens[place : place + 4] for place in range(1, len(tokens)) if tokens[place - 1] == tokens[-1]]
+    assert guess in followed if followed else guess == []
 
 
 def test_a_sample_depends_on_its_own_seed_alone():

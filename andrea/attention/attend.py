@@ -61,7 +61,7 @@ def attend(
     Leading dimensions are equal, but for the last of them: G key/value heads that divide H are shared by H / G query
     heads each (Ainslie et al. 2023, arXiv 2305.13245).
     start: where the first query stands among the keys; S - T when left out. A 0-d integer tensor lets one compiled
-    graph serve every position of a preallocated cache.
+    graph serve every position of a preallocated cache; one of shape (B, 1, 1) says it for each sequence.
     implementation: what is named runs, or a ValueError says why not.
       auto       the fastest that serves the case
       reference  the textbook, written out: any compatibility function, any autograd

@@ -164,13 +164,13 @@ def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
 
 
 def positions(n_query: int, start: int | Tensor, device: torch.device) -> Tensor:
-    """(T,): where the queries stand among the keys."""
+    """(..., T): where the queries stand among the keys; start is a number, or one for each row: (..., 1)."""
     return start + torch.arange(n_query, device=device)
 
 
 def visible_keys(mask: Mask, n_query: int, n_key: int, start: int | Tensor, device: torch.device) -> Tensor:
     """The mask written out: bool, broadcastable to (..., T, S)."""
-    return mask.visible(positions(n_query, start, device)[:, None], torch.arange(n_key, device=device))
+    return mask.visible(positions(n_query, start, device)[..., None], torch.arange(n_key, device=device))
 
 
 def visible_interval(

@@ -96,6 +96,8 @@ class MultiHeadAttention(nn.Module):
         start, implementation = None, self.implementation
         if cache is not None:
             key, value, start = *cache.append(key, value), cache.length
+            if isinstance(start, Tensor) and start.ndim == 1:
+                start = start[:, None, None]  # for heads and queries
             implementation = "reference" if implementation == "reference" else "auto"
         how = {"compatibility": compatibility, "mask": mask, "start": start}
         if observed is None:

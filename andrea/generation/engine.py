@@ -1,25 +1,30 @@
-"""Prefill, decode, stream: tokens written one after another, several samples at once.
+"""Prefill, decode, stream: tokens written one after another, several texts at once.
 
-B samples, N tokens so far, T = sequence_length, V vocabulary.
+B texts, N tokens so far, T = sequence_length, V vocabulary.
 
 The window. The model sees at most T tokens. When T are seen and one more is needed, the first half of them is
 forgotten and the rest is read again from position 0: positions are never beyond T, and a window is read again once in
 about T / 2 tokens. `window_start` states this as a pure function, and the uncached twin uses the same one.
+
+Chance. Token n of text i is chosen by the n-th random number of its own generator, whatever is computed beside it: texts
+in one batch, whole or guessed ahead, are those that each would be alone.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from andrea.attention import KeyValueCache
 from andrea.config import UserError
 from andrea.generation.packing import PackedGPT, can_pack
 from andrea.generation.sampling import Sampling, choose
+from andrea.generation.speculation import Repetition
 from andrea.generation.text_stream import TextStream
 from andrea.model.gpt import GPT
 
@@ -29,11 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What to write: sample i draws its random numbers from seed + i, whatever the number of samples."""
+    """What to write: text i draws its random numbers from seed + i, whatever the number of texts.
+
+    guess: tokens that are guessed ahead from repetitions in the text, and read in one pass (speculation.py); 0: none. The
+    text stays the same.
+    """
 
     max_new_tokens: int
     num_samples: int = 1
     seed: int = 0
+    guess: int = 0
     stop: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -92,31 +102,61 @@ class Engine:
         return texts
 
     def stream(self, prompt: list[int], request: Request) -> Iterator[Piece]:
-        """Go on from the prompt's tokens (at least one); yields every sample's piece of each step as it is made."""
-        n_sample, n_prompt = request.num_samples, len(prompt)
-        tokens = torch.empty(n_sample, n_prompt + request.max_new_tokens, dtype=torch.int64, device=self.device)
-        tokens[:, :n_prompt] = torch.tensor(prompt, device=self.device)
-        texts = [TextStream(self.tokenizer, request.stop) for _ in range(n_sample)]
-        generators = [torch.Generator().manual_seed(request.seed + sample) for sample in range(n_sample)]
-        window = Window(self.model, self.step, n_sample, fixed_shapes=self.compiled)
-        writing = list(range(n_sample))
-        for n_token in range(n_prompt, tokens.shape[1]):
-            logits = window.next_logits(tokens[:, :n_token])  # (B, V)
-            uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators])
-            tokens[:, n_token] = choose(logits, tokens[:, :n_token], request.sampling, uniform.to(self.device))
-            chosen = tokens[:, n_token].tolist()
-            if max(chosen) >= self.tokenizer.n_vocab:  # nothing is likelier than anything: `draw` finds no place
-                raise UserError(
-                    "the model's scores of the next token are not finite: its weights are too large or damaged"
-                )
-            is_last = n_token == tokens.shape[1] - 1
-            for sample in list(writing):
-                piece = self._piece(sample, chosen[sample], texts[sample], is_last)
-                if piece.ended:
-                    writing.remove(sample)
-                yield piece
-            if not writing:
-                return
+        """Go on from the prompt's tokens (at least one); yields every sample's pieces of each step as they are made."""
+        return self.stream_all([prompt] * request.num_samples, request)
+
+    def stream_all(self, prompts: list[list[int]], request: Request) -> Iterator[Piece]:
+        """Go on from each of the prompts, which may differ in length, in one batch; sample i goes on from prompt i."""
+        n_text = len(prompts)
+        repetitions = [Repetition(prompt) for prompt in prompts]
+        written = [repetition.tokens for repetition in repetitions]
+        # What lies behind a text is its first token, so that all of a row is in the text: the repetition penalty reads it.
+        history = torch.tensor([[prompt[0]] for prompt in prompts]).repeat(
+            1, max(map(len, prompts)) + request.max_new_tokens
+        )
+        for row, prompt in zip(history, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        history = history.to(self.device)
+        left = [request.max_new_tokens] * n_text
+        texts = [TextStream(self.tokenizer, request.stop) for _ in prompts]
+        generators = [torch.Generator().manual_seed(request.seed + index) for index in range(n_text)]
+        ragged = n_text > 1 and (request.guess > 0 or len(set(map(len, prompts))) > 1)
+        window = Window(self.model, self.step, n_text, self.compiled, ragged, request.guess)
+        ended = [False] * n_text
+        while not all(ended):
+            guesses = [
+                [] if ended[index] else repetitions[index].guess(min(request.guess, left[index] - 1))
+                for index in range(n_text)
+            ]
+            logits, guesses = window.next_logits(written, guesses)  # (B, 1 + longest guess, V)
+            deciding = [index for index in range(n_text) if not ended[index]]
+            for place in range(logits.shape[1]):
+                if not deciding:
+                    break
+                uniform = torch.zeros(n_text)
+                for index in deciding:
+                    uniform[index] = torch.rand((), generator=generators[index])
+                seen = history[:, : max(map(len, written))]
+                tokens = choose(logits[:, place], seen, request.sampling, uniform.to(self.device))
+                chosen = tokens.tolist()
+                if max(chosen[index] for index in deciding) >= self.tokenizer.n_vocab:  # `draw` finds no place
+                    raise UserError(
+                        "the model's scores of the next token are not finite: its weights are too large or damaged"
+                    )
+                history[deciding, [len(written[index]) for index in deciding]] = tokens[deciding]
+                if not ragged:
+                    for index in range(n_text):  # texts that have ended go on, unseen: all keep one length
+                        if ended[index]:
+                            written[index].append(chosen[index])
+                for index in list(deciding):
+                    repetitions[index].push(chosen[index])
+                    left[index] -= 1
+                    piece = self._piece(index, chosen[index], texts[index], is_last=left[index] == 0)
+                    ended[index] = piece.ended is not None
+                    guessed_right = place < len(guesses[index]) and guesses[index][place] == chosen[index]
+                    if ended[index] or not guessed_right:
+                        deciding.remove(index)
+                    yield piece
 
     def _piece(self, sample: int, token: int, text: TextStream, is_last: bool) -> Piece:
         if token == self.tokenizer.end_of_text:
@@ -128,33 +168,83 @@ class Engine:
 
 
 class Window:
-    """The model's view of growing sequences: what the cache holds, and where it begins."""
+    """The model's view of growing texts: what the cache holds of each, and where it begins.
 
-    def __init__(self, model: GPT | PackedGPT, step, n_sample: int, *, fixed_shapes: bool) -> None:
-        self.model = model
-        self.step = step
-        self.cache = model.make_cache(n_sample, model.config.sequence_length, fixed_shapes=fixed_shapes)
-        self.start = 0
-        self.stop = 0  # the cache holds the tokens start .. stop - 1
+    ragged: texts may differ in length. most_guessed: the tokens a guess has at the most.
+    """
+
+    def __init__(
+        self,
+        model: GPT | PackedGPT,
+        step: Callable,
+        n_text: int,
+        fixed_shapes: bool,
+        ragged: bool,
+        most_guessed: int = 0,
+    ) -> None:
+        self.model, self.step = model, step
+        self.fixed_shapes, self.ragged, self.most_guessed = fixed_shapes, ragged, most_guessed
+        n_room = model.config.sequence_length + most_guessed * ragged  # a short guess is read as wide as a long one
+        self.cache = model.make_cache(n_text, n_room, fixed_shapes=fixed_shapes, ragged=ragged)
+        self.starts, self.read = [0] * n_text, [0] * n_text  # the cache holds the tokens start .. read - 1 of each text
 
     @torch.inference_mode()
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        """tokens (B, N), the same ones as in the call before and at least one more -> logits (B, V) of token N."""
-        n_token = tokens.shape[1]
-        start = window_start(n_token, self.model.config.sequence_length)
-        if start != self.start:
-            self.cache.clear()
-            self.start = self.stop = start
-        new = tokens[:, self.stop : n_token]
-        self.stop = n_token
-        if new.shape[1] == 1:
-            return self.step(self.model, new, self.cache)
-        return step(self.model, new, self.cache)
+    def next_logits(
+        self, texts: list[list[int]], guesses: list[list[int]] | None = None
+    ) -> tuple[Tensor, list[list[int]]]:
+        """logits (B, 1 + G, V) of the token after each text, and after each token of its guess; and the guesses as far as
+        the window has room for them, the longest of G tokens.
+
+        Texts are those of the call before and at least one token more, or the same where a text has ended.
+        """
+        model, n_text, n_window = self.model, len(texts), self.model.config.sequence_length
+        guesses = guesses or [[] for _ in texts]
+        for index, text in enumerate(texts):
+            start = window_start(len(text), n_window)
+            if start != self.starts[index]:
+                self.starts[index] = self.read[index] = start
+                if self.ragged and len(text) - start > 1:  # by itself: the others need one token each
+                    again = torch.tensor([text[start:-1]], device=self.device)
+                    model(again, self.cache.of_sequence(index))
+                    self.read[index] = len(text) - 1
+            self.read[index] = min(self.read[index], len(text) - 1)  # what was guessed wrong is written over
+            room = n_window - (len(text) - start)
+            guesses[index] = guesses[index][:room]
+        self.cache.set_lengths([read - start for read, start in zip(self.read, self.starts, strict=True)])
+        new = [text[read:] + guess for text, read, guess in zip(texts, self.read, guesses, strict=True)]
+        n_guess, width = max(map(len, guesses)), max(map(len, new))
+        if self.read == [0] * n_text and n_text > 1 and all(row == new[0] for row in new):
+            return self.read_once(new[0]).expand(n_text, -1, -1), guesses
+        decoding = width <= 1 + self.most_guessed
+        if decoding and self.fixed_shapes and n_guess:
+            width, n_guess = 1 + self.most_guessed, self.most_guessed  # of one shape for the compiled step
+        batch = torch.tensor([row + row[-1:] * (width - len(row)) for row in new], device=self.device)
+        at = None
+        if n_guess or self.ragged and width > 1:
+            last = torch.tensor([len(row) - 1 - len(guess) for row, guess in zip(new, guesses, strict=True)])
+            at = (last[:, None] + torch.arange(n_guess + 1)).clamp(max=width - 1).to(self.device)
+        logits = (self.step if decoding else step)(model, batch, self.cache, at)
+        self.read = [read + len(row) for read, row in zip(self.read, new, strict=True)]
+        return logits, guesses
+
+    def read_once(self, prompt: list[int]) -> Tensor:
+        """All texts begin alike: read the prompt for one of them, and copy."""
+        logits = step(self.model, torch.tensor([prompt], device=self.device), self.cache.of_sequence(0))
+        self.cache.copy_sequence(0, len(prompt))
+        self.read = [len(prompt)] * len(self.read)
+        return logits
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.keys[0].device
 
 
-def step(model: GPT | PackedGPT, tokens: Tensor, cache) -> Tensor:
-    """New tokens (B, T) and the cache of those before -> logits (B, V) of the token after them."""
-    return model.logits(model(tokens, cache)[:, -1])
+def step(model: GPT | PackedGPT, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
+    """New tokens (B, T) and the cache of those before -> logits (B, J, V) after the tokens `at` (B, J), or the last (J = 1)."""
+    hidden = model(tokens, cache)
+    if at is None:
+        return model.logits(hidden[:, -1:])
+    return model.logits(hidden[torch.arange(len(hidden), device=hidden.device)[:, None], at])
 
 
 @torch.inference_mode()

@@ -145,7 +145,9 @@ class GPT(nn.Module):
         logits = linear(hidden, self.head_weight)
         return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
 
-    def make_cache(self, n_batch: int, n_room: int, *, fixed_shapes: bool = False) -> KeyValueCache:
+    def make_cache(
+        self, n_batch: int, n_room: int, *, fixed_shapes: bool = False, ragged: bool = False
+    ) -> KeyValueCache:
         """An empty cache for n_batch sequences of up to n_room tokens, of the weights' own type and device."""
         weight = self.embedding.weight
         return KeyValueCache(
@@ -157,6 +159,7 @@ class GPT(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
             fixed_shapes=fixed_shapes,
+            ragged=ragged,
         )
 
 

@@ -68,7 +68,9 @@ class RotaryPosition(Position):
         return x
 
     def placer(self, n_token: int, start: int | Tensor) -> Place:
-        cosine, sine = rows(self.table_bits.view(torch.float32), start, n_token).unbind(1)  # (T, D) each
+        cosine, sine = rows(self.table_bits.view(torch.float32), start, n_token).unbind(-2)  # (T, D) each, or (B, T, D)
+        if cosine.ndim == 3:
+            cosine, sine = cosine[:, None], sine[:, None]  # for the heads
 
         def turn(x: Tensor) -> Tensor:
             return (x * cosine + x.roll(x.shape[-1] // 2, dims=-1) * sine).to(x.dtype)
@@ -85,8 +87,9 @@ def make_position(config: ModelConfig) -> Position:
 
 
 def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
-    """table[start : start + count]; with a tensor as start, without asking the device for its value."""
+    """table[start : start + count]; with a tensor as start, 0-d or (B,), without asking the device for its value."""
     if isinstance(start, int):
         assert start + count <= len(table), f"position {start + count - 1} is past sequence_length={len(table)}"
         return table[start : start + count]
-    return table[start + torch.arange(count, device=table.device)]
+    position = start[..., None] + torch.arange(count, device=table.device)
+    return table[position.clamp(max=len(table) - 1) if start.ndim else position]  # what fills up a text may lie beyond
