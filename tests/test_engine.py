@@ -167,13 +167,13 @@ def test_texts_in_a_batch_guessed_ahead_or_not_are_what_each_is_alone(sampling, 
 
 
 def test_a_text_that_repeats_itself_is_read_in_fewer_passes():
-    model, passes = favour(make_model(), 97), []
+    model, passes = favour(make_model(dataclasses.replace(CONFIG, sequence_length=64)), 97), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    for guess, expected in ((0, 25), (4, 6)):  # the window has room for guesses of four most of the time
+    for guess, expected in ((0, 25), (4, 5)):  # one token a pass, or five
         passes.clear()
         request = Request(max_new_tokens=25, sampling=Sampling(temperature=0), guess=guess)
         assert Engine(model, TOKENIZER).write("aaaa", request) == ["a" * 25]
-        assert expected <= len(passes) <= 1.5 * expected
+        assert len(passes) == expected
 
 
 def test_a_guess_is_what_followed_the_longest_run_the_last_time():
@@ -182,6 +182,7 @@ def test_a_guess_is_what_followed_the_longest_run_the_last_time():
     repetition.push(9)
     assert repetition.guess(3) == [2, 3, 8] and repetition.guess(0) == []
     assert Repetition([4, 5]).guess(3) == []
+    assert Repetition([6, 4, 5, 4, 5]).guess(5) == [4, 5, 4, 5, 4]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
@@ -190,7 +191,7 @@ def test_a_guess_really_stood_there(tokens):
     assert repetition.tokens == tokens
     guess = repetition.guess(4)
     followed = [tokens[place : place + 4] for place in range(1, len(tokens)) if tokens[place - 1] == tokens[-1]]
-    assert guess in followed if followed else guess == []
+    assert any(guess[: len(each)] == each for each in followed) if followed else guess == []
 
 
 def test_a_sample_depends_on_its_own_seed_alone():

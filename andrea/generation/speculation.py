@@ -25,9 +25,14 @@ class Repetition:
         self.tokens.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """Up to `most` tokens that followed the longest run that stands at the end, the last time it stood before."""
+        """Up to `most` tokens that followed the longest run that stands at the end, the last time it stood before; where
+        the text ends, what it would go on with by the same rule.
+        """
         for size in range(min(LONGEST_GRAM, len(self.tokens)), 0, -1):
             place = self.follows.get(tuple(self.tokens[-size:]))
             if place is not None:
-                return self.tokens[place : place + most]
+                guess = self.tokens[place : place + most]
+                while len(guess) < most:
+                    guess.append(guess[place + len(guess) - len(self.tokens)])
+                return guess
         return []
