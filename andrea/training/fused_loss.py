@@ -60,7 +60,8 @@ def over_chunks(
     """rows (N, d) -> nats, and with `gradients` those of rows (N, d) and weight (V, d), of a loss of 1 · nats."""
     in_kernel = rows.is_cuda and has_triton()
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
-    n_row = max(1, n_logit // len(weight))
+    n_chunk = -(-len(rows) * len(weight) // n_logit)
+    n_row = -(-len(rows) // max(1, min(n_chunk, len(rows))))  # chunks of one size: a small last one would cost as much
     rows, weight = rows.to(dtype), weight.to(dtype)
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, answers in zip(rows.split(n_row), targets.split(n_row), strict=True):
