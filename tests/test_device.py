@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from andrea.config import UserError
 from andrea.training import device as module
-from andrea.training.device import autocast, choose_compile, choose_device, choose_precision, choose_threads, peak_flops
+from andrea.training.device import (
+    autocast,
+    choose_compile,
+    choose_device,
+    choose_precision,
+    choose_threads,
+    gcc_version,
+    peak_flops,
+)
 from andrea.training.scaler import GROWTH_INTERVAL, LossScale
 
 CPU = torch.device("cpu")
@@ -54,6 +67,36 @@ def test_matrix_products_run_in_the_precision_chosen() -> None:
         assert (x @ x).dtype == torch.bfloat16
     with autocast(CPU, "fp32"):
         assert (x @ x).dtype == torch.float32
+
+
+def test_a_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    for said, version in (("12", 12), ("9.4.0", 9), ("apple", 0)):
+        compiler.write_text(f"#!/bin/sh\necho {said}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert gcc_version() == version
+    monkeypatch.setenv("CXX", "clang++")
+    assert gcc_version() == 0
+
+
+FAULTS = """
+import resource, torch
+from andrea.training.device import keep_freed_memory
+if {kept}: keep_freed_memory()
+for _ in range(9):
+    torch.ones(1 << 24) + 1  # 64 MB, twice
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_freed_memory_is_kept_for_the_next_tensors() -> None:
+    faults = [
+        int(subprocess.run([sys.executable, "-c", FAULTS.format(kept=kept)], capture_output=True, text=True).stdout)
+        for kept in (False, True)
+    ]
+    assert faults[1] < faults[0] / 2
 
 
 def test_peaks_are_known_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -107,6 +108,31 @@ def choose_compile(asked: str, device: torch.device, total_flops: float) -> Choi
     if total_flops < worth_flops:
         return Choice("off", "the run is too short to earn back the compile time")
     return Choice("on", "faster after about a minute of compiling")
+
+
+def shorten_compiling(device: torch.device) -> None:
+    """Settle what torch.compile leaves aside by default, and what costs a start seconds.
+
+    What it has made of an autograd.Function is kept for the next start only where that is allowed: ours depend on their
+    arguments alone. And it tries out a CPU's vector instructions with programs of its own, for ten seconds: they are
+    known from the processor, and every compiler since GCC 11 knows all of them.
+    """
+    from torch._functorch import config as autograd_settings
+    from torch._inductor import config as compiler_settings
+
+    if hasattr(autograd_settings, "autograd_cache_allow_custom_autograd_functions"):
+        autograd_settings.autograd_cache_allow_custom_autograd_functions = True
+    if device.type == "cpu" and sys.platform == "linux" and gcc_version() >= 11:
+        compiler_settings.cpp.vec_isa_ok = True
+
+
+def gcc_version() -> int:
+    """The major version of g++, which is what torch.compile calls; 0 where there is none, or another compiler."""
+    if os.environ.get("CXX") or not shutil.which("g++"):
+        return 0
+    told = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout
+    major = told.partition(".")[0].strip()
+    return int(major) if major.isdigit() else 0
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:

@@ -50,7 +50,8 @@ def nats_of(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tens
 class MicroLoss(nn.Module):
     """The loss of a micro-batch in the run's precision, with its heads' statistics where each step measures them.
 
-    This is the module that is compiled, and that DDP or FSDP wraps.
+    This is the module that DDP or FSDP wraps. Compiled is `in_precision`, or the blocks and `score` one by one: autocast is
+    entered outside, because torch keeps no code between starts in which it is.
     """
 
     def __init__(self, model: GPT, device: torch.device, precision: str, observing: bool, recompute: bool) -> None:
@@ -60,12 +61,17 @@ class MicroLoss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
         """tokens, targets (B, T) int64 -> nats, fp32 scalar, and (L, H) statistics of the rows that have a target."""
-        observed: list[HeadStatistics] | None = [] if self.observing else None
         with autocast(self.device, self.precision):
-            hidden = self.model(tokens, observed=observed, recompute=self.recompute)
-            nats = nats_of(self.model, hidden, targets, self.precision)
+            return self.in_precision(tokens, targets)
+
+    def in_precision(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
+        observed: list[HeadStatistics] | None = [] if self.observing else None
+        nats = self.score(self.model(tokens, observed=observed, recompute=self.recompute), targets)
         counted = (targets != IGNORED).any(1)
         return nats, HeadStatistics.of_layers(observed, counted) if observed else None
+
+    def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return nats_of(self.model, hidden, targets, self.precision)
 
 
 def evaluate(

@@ -48,7 +48,7 @@ class Parallel(ABC):
     def uncompile(self, loss: MicroLoss) -> None:
         """Take back what `wrap` compiled: the instance's own attribute hides the class's method."""
         for module in (loss, *self.model.blocks):
-            for name in ("forward", "score"):
+            for name in ("forward", "in_precision", "score"):
                 vars(module).pop(name, None)
 
     @abstractmethod
@@ -240,7 +240,7 @@ class Sharded(Parallel):
 
 def compile_whole(loss: MicroLoss) -> MicroLoss:
     """One graph, forward and loss; DDP, which looks into it, cuts it where its buckets of gradients end."""
-    loss.forward = torch.compile(loss.forward, dynamic=False, fullgraph=True)
+    loss.in_precision = torch.compile(loss.in_precision, dynamic=False, fullgraph=True)
     return loss
 
 

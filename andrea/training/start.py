@@ -43,6 +43,7 @@ from andrea.training.device import (
     choose_threads,
     keep_freed_memory,
     peak_flops,
+    shorten_compiling,
     weight_dtype,
 )
 from andrea.training.distributed import Ranks
@@ -335,6 +336,7 @@ def make_loss(
     loss = parallel.wrap(micro, compiled=run.compile == "on")
     if run.compile == "off":
         return loss, run
+    shorten_compiling(device)
     console.say("compiling the training step, up to a minute (kept for the next start) …")
     clock = time.perf_counter()
     shape = (run.train.micro_batch, run.model.sequence_length)
