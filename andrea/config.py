@@ -36,6 +36,7 @@ LARGEST_SEED = 2**62  # what is drawn from counts on from there
 MOST_THREADS = 1024
 LARGEST_SIZES = {"d_model": 2**17, "n_layer": 2**12, "n_head": 2**17, "d_mlp": 2**20, "sequence_length": 2**20}
 LARGEST_ROTARY_TABLE = 2**25  # positions times head width
+MOST_GUESSED = 64  # tokens ahead: more are never right, and each is read
 MOST_SAMPLED_TOKENS = 2**26
 LONGEST_NAME_BYTES = 200  # of a folder; disks take 255, and names get endings
 LONGEST_PATH_BYTES = 2048
@@ -447,12 +448,14 @@ class SamplingRun:
     checkpoint: PathText | None
     runs_dir: PathText
     prompt: Text
+    prompts: PathText | None
     max_new_tokens: int
     temperature: float
     top_k: int | None
     top_p: float | None
     min_p: float | None
     repetition_penalty: float
+    guess: int
     num_samples: int
     seed: int
     stop: list[Text]
@@ -470,6 +473,11 @@ class SamplingRun:
                 f"{MOST_SAMPLED_TOKENS} tokens that are held at a time; lower one of them"
             )
         positive("repetition_penalty", self.repetition_penalty)
+        between("guess", self.guess, 0, MOST_GUESSED)
+        if self.prompts is not None and (self.prompt or self.num_samples != 1 or self.interactive):
+            raise UserError(
+                "prompts=FILE writes one text for each line of the file; leave out prompt, num_samples and interactive"
+            )
         at_least("temperature", self.temperature, 0)
         between("seed", self.seed, 0, LARGEST_SEED)
         device_name("device", self.device)

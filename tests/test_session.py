@@ -43,7 +43,8 @@ def write(runs: Path, **changes) -> Path:
 def run_of(runs: Path, **changes) -> SamplingRun:
     defaults = SamplingRun(
         checkpoint=None, runs_dir=Text(runs), prompt=Text("def "), max_new_tokens=5, temperature=0.0, top_k=None,
-        top_p=None, min_p=None, repetition_penalty=1.0, num_samples=1, seed=1, stop=[], interactive=False, device="cpu",
+        top_p=None, min_p=None, repetition_penalty=1.0, prompts=None, guess=0, num_samples=1, seed=1, stop=[],
+        interactive=False, device="cpu",
         threads=1, precision="fp32",
     )  # fmt: skip
     return dataclasses.replace(defaults, **changes)
@@ -73,6 +74,33 @@ def test_samples_are_labelled_and_follow_each_other(tmp_path, capsys, dtype):
     assert "not validated yet" in text
     body = text.split("\n\n", 1)[1]
     assert body == "".join(f"--- sample {number} ---\ndef aaaaa\n" for number in (1, 2, 3))
+
+
+def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
+    write(tmp_path)
+    (tmp_path / "prompts").write_text("def \n\nclass A:\n")
+    run = run_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"))
+    expected = "--- sample 1 ---\ndef aaaaa\n--- sample 2 ---\nclass A:aaaaa\n"
+    for guess in (0, 3):
+        assert output(dataclasses.replace(run, guess=guess), capsys).split("\n\n", 1)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), (b"\n\n", "no prompt in it"), (b"\xff\xfe", "not UTF-8"), (b"a\nb\nc\n", "lower one")],
+)
+def test_a_file_of_prompts_that_cannot_serve_is_named(tmp_path, content, said):
+    write(tmp_path)
+    if content is not None:
+        (tmp_path / "prompts").write_bytes(content)
+    run = run_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"), max_new_tokens=2**25)
+    with pytest.raises(UserError, match=f"prompts=.*{said}"):
+        sample(run, torch.device("cpu"), torch.float32)
+
+
+def test_a_file_of_prompts_leaves_no_room_for_another_prompt(tmp_path):
+    with pytest.raises(UserError, match="leave out prompt"):
+        run_of(tmp_path, prompts=Text("file")).check("")
 
 
 def test_stop_strings_reach_the_engine(tmp_path, capsys):

@@ -6,13 +6,14 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from andrea.checkpoint import Checkpoint, Damaged, locate
-from andrea.config import AttentionConfig, ModelConfig, SamplingRun, UserError, parse
-from andrea.generation.engine import Engine, Request
+from andrea.config import MOST_SAMPLED_TOKENS, AttentionConfig, ModelConfig, SamplingRun, UserError, parse
+from andrea.generation.engine import Engine, Piece, Request
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
@@ -32,14 +33,23 @@ def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
         num_samples=run.num_samples,
         seed=run.seed,
         stop=tuple(run.stop),
+        guess=run.guess,
         sampling=Sampling(run.temperature, run.top_k, run.top_p, run.min_p, run.repetition_penalty),
     )
-    tokens = engine.encode(prompt)  # a prompt that is too long is refused before anything is shown
+    prompts = [prompt] if run.prompts is None else read_lines(run.prompts)
+    tokens = [engine.encode(each) for each in prompts]  # one that is too long is refused before anything is shown
+    if len(prompts) * run.max_new_tokens > MOST_SAMPLED_TOKENS:
+        raise UserError(
+            f"prompts={run.prompts} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens="
+            f"{run.max_new_tokens} is more than the {MOST_SAMPLED_TOKENS} tokens that are held at a time; lower one of them"
+        )
     show(describe(checkpoint, model, tokenizer, device, dtype) + "\n\n")
-    if run.interactive:
+    if run.prompts is not None:
+        show_texts(prompts, engine.stream_all(tokens, request))
+    elif run.interactive:
         converse(engine, prompt, request)
     else:
-        show_samples(engine, prompt, tokens, request)
+        show_samples(engine, prompt, tokens[0], request)
     return 0
 
 
@@ -61,6 +71,18 @@ def read_prompt(prompt: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"prompt={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
+
+
+def read_lines(file: str) -> list[str]:
+    """The file's lines, but for empty ones. Raises UserError."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
+    prompts = [line for line in lines if line]
+    if not prompts:
+        raise UserError(f"prompts={file}: there is no prompt in it; write one on each line")
+    return prompts
 
 
 def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
@@ -110,18 +132,22 @@ def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, device: t
 
 
 def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Request) -> None:
-    """The first sample appears as it is written; the others, made in the same batch, follow it."""
-    is_labelled = request.num_samples > 1
-    waiting = [""] * request.num_samples
-    show((label(0) if is_labelled else "") + prompt)
-    for piece in engine.stream(tokens, request):
+    show_texts([prompt] * request.num_samples, engine.stream(tokens, request))
+
+
+def show_texts(prompts: list[str], pieces: Iterator[Piece]) -> None:
+    """The first text appears as it is written; the others, made in the same batch, follow it."""
+    is_labelled = len(prompts) > 1
+    waiting = [""] * len(prompts)
+    show((label(0) if is_labelled else "") + prompts[0])
+    for piece in pieces:
         if piece.sample == 0:
             show(piece.text)
         else:
             waiting[piece.sample] += piece.text
     show("\n")
-    for sample_index in range(1, request.num_samples):
-        show(label(sample_index) + prompt + waiting[sample_index] + "\n")
+    for index in range(1, len(prompts)):
+        show(label(index) + prompts[index] + waiting[index] + "\n")
 
 
 def label(sample_index: int) -> str:
