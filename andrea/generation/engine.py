@@ -43,9 +43,9 @@ class Request:
     max_new_tokens: int
     num_samples: int = 1
     seed: int = 0
-    guess: int = 0
     stop: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    guess: int = 0
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,7 @@ def over_chunks(
     """rows (N, d) -> nats, and with `gradients` those of rows (N, d) and weight (V, d), of a loss of 1 · nats."""
     in_kernel = rows.is_cuda and has_triton()
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
-    n_chunk = -(-len(rows) * len(weight) // n_logit)
-    n_row = -(-len(rows) // max(1, min(n_chunk, len(rows))))  # chunks of one size: a small last one would cost as much
+    n_row = rows_in_chunk(len(rows), len(weight), n_logit)
     rows, weight = rows.to(dtype), weight.to(dtype)
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, answers in zip(rows.split(n_row), targets.split(n_row), strict=True):
@@ -73,6 +72,12 @@ def over_chunks(
             d_head = (d_logits.mT @ chunk).float()
             d_weight = d_head if d_weight is None else d_weight.add_(d_head)
     return nats, torch.cat(d_rows) if gradients else None, d_weight
+
+
+def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
+    """So that chunks have about n_logit logits and are of one size: a small last one would cost as much as the others."""
+    n_chunk = -(-n_row * n_vocab // n_logit)
+    return -(-n_row // max(1, min(n_chunk, n_row)))
 
 
 def by_torch(logits: Tensor, targets: Tensor, cap: float | None, gradients: bool) -> tuple[Tensor, Tensor | None]:

@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_leaves
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT
+from andrea.training.fused_loss import LOGITS_EAGER, rows_in_chunk
 from andrea.training.loss import nats_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
 PROGRAM_BYTES = 480 * 2**20  # resident beside the tensors of a run: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # and the compiler
+CHUNKS_LOOKED_AT = 3  # of the loss, where it has more
 COMPILED_SHARE = 0.6  # of what the passes of eager code hold, compiled ones do
 
 
@@ -162,10 +164,22 @@ def pass_bytes(
         with LiveBytes(there) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
                 hidden = model(tokens, observed=[] if observing else None, recompute=recompute)
-                loss = nats_of(model, hidden, tokens, precision)
+                loss = planned_nats(model, hidden, tokens, precision)
             del hidden
             loss.backward()
     return live.most
+
+
+def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> Tensor:
+    """The loss of the first chunks of rows, which hold no less than the others, beside the gradients of all rows."""
+    if precision == "fp16":  # which knows no chunks
+        return nats_of(model, hidden, tokens, precision)
+    rows, answers = hidden.flatten(0, 1), tokens.flatten()
+    few = min(len(rows), CHUNKS_LOOKED_AT * rows_in_chunk(len(rows), model.n_vocab, LOGITS_EAGER))
+    others = torch.empty_like(rows[few:], dtype=DTYPES[precision])  # their gradients; the name keeps them alive
+    nats = nats_of(model, rows[:few], answers[:few], precision)
+    del others
+    return nats
 
 
 @functools.lru_cache(maxsize=64)
