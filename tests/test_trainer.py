@@ -186,6 +186,25 @@ def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_
     assert newest_whole(tmp_path / "runs" / "a").step == 4
 
 
+@pytest.mark.parametrize("step", [6, 8])
+def test_what_is_not_finite_in_the_optimizer_is_never_saved(step: int, tiny_run, tmp_path: Path, capsys) -> None:
+    """It reaches the weights with the next update: found by the loss of the step after, or when it comes to saving."""
+    with pytest.MonkeyPatch.context() as patch:
+        update = Trainer.update
+
+        def poisoned(self: Trainer, *batch: object) -> tuple:
+            if self.progress.step + 1 == step:
+                self.optimizer.state_tensors()["blocks.1.mlp.up.weight/momentum"][0, 0] = float("nan")
+            return update(self, *batch)
+
+        patch.setattr(Trainer, "update", poisoned)
+        assert tiny_run("name=a") == 3
+    out = capsys.readouterr().out
+    assert f"error: step {step + 1 if step % 4 else step}:" in out and "not finite" in out and "step-00000004" in out
+    assert ("blocks.1.mlp.up.weight is not finite: not saved" in out) == (step % 4 == 0)
+    assert [path.name for path in checkpoints_of(tmp_path / "runs" / "a")] == ["step-00000004"]
+
+
 def test_out_of_memory_halves_the_micro_batch_and_does_the_step_again(tiny_run, tmp_path: Path, capsys) -> None:
     with pytest.MonkeyPatch.context() as patch:
         post_init = Trainer.__post_init__

@@ -94,6 +94,7 @@ class Trainer:
         self.looked_at: tuple[int, GPT | None] | None = None  # step, the whole model as it was then
         self.signal: int | None = None  # that this process was sent
         self.saved_step = self.progress.step if checkpoints_of(self.folder) else None
+        self.damaged = ""  # what of weights and optimizer state was found not finite when it came to saving them
         self.stop: str | None = None  # why all ranks stop after this step: "interrupted" or "stopped"
         self.started = time.monotonic()
 
@@ -115,6 +116,8 @@ class Trainer:
                 saving = self.due(run.train.save_every) or progress.step == run.steps
                 if not self.read_figures(all_of_them=record or evaluation or saving):
                     return self.stop_not_finite()
+                if (evaluation or saving) and not self.is_finite():
+                    return self.stop_not_finite()
                 self.saver.check()
                 progress.seconds += time.perf_counter() - clock
                 self.show_step(time.perf_counter() - clock)
@@ -131,7 +134,7 @@ class Trainer:
                     self.save()
                 if evaluation and (failed := self.failed()):
                     return self.stop_failed(failed)
-            if not self.read_figures(all_of_them=True):
+            if not self.read_figures(all_of_them=True) or (self.saved_step != progress.step and not self.is_finite()):
                 return self.stop_not_finite()
             return self.conclude()
 
@@ -369,6 +372,16 @@ class Trainer:
         for logger in self.loggers:
             logger.record(record)
 
+    def is_finite(self) -> bool:
+        """Whether weights and optimizer state are, on all ranks, which must all ask."""
+        kept = self.parallel.parts | self.optimizer.state_tensors()
+        finite = torch.stack([tensor.detach().isfinite().all().to(self.device) for tensor in kept.values()])
+        wrong = [name for name, fine in zip(kept, finite.tolist(), strict=True) if not fine]
+        if bool(self.ranks.least(torch.tensor(float(not wrong), device=self.device))):
+            return True
+        self.damaged = f", but {wrong[0] if wrong else 'a tensor of another rank'} is not finite: not saved"
+        return False
+
     def save(self) -> None:
         """Write a checkpoint, mark it if it is the best so far, drop the oldest."""
         progress = self.progress
@@ -412,16 +425,16 @@ class Trainer:
         return 128 + (self.signal or signal.SIGTERM) if why == "interrupted" else 0
 
     def stop_not_finite(self) -> int:
-        """Nothing non-finite has reached the weights; say where, and what to try. Exit code 3."""
+        """Nothing non-finite has been saved; say where it is, and what to try. Exit code 3."""
         self.saver.wait()
         figures, saved = self.last_figures, checkpoints_of(self.folder)
         last = saved[-1] if saved else "none"
         rate = "matrix_learning_rate" if self.run.optimizer.kind == "muon" else "learning_rate"
         self.console.stop()
         self.console.say(
-            f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}: not finite, "
-            f"not applied. Last good checkpoint: {last}. Try optimizer.{rate}={getattr(self.run.optimizer, rate) / 2:g}"
-            f" or precision=fp32"
+            f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}"
+            f"{self.damaged or ': not finite, not applied'}. Last good checkpoint: {last}. "
+            f"Try optimizer.{rate}={getattr(self.run.optimizer, rate) / 2:g} or precision=fp32"
         )
         return 3
 
