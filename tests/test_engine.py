@@ -200,6 +200,9 @@ def test_a_sample_depends_on_its_own_seed_alone():
     assert len(set(three)) == 3
     for index, text in enumerate(three):
         assert engine.write("ab", Request(max_new_tokens=19, seed=5 + index)) == [text]
+    assert engine.write("ab", Request(max_new_tokens=19, num_samples=3, seed=5, guess=3)) == three
+    repeating = [engine.write("ababab", Request(max_new_tokens=19, num_samples=2, guess=guess)) for guess in (0, 3)]
+    assert repeating[0] == repeating[1]
 
 
 def test_prompt_follows_end_of_text_where_there_is_room():

@@ -198,6 +198,8 @@ class Window:
         Texts are those of the call before and at least one token more, or the same where a text has ended.
         """
         model, n_text, n_window = self.model, len(texts), self.model.config.sequence_length
+        if n_text > 1 and not any(self.read) and len(texts[0]) <= n_window and all(text == texts[0] for text in texts):
+            return self.read_once(texts[0]).expand(n_text, -1, -1), [[] for _ in texts]
         guesses = guesses or [[] for _ in texts]
         for index, text in enumerate(texts):
             start = window_start(len(text), n_window)
@@ -213,8 +215,6 @@ class Window:
         self.cache.set_lengths([read - start for read, start in zip(self.read, self.starts, strict=True)])
         new = [text[read:] + guess for text, read, guess in zip(texts, self.read, guesses, strict=True)]
         n_guess, width = max(map(len, guesses)), max(map(len, new))
-        if self.read == [0] * n_text and n_text > 1 and all(row == new[0] for row in new):
-            return self.read_once(new[0]).expand(n_text, -1, -1), guesses
         decoding = width <= 1 + self.most_guessed
         if decoding and self.fixed_shapes and n_guess:
             width, n_guess = 1 + self.most_guessed, self.most_guessed  # of one shape for the compiled step
