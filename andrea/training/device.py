@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep the memory of tensors that are freed, for the next ones; glibc only, for this process.
 
     It hands large blocks back to the system otherwise, and a CPU's training step then takes them anew, page by page: at
-    andrea-120m a seventh of the step (bench/README.md). The peak is the same, but stays.
+    andrea-120m a seventh of the step (bench/README.md). The peak stays, and is up to a twentieth higher.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
