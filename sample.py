@@ -19,7 +19,8 @@ def main(argv: list[str]) -> int:
 
     device = choose_device(config.device)
     choose_threads(config.threads)
-    return sample(config, device, weight_dtype(choose_precision(config.precision, device).value))
+    precision = choose_precision("auto" if config.precision == "int8" else config.precision, device)
+    return sample(config, device, weight_dtype(precision.value))
 
 
 if __name__ == "__main__":

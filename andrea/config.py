@@ -462,7 +462,7 @@ class SamplingRun:
     interactive: bool
     device: str
     threads: int | Literal["auto"]
-    precision: Literal["auto", "bf16", "fp16", "fp32"]
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
 
     def check(self, path: str) -> None:
         positive("max_new_tokens", self.max_new_tokens)

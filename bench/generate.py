@@ -1,24 +1,43 @@
 """Tokens per second while writing text, batch 1, greedy: this project and Hugging Face's `generate`, in the same run.
 
 Both sides: same shape and vocabulary, random weights converted once to the precision, the same prompt, exactly
---new-tokens tokens, reading the prompt included.
+--new-tokens tokens, reading the prompt included. Each contestant has a process of its own and takes turns with the others.
+Beside the speeds: the time to the first token after a long prompt, and how near the memory's own speed this project comes:
+a token reads every weight but the embedding's once.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from common import arguments, interleave, make_andrea, make_hugging_face, model_config, report, same_size
+from common import (
+    Worker,
+    arguments,
+    assert_same_size,
+    count_weights,
+    interleave,
+    make_andrea,
+    make_hugging_face,
+    model_config,
+    report,
+    serve,
+    synchronise,
+)
 
 from andrea.generation import Engine, Request, Sampling
+from andrea.generation.packing import NativeLinear, has_native
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+READING = "memory read, in GB"
+BYTES = {"int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class NumberTokenizer:
@@ -34,48 +53,116 @@ class NumberTokenizer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--precision", choices=DTYPES, default="bf16")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", nargs="*", choices=DTYPES, default=["bf16"], help="how Hugging Face's model runs")
+    parser.add_argument("--ours", nargs="*", choices=BYTES, default=["bf16", "int8"], help="this project's weights")
+    parser.add_argument(
+        "--compiled", action="store_true", help="this project's step compiled, on a card as a CUDA graph"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--long-prompt-tokens", type=int, default=512, help="for the time to the first token")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--compiled", action="store_true", help="also this project's compiled decoding step")
+    parser.add_argument("--batch", type=int, default=1, help="texts written at a time")
     chosen = arguments(parser)
-    config = model_config(chosen.model)
-    dtype = DTYPES[chosen.precision]
-    andrea = make_andrea(config, chosen.vocabulary, chosen.device).to(dtype)
-    peer = make_hugging_face(config, chosen.vocabulary, chosen.device).to(dtype).eval().requires_grad_(False)
-    facts = {"parameters": same_size(andrea, peer)}
-    tokens = torch.randint(chosen.vocabulary, (1, chosen.prompt_tokens), generator=torch.Generator().manual_seed(1))
-    tokens = tokens.to(chosen.device)
-    prompt, tokenizer = tokens[0].tolist(), NumberTokenizer(chosen.vocabulary)
-    request = Request(max_new_tokens=chosen.new_tokens, sampling=Sampling(temperature=0))
+    if chosen.worker:
+        contest(chosen)
+        return
+    names = [f"hugging face, {kind}" for kind in chosen.peers]
+    names += [f"andrea, {kind}{', compiled' if chosen.compiled else ''}" for kind in chosen.ours]
+    workers = {name: Worker(name) for name in names}
+    assert_same_size(worker.facts["parameters"] for worker in workers.values())
+    workers[READING] = Worker(READING)
+    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, chosen.device)
+    read = speeds.pop(READING)
+    facts = {"contestants": {name: workers[name].facts for name in names}, "read_gigabytes_per_second": read}
+    print(f"\nmemory was read at {statistics.median(read):.1f} GB/s")
+    for name in names:
+        told = workers[name].facts
+        shares = [
+            speed / chosen.batch * told["bytes_per_token"] / 1e9 / in_round
+            for speed, in_round in zip(speeds[name], read, strict=True)
+        ]
+        told["share_of_bandwidth"] = statistics.median(shares)
+        print(
+            f"{name:42} first token after {chosen.long_prompt_tokens} others: {told['first_token_ms']:.0f} ms, "
+            f"{told['bytes_per_token'] / 1e6:.1f} MB a token, {told['share_of_bandwidth']:.0%} of the bandwidth"
+        )
+    report("generate", chosen, speeds, names[0], facts)
 
-    def ours(engine: Engine) -> int:
-        return sum(1 for _ in engine.stream(prompt, request))
+
+def contest(chosen: argparse.Namespace) -> None:
+    """What a contestant's process does."""
+    if chosen.worker == READING:
+        serve(reader(chosen.device), chosen.device)
+        return
+    who, kind, *_ = chosen.worker.split(", ")
+    config = model_config(chosen.model)
+    make = make_hugging_face if who == "hugging face" else make_andrea
+    model = make(config, chosen.vocabulary, chosen.device)
+    n_weight = count_weights(model)
+    n_read = n_weight - (0 if config.tied_head else chosen.vocabulary * config.d_model)
+    writer = hugging_face_writer if who == "hugging face" else andrea_writer
+    write = writer(model, kind, chosen)
+    first_token_ms = 1000 * median_seconds(lambda: write(chosen.long_prompt_tokens, 1), chosen.device)
+    facts = {"parameters": n_weight, "bytes_per_token": n_read * BYTES[kind], "first_token_ms": first_token_ms}
+    serve(lambda: write(chosen.prompt_tokens, chosen.new_tokens), chosen.device, **facts)
+
+
+def prompt_of(n_token: int, chosen: argparse.Namespace) -> torch.Tensor:
+    return torch.randint(chosen.vocabulary, (chosen.batch, n_token), generator=torch.Generator().manual_seed(1))
+
+
+def andrea_writer(model: torch.nn.Module, kind: str, chosen) -> Callable[[int, int], int]:
+    dtype = torch.bfloat16 if kind == "int8" else DTYPES[kind]
+    tokenizer = NumberTokenizer(chosen.vocabulary)
+    engine = Engine(model, tokenizer, dtype=dtype, int8=kind == "int8", compiled=chosen.compiled)
+
+    def write(n_prompt: int, n_new: int) -> int:
+        request = Request(max_new_tokens=n_new, sampling=Sampling(temperature=0))
+        return sum(1 for _ in engine.stream_all(prompt_of(n_prompt, chosen).tolist(), request))
+
+    return write
+
+
+def hugging_face_writer(model: torch.nn.Module, kind: str, chosen) -> Callable[[int, int], int]:
+    model = model.to(DTYPES[kind]).eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def theirs() -> int:
-        count = chosen.new_tokens
-        written = peer.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return written.shape[1] - tokens.shape[1]
+    def write(n_prompt: int, n_new: int) -> int:
+        tokens = prompt_of(n_prompt, chosen).to(chosen.device)
+        exactly = {"max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False, "pad_token_id": 0}
+        written = model.generate(tokens, attention_mask=torch.ones_like(tokens), **exactly)
+        return written.numel() - tokens.numel()
 
-    eager = Engine(andrea, tokenizer, dtype=dtype)
-    name = f"andrea, {chosen.precision}"
-    runs = {"hugging face, " + chosen.precision: theirs, name: lambda: ours(eager)}
-    if chosen.compiled:
-        engine = Engine(andrea, tokenizer, dtype=dtype, compiled=True)
+    return write
+
+
+def reader(device: str) -> Callable[[], float]:
+    """Gigabytes read once, by the fastest reader here: torch's sum, or our own product with a single row."""
+    numbers = torch.ones(2**28, dtype=torch.bfloat16, device=device)  # more than any cache holds
+    readers = [lambda: numbers.view(torch.int64).sum()]
+    if has_native(numbers):
+        layer, row = NativeLinear(numbers.view(-1, 1024), None), torch.ones(1, 1024, dtype=torch.bfloat16)
+        readers.append(lambda: layer(row))
+    fastest = min(readers, key=lambda read: median_seconds(read, device))
+
+    def read() -> float:
+        fastest()
+        return numbers.nbytes / 1e9
+
+    return read
+
+
+def median_seconds(run: Callable, device: str, times: int = 5) -> float:
+    """After one run that does not count."""
+    seconds = []
+    for _ in range(times + 1):
+        synchronise(device)
         start = time.perf_counter()
-        ours(engine)
-        facts["compile_seconds"] = time.perf_counter() - start
-        runs[f"{name} compiled"] = lambda: ours(engine)
-    report("generate", chosen, interleave(runs, chosen.pairs, chosen.device), next(iter(runs)), facts)
+        run()
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the fused attention kernels take of a card, by compiling them: registers, spills, shared memory. Needs no GPU.
+"""What the kernels of attention and of the loss take of a card, by compiling them: registers, spills, shared memory. Needs no GPU.
 
     python bench/kernel_resources.py [--widths 64 128] [--types bf16 fp16] [--targets 80 90 100] [--json FILE]
 
@@ -26,6 +26,8 @@ from triton.compiler import ASTSource
 
 from andrea.attention.kernels import fused
 from andrea.attention.kernels.fused import Blocks, padded, tuning
+from andrea.training.fused_loss import IGNORED
+from andrea.training.kernels import nats
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODES = {"none": fused.NONE.value, "causal": fused.CAUSAL.value, "interval": fused.INTERVAL.value}
@@ -73,6 +75,17 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
+def compiled_loss(dtype: str, target: int, capped: bool):
+    """The loss's kernel as its launcher would compile it for a vocabulary of any size."""
+    pointers = {"logits": f"*{dtype}", "targets": "*i64", "nats": "*fp32"}
+    numbers = {"stride": "i64", "n_vocab": "i32", "cap": "fp32"}
+    constants = {"CAPPED": capped, "GRADIENTS": True, "SKIPPED": IGNORED, "BLOCK": nats.BLOCK}
+    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    attributes = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers))}
+    source = ASTSource(nats.row_kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": nats.WARPS})
+
+
 def resources(kernel, target: int, warps: int) -> dict:
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -114,6 +127,18 @@ def measure(widths, types, targets, modes, statistics=(True, False)) -> list[dic
     return rows
 
 
+def measure_loss(types, targets) -> list[dict]:
+    rows = []
+    for dtype in types:
+        for target in targets:
+            for capped in (True, False):
+                name = "loss, capped" if capped else "loss"
+                about = {"kernel": name, "dtype": dtype, "target": f"sm_{target}", "warps": nats.WARPS}
+                rows.append(about | resources(compiled_loss(dtype, target, capped), target, nats.WARPS))
+                print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
@@ -123,6 +148,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes)
+    rows += measure_loss(chosen.types, chosen.targets)
     if chosen.json:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         record = {"bench": "kernel_resources", "date": date, "triton": triton.__version__, "rows": rows}

@@ -730,7 +730,7 @@ def make_checkpoints(folder: Path) -> Survive:
         found = checkpoint.tokenizer()
         checkpoint.optimizer_tensors()
         model = load_model(checkpoint, found)
-        describe(checkpoint, model, found, torch.device("cpu"), torch.float32)
+        describe(checkpoint, model, found, "cpu")
         engine = Engine(model, found, dtype=torch.float32)
         engine.write("the fox", Request(max_new_tokens=2, sampling=Sampling(temperature=0.8)))
 

@@ -68,6 +68,20 @@ def test_says_what_it_loaded_before_the_text(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_in_8_bits_are_said_to_be(tmp_path, capsys, dtype):
+    write(tmp_path)
+    head, text = output(run_of(tmp_path, precision="int8"), capsys, dtype).split("\n\n", 1)
+    assert head.endswith(f"cpu, {str(dtype).removeprefix('torch.')} with matrices in int8") and text == "def aaaaa\n"
+
+
+def test_8_bits_without_a_compiler_are_refused(tmp_path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.setattr("andrea.generation.session.library", lambda: None)
+    with pytest.raises(UserError, match="precision=int8 needs a C.. compiler on a CPU; install g"):
+        sample(run_of(tmp_path, precision="int8"), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_samples_are_labelled_and_follow_each_other(tmp_path, capsys, dtype):
     write(tmp_path, val_bpb=None)
     text = output(run_of(tmp_path, num_samples=3), capsys, dtype)

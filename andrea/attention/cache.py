@@ -115,9 +115,3 @@ class KeyValueCache:
         """Give all sequences the first n_token keys and values of one."""
         for kept in (*self.keys, *self.values):
             kept[:, :, :n_token] = kept[source : source + 1, :, :n_token].clone()
-
-    def clear(self) -> None:
-        """Forget everything, keep the room."""
-        self.length *= 0
-        if self.filled is not None:
-            self.filled = 0

@@ -5,6 +5,7 @@ B batch, H query heads, G key/value heads, T queries, S keys.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -20,11 +21,16 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ATOMICS_ARE_FASTER = False
 
 
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def refusal_of_triton(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> str | None:
     """Why the kernel cannot serve the case, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     dtype = kernel_dtype(query)
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed (a CUDA build of torch brings it; else: pip install triton)"
     if query.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA card, got device={query.device.type} (TRITON_INTERPRET=1 runs it slowly anywhere)"
@@ -43,7 +49,7 @@ def refusal_of_triton(query: Tensor, key: Tensor, value: Tensor, mask: Mask | No
 
 def kernel_errors() -> tuple[type[Exception], ...]:
     """What a kernel that does not fit the card raises."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return ()
     from andrea.attention.kernels.fused import KernelError
 

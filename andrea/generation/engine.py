@@ -22,7 +22,7 @@ from torch import Tensor
 
 from andrea.attention import KeyValueCache
 from andrea.config import UserError
-from andrea.generation.packing import PackedGPT, can_pack
+from andrea.generation.packing import PackedGPT, pack
 from andrea.generation.sampling import Sampling, choose
 from andrea.generation.speculation import Repetition
 from andrea.generation.text_stream import TextStream
@@ -63,11 +63,18 @@ class Engine:
 
     dtype: None writes with the model itself, which may go on training. Else its weights are converted once, into a copy
     that is laid out for decoding where the device has a layout for it.
-    compiled: the decoding step runs through torch.compile with its weights frozen in: slower to start, faster after.
+    int8: of that copy the matrices are in 8 bits, the embedding and all that is computed in `dtype`.
+    compiled: the decoding step runs through torch.compile: slower to start, faster after.
     """
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, *, dtype: torch.dtype | None = None, compiled: bool = False
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        *,
+        dtype: torch.dtype | None = None,
+        int8: bool = False,
+        compiled: bool = False,
     ) -> None:
         assert model.n_vocab == tokenizer.n_vocab, (model.n_vocab, tokenizer.n_vocab)
         self.tokenizer = tokenizer
@@ -76,9 +83,9 @@ class Engine:
         self.step = step
         self.compiled = compiled
         if compiled:
-            self.step = torch.compile(step, fullgraph=True, dynamic=False, options={"freezing": True})
-        elif dtype is not None and can_pack(self.model):
-            self.model = PackedGPT(self.model)
+            self.step = torch.compile(step, fullgraph=True, dynamic=False)
+        if dtype is not None:
+            self.model = pack(self.model, int8, compiled)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, after the end-of-text that precedes every document, where there is room for it.

@@ -1,29 +1,82 @@
-"""Weights laid out once for decoding on a CPU.
+"""Weights laid out once for decoding.
 
-At one token a step a matrix is read once and used once: time is memory traffic. oneDNN reads bf16 matrices about twice
-as fast in its own blocked layout as in torch's (bench/generate.py), and torch would otherwise convert at every call.
+At one token a step a matrix is read once and used once: time is memory traffic. On a CPU our own kernels
+(kernels/decode.cpp) read bf16 matrices about twice as fast as torch, and int8 ones at the same rate, which are half as
+long; without a compiler, oneDNN's own layout at least spares torch converting at every call (bench/generate.py).
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from andrea.attention import KeyValueCache
+from andrea.attention import (
+    DotProduct,
+    HeadStatistics,
+    KeyValueCache,
+    LayerCache,
+    Mask,
+    MultiHeadAttention,
+    Place,
+    ScaledDotProduct,
+)
+from andrea.attention.mask import Causal
+from andrea.generation.kernels.native import NAMES, address, function, library
 from andrea.model.gpt import GPT
-from andrea.model.layers import softcap
+from andrea.model.layers import RMSNorm, softcap
+from andrea.model.positions import Position, RotaryPosition
+
+FEW_ROWS = 8  # up to so many, a product reads its weights at most as often as it computes with them
+
+MakeLinear = Callable[
+    [Tensor, Tensor | None], nn.Module
+]  # of weight (d_out, d_in) and bias: x (..., d_in) -> (..., d_out)
 
 
-def can_pack(model: GPT) -> bool:
+def has_native(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in NAMES and library() is not None
+
+
+def has_onednn(weight: Tensor) -> bool:
     """bf16 weights on a CPU whose oneDNN multiplies in bf16."""
-    weight = model.embedding.weight
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-class PackedLinear(nn.Module):
-    """nn.Linear without gradients, its weight (d_out, d_in) in oneDNN's layout: x (..., d_in) -> (..., d_out)."""
+class NativeLinear(nn.Module):
+    """nn.Linear without gradients; few rows go through our kernel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight.detach().contiguous()
+        self.bias = None if bias is None else bias.detach()
+        self.kernel = function("linear", weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_out, n_in = self.weight.shape
+        assert x.shape[-1] == n_in, (x.shape, self.weight.shape)
+        n_row = x.numel() // n_in
+        if n_row > FEW_ROWS:
+            return functional.linear(x, self.weight, self.bias)
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
+        self.kernel(address(self.weight), address(self.bias), address(x), address(y), n_row, n_in, n_out)
+        return y
+
+    def rows(self, start: int, stop: int) -> NativeLinear:
+        """A part of the output, with a part of the same weights."""
+        part = copy.copy(self)
+        part.weight, part.bias = self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
+        return part
+
+
+class OneDNNLinear(nn.Module):
+    """nn.Linear without gradients, its weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -35,13 +88,138 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
+class Int8Linear(nn.Module):
+    """nn.Linear without gradients, its weight in 8 bits: weight ≈ int8 (d_out, d_in) · scale (d_out, 1), to the nearest.
+
+    Our kernel takes x in 16 bits, finer than bf16; what torch computes takes it as it is.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, native: bool) -> None:
+        super().__init__()
+        self.weight, self.scale = quantised(weight.detach())
+        self.sums = self.weight.sum(1, dtype=torch.int32)
+        self.bias = None if bias is None else bias.detach()
+        self.kernel = function("linear_int8", weight.dtype) if native else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_out, n_in = self.weight.shape
+        assert x.shape[-1] == n_in, (x.shape, self.weight.shape)
+        n_row = x.numel() // n_in
+        if n_row > FEW_ROWS:
+            return self.readable(x)
+        if self.kernel is None:
+            return self.written_out(x) if torch.compiler.is_compiling() else self.readable(x)
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
+        weights = address(self.weight), address(self.scale), address(self.sums), address(self.bias)
+        self.kernel(*weights, address(x), address(y), n_row, n_in, n_out)
+        return y
+
+    def rows(self, start: int, stop: int) -> Int8Linear:
+        """A part of the output, with a part of the same weights."""
+        part = copy.copy(self)
+        part.weight, part.scale, part.sums = (each[start:stop] for each in (self.weight, self.scale, self.sums))
+        part.bias = None if self.bias is None else self.bias[start:stop]
+        return part
+
+    def readable(self, x: Tensor) -> Tensor:
+        y = functional.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def written_out(self, x: Tensor) -> Tensor:
+        """The same for few rows, so that torch.compile reads each weight once, in 8 bits."""
+        rows = x.flatten(0, -2).float()
+        y = ((self.weight.float()[:, None] * rows).sum(-1) * self.scale[:, None]).mT  # (rows, d_out)
+        y = y.to(x.dtype).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (d_out, d_in) -> int8 of the same shape and its rows' scales (d_out,) fp32: the largest becomes ±127."""
+    weight = weight.float()
+    scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+class NativeRMSNorm(nn.Module):
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.norm, self.epsilon = norm, norm.eps
+        self.weight = norm.weight.detach().float().contiguous()
+        self.kernel = function("rms_norm", norm.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(self.weight)
+        assert x.shape[-1] == n, (x.shape, n)
+        n_row = x.numel() // n
+        if n_row > FEW_ROWS:
+            return self.norm(x)
+        x, y = x.contiguous(), torch.empty_like(x)
+        self.kernel(address(x), address(self.weight), address(y), n_row, n, self.epsilon)
+        return y
+
+
+class NativeAttention(nn.Module):
+    """Causal attention of one new token in one kernel, its three projections in one product; the module's own otherwise."""
+
+    def __init__(self, attention: MultiHeadAttention, position: Position, make_linear: MakeLinear) -> None:
+        super().__init__()
+        three = attention.query, attention.key, attention.value
+        n_query, n_key = attention.query.out_features, attention.key.out_features
+        self.n_head, self.n_kv_head = n_query // attention.d_head, n_key // attention.d_head
+        weight = torch.cat([each.weight.detach() for each in three])
+        bias = None if three[0].bias is None else torch.cat([each.bias.detach() for each in three])
+        self.project = make_linear(weight, bias)  # (..., d_model) -> (..., (H + 2G) D)
+        attention.query = self.project.rows(0, n_query)
+        attention.key = self.project.rows(n_query, n_query + n_key)
+        attention.value = self.project.rows(n_query + n_key, n_query + 2 * n_key)
+        attention.output = make_linear(attention.output.weight, attention.output.bias)
+        self.attention = attention
+        self.epsilon = -1.0 if attention.qk_norm_epsilon is None else attention.qk_norm_epsilon
+        self.scale = attention.d_head**-0.5 if isinstance(attention.compatibility, ScaledDotProduct) else 1.0
+        self.turns = position.table_bits.view(torch.float32) if isinstance(position, RotaryPosition) else None
+        self.kernel = function("attend", weight.dtype)
+
+    @staticmethod
+    def serves(attention: MultiHeadAttention) -> bool:
+        plain = type(attention.compatibility) in (DotProduct, ScaledDotProduct) and isinstance(attention.mask, Causal)
+        return plain and attention.d_head % 2 == 0
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        place: Place | None = None,
+        packing: Mask | None = None,
+        cache: LayerCache | None = None,
+        observed: list[HeadStatistics] | None = None,
+    ) -> Tensor:
+        if x.shape[1] > 1 or cache is None or not isinstance(cache.length, int) or observed is not None:
+            return self.attention(x, place=place, packing=packing, cache=cache, observed=observed)
+        n_batch, d_head, n_room = len(x), self.attention.d_head, cache.keys.shape[2]
+        assert cache.length < n_room, f"{cache.length + 1} tokens do not fit a cache with room for {n_room}"
+        three, retrieved = self.project(x), torch.empty_like(x)
+        turn = None if self.turns is None else address(self.turns[cache.length])
+        tensors = address(three), address(cache.keys), address(cache.values), turn, address(retrieved)
+        shape = n_batch, self.n_head, self.n_kv_head, d_head, n_room, cache.length
+        self.kernel(*tensors, *shape, self.epsilon, self.scale)
+        return self.attention.output(retrieved)
+
+
 class PackedGPT:
     """The part of GPT that decoding uses; takes the model over and replaces its matrices, the head's included."""
 
-    def __init__(self, model: GPT) -> None:
-        self.head = PackedLinear(model.embedding.weight if model.head is None else model.head.weight, None)
+    def __init__(self, model: GPT, int8: bool, native: bool) -> None:
+        make_linear: MakeLinear = NativeLinear if native else OneDNNLinear
+        if int8:
+            make_linear = functools.partial(Int8Linear, native=native)
+        self.head = make_linear(model.head_weight, None)
         model.head = None
-        replace_linears(model)
+        for block in model.blocks:
+            if native and NativeAttention.serves(block.attention):
+                block.attention = NativeAttention(block.attention, model.position, make_linear)
+        replace_linears(model, make_linear)
+        if native:
+            replace_norms(model)
         self.model = model
         self.config = model.config
         self.make_cache = model.make_cache
@@ -54,9 +232,26 @@ class PackedGPT:
         return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
 
 
-def replace_linears(module: nn.Module) -> None:
+def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
+    """The model as it decodes fastest, or as it is where there is no layout for it; torch.compile makes kernels itself."""
+    weight = model.embedding.weight
+    native = not compiled and has_native(weight)
+    if int8 or native or (not compiled and has_onednn(weight)):
+        return PackedGPT(model, int8, native)
+    return model
+
+
+def replace_linears(module: nn.Module, make_linear: MakeLinear) -> None:
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+            setattr(module, name, make_linear(child.weight, child.bias))
         else:
-            replace_linears(child)
+            replace_linears(child, make_linear)
+
+
+def replace_norms(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, RMSNorm):
+            setattr(module, name, NativeRMSNorm(child))
+        elif not isinstance(child, NativeRMSNorm):
+            replace_norms(child)

@@ -14,6 +14,7 @@ import torch
 from andrea.checkpoint import Checkpoint, Damaged, locate
 from andrea.config import MOST_SAMPLED_TOKENS, AttentionConfig, ModelConfig, SamplingRun, UserError, parse
 from andrea.generation.engine import Engine, Piece, Request
+from andrea.generation.kernels.native import library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
@@ -27,7 +28,10 @@ def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
     checkpoint = locate(run.checkpoint, Path(run.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, tokenizer).to(device)
-    engine = Engine(model, tokenizer, dtype=dtype)
+    int8 = run.precision == "int8"
+    if int8 and device.type == "cpu" and library() is None:
+        raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
+    engine = Engine(model, tokenizer, dtype=dtype, int8=int8)
     request = Request(
         max_new_tokens=run.max_new_tokens,
         num_samples=run.num_samples,
@@ -43,7 +47,8 @@ def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
             f"prompts={run.prompts} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens="
             f"{run.max_new_tokens} is more than the {MOST_SAMPLED_TOKENS} tokens that are held at a time; lower one of them"
         )
-    show(describe(checkpoint, model, tokenizer, device, dtype) + "\n\n")
+    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if int8 else "")
+    show(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
     if run.prompts is not None:
         show_texts(prompts, engine.stream_all(tokens, request))
     elif run.interactive:
@@ -119,7 +124,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     return model.eval().requires_grad_(False)
 
 
-def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype) -> str:
+def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: str) -> str:
     """Model, step, validation figure, tokenizer and where it runs, in two lines."""
     n_parameter = sum(parameter.numel() for parameter in model.parameters())
     bits_per_byte = checkpoint.state.get("val_bpb")
@@ -127,7 +132,7 @@ def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, device: t
     return (
         f"{checkpoint.path}\n"
         f"{model.config.name}, {n_parameter / 1e6:.1f}M parameters · step {checkpoint.step} · {quality} · "
-        f"tokenizer {tokenizer.identity} · {device}, {str(dtype).removeprefix('torch.')}"
+        f"tokenizer {tokenizer.identity} · {where}"
     )
 
 

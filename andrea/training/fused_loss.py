@@ -8,13 +8,12 @@ arXiv 2410.10989, section 3.2.)
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from andrea.attention.triton_path import has_triton
 from andrea.model.layers import softcap
 
 IGNORED = -100  # a target that is not to be predicted: the padding of the last window
@@ -101,8 +100,3 @@ def by_kernel(logits: Tensor, targets: Tensor, cap: float | None, gradients: boo
     from andrea.training.kernels.nats import nats_of_rows
 
     return nats_of_rows(logits, targets, cap or 0.0, gradients).sum(), logits if gradients else None
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

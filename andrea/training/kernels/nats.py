@@ -12,7 +12,7 @@ from torch import Tensor
 
 from andrea.training.fused_loss import IGNORED
 
-BLOCK = 4096  # columns at a time
+BLOCK, WARPS = 4096, 8  # columns at a time
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def nats_of_rows(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -
     row_kernel[(n_row,)](
         logits, targets, nats, logits.stride(0), n_vocab, cap,
         CAPPED=cap > 0, GRADIENTS=gradients, SKIPPED=IGNORED, BLOCK=min(BLOCK, triton.next_power_of_2(n_vocab)),
-        num_warps=8,
+        num_warps=WARPS,
     )  # fmt: skip
     return nats
 
