@@ -463,6 +463,7 @@ class SamplingRun:
     device: str
     threads: int | Literal["auto"]
     precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
+    compile: Literal["on", "off"]
 
     def check(self, path: str) -> None:
         positive("max_new_tokens", self.max_new_tokens)

@@ -114,6 +114,18 @@ def serve(run: Callable[[], int], device: str, **facts: Any) -> None:
         print(json.dumps({"tokens": n_token, "peak_memory_bytes": peak_memory_bytes(torch.device(device))}), flush=True)
 
 
+class NumberTokenizer:
+    """Shows each token as its number, and knows no end: both sides write the same count of tokens."""
+
+    end_of_text = -1
+
+    def __init__(self, n_vocab: int) -> None:
+        self.n_vocab = n_vocab
+
+    def decode_bytes(self, tokens: list[int]) -> bytes:
+        return " ".join(map(str, tokens)).encode()
+
+
 def count_weights(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from common import (
+    NumberTokenizer,
     Worker,
     arguments,
     assert_same_size,
@@ -38,18 +39,6 @@ from andrea.generation.packing import NativeLinear, has_native
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 READING = "memory read, in GB"
 BYTES = {"int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
-
-
-class NumberTokenizer:
-    """Shows each token as its number, and knows no end: both sides write the same count of tokens."""
-
-    end_of_text = -1
-
-    def __init__(self, n_vocab: int) -> None:
-        self.n_vocab = n_vocab
-
-    def decode_bytes(self, tokens: list[int]) -> bytes:
-        return " ".join(map(str, tokens)).encode()
 
 
 def main() -> None:

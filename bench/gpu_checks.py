@@ -16,13 +16,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import ROOT, make_andrea, model_config, write_record
+from common import ROOT, NumberTokenizer, make_andrea, model_config, write_record
+from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(ROOT / "tests"))
 
 from oracle import MASKS, Case, judge
 
 from andrea.attention import DotProduct, refusal, triton_path
+from andrea.generation import Engine, Request, Sampling, next_logits_uncached
+from andrea.model.layers import softcap
+from andrea.training.fused_loss import IGNORED, fused_nats
 
 #         B  H  G   T    S   d_k  d_v
 SHAPES = [
@@ -113,6 +117,61 @@ def compiled_row(precision: torch.dtype, device: str) -> dict:
     }
 
 
+def generation_row(device: str, **how) -> dict:
+    """Greedy text of andrea-nano by CUDA graph, beside the same text made again and again from the start, on the card."""
+    model = make_andrea(model_config("andrea-nano"), 4096, device).eval().requires_grad_(False)
+    request = Request(max_new_tokens=300, sampling=Sampling(temperature=0))  # more than the window holds
+    prompts = [[1, 2, 3, 4, 5], [9, 8, 9, 8, 9], [7]]
+    engine, written = Engine(model, NumberTokenizer(4096), dtype=torch.float32, **how), [[] for _ in prompts]
+    for piece in engine.stream_all(prompts, request):
+        written[piece.sample].append(piece.token)
+    alone = [[piece.token for piece in engine.stream(prompt, request)] for prompt in prompts]
+    twin = list(prompts[0])
+    for _ in range(60):
+        twin.append(int(next_logits_uncached(engine.model, torch.tensor([twin], device=device)).argmax()))
+    passes = written == alone and alone[0][:60] == twin[5:]
+    return {"check": "generation", "case": str(how), "passes": passes}
+
+
+def loss_rows(device: str) -> Iterator[dict]:
+    """Head and loss fused, by our kernel on the card: value and gradients by the rule of the tests."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for cap in (None, 15.0):
+            rows = torch.randn(257, 192, generator=torch.Generator().manual_seed(3))
+            weight = torch.randn(50257, 192, generator=torch.Generator().manual_seed(4)) / 14
+            targets = torch.randint(50257, (257,), generator=torch.Generator().manual_seed(5))
+            targets[::9] = IGNORED
+            truth, readable, fused = (
+                loss_and_gradients(of, rows, weight, targets, cap, kind, where)
+                for of, kind, where in (
+                    (readable_nats, torch.float64, "cpu"),
+                    (readable_nats, dtype, device),
+                    (fused_nats, dtype, device),
+                )
+            )
+            passes = all(
+                (mine - exact).abs().max()
+                <= 2 * (theirs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+                for mine, theirs, exact in zip(fused, readable, truth, strict=True)
+            )
+            yield {"check": f"loss, {dtype}", "case": f"soft cap {cap}", "passes": bool(passes)}
+
+
+def readable_nats(rows, weight, targets, cap, dtype) -> torch.Tensor:
+    logits = rows.to(dtype) @ weight.to(dtype).mT
+    logits = logits if cap is None else softcap(logits.to(torch.promote_types(dtype, torch.float32)), cap)
+    return cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), targets, reduction="sum")
+
+
+def loss_and_gradients(of, rows, weight, targets, cap, dtype, device) -> list[torch.Tensor]:
+    """Nats and the gradients of hidden and head, float64 on the CPU."""
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = [each.to(device, kept).requires_grad_() for each in (rows, weight)]
+    nats = of(*leaves, targets.to(device), cap, dtype)
+    gradients = torch.autograd.grad(nats, leaves)
+    return [each.detach().cpu().double() for each in (nats, *gradients)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "checks-cuda.json")
@@ -124,6 +183,10 @@ def main() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     rows = [compiled_row(precision, chosen.device) for precision in (torch.bfloat16, torch.float16)]
     rows += [model_row(precision, chosen.device) for precision in ("fp32", "bf16")]
+    rows += [*loss_rows(chosen.device), generation_row(chosen.device), generation_row(chosen.device, compiled=True)]
+    rows.append(generation_row(chosen.device, int8=True, compiled=True))
+    for row in rows:
+        print(row, flush=True)
     saved = time.monotonic()
     for new in attention_rows(chosen.device):
         rows += new

@@ -205,6 +205,19 @@ def test_a_sample_depends_on_its_own_seed_alone():
     assert repeating[0] == repeating[1]
 
 
+def test_texts_written_one_after_another_share_memory_and_nothing_else():
+    """Also where a stream is left in the middle, and where two run at a time."""
+    engine, request = Engine(make_model(), TOKENIZER), Request(max_new_tokens=19, seed=5)
+    texts = {prompt: Engine(make_model(), TOKENIZER).write(prompt, request) for prompt in ("abcdefg", "xy")}
+    assert engine.write("abcdefg", request) == texts["abcdefg"]
+    (window,) = engine.idle.values()
+    assert engine.write("xy", request) == texts["xy"] and list(engine.idle.values()) == [window]
+    left = engine.stream(engine.encode("abcdefg"), request)
+    first = next(left).text
+    assert engine.write("xy", request) == texts["xy"]
+    assert first + "".join(piece.text for piece in left) == texts["abcdefg"][0]
+
+
 def test_prompt_follows_end_of_text_where_there_is_room():
     engine = Engine(make_model(), TOKENIZER)
     assert engine.encode("") == [TOKENIZER.end_of_text]

@@ -115,6 +115,22 @@ def test_muon_points_along_the_orthogonal_factor_of_the_gradient() -> None:
     assert along > 0.95
 
 
+def test_muon_s_step_is_the_formula_matrix_by_matrix() -> None:
+    """W (1 - rate decay) - rate sqrt(max(1, rows / columns)) O(momentum), of matrices of two shapes."""
+    model, optimizer = make("optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null")
+    config = configure(TrainingRun, "train", []).optimizer
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    random_gradients(model)
+    optimizer.step(0.7, torch.tensor(True))
+    for name in ("blocks.1.mlp.up.weight", "blocks.0.mlp.down.weight", "blocks.0.attention.key.weight"):
+        parameter, rate = model.get_parameter(name), 0.7 * config.matrix_learning_rate
+        momentum = (1 - config.momentum) * parameter.grad
+        nesterov = parameter.grad.lerp(momentum, config.momentum)
+        longer = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
+        moved = before[name] * (1 - rate * config.weight_decay) - rate * longer * orthogonalise(nesterov[None])[0]
+        torch.testing.assert_close(parameter.detach(), moved, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_state(kind: str) -> None:
     model, optimizer = make(f"optimizer={kind}")

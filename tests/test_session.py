@@ -45,7 +45,7 @@ def run_of(runs: Path, **changes) -> SamplingRun:
         checkpoint=None, runs_dir=Text(runs), prompt=Text("def "), max_new_tokens=5, temperature=0.0, top_k=None,
         top_p=None, min_p=None, repetition_penalty=1.0, prompts=None, guess=0, num_samples=1, seed=1, stop=[],
         interactive=False, device="cpu",
-        threads=1, precision="fp32",
+        threads=1, precision="fp32", compile="off",
     )  # fmt: skip
     return dataclasses.replace(defaults, **changes)
 
@@ -72,6 +72,12 @@ def test_matrices_in_8_bits_are_said_to_be(tmp_path, capsys, dtype):
     write(tmp_path)
     head, text = output(run_of(tmp_path, precision="int8"), capsys, dtype).split("\n\n", 1)
     assert head.endswith(f"cpu, {str(dtype).removeprefix('torch.')} with matrices in int8") and text == "def aaaaa\n"
+
+
+def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
+    write(tmp_path)
+    with pytest.raises(UserError, match="compile=on is for a CUDA card, got device=cpu"):
+        sample(run_of(tmp_path, compile="on"), torch.device("cpu"), torch.float32)
 
 
 def test_8_bits_without_a_compiler_are_refused(tmp_path, monkeypatch):

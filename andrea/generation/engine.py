@@ -22,6 +22,7 @@ from torch import Tensor
 
 from andrea.attention import KeyValueCache
 from andrea.config import UserError
+from andrea.generation.graph import GraphedStep
 from andrea.generation.packing import PackedGPT, pack
 from andrea.generation.sampling import Sampling, choose
 from andrea.generation.speculation import Repetition
@@ -64,7 +65,8 @@ class Engine:
     dtype: None writes with the model itself, which may go on training. Else its weights are converted once, into a copy
     that is laid out for decoding where the device has a layout for it.
     int8: of that copy the matrices are in 8 bits, the embedding and all that is computed in `dtype`.
-    compiled: the decoding step runs through torch.compile: slower to start, faster after.
+    compiled: the decoding step runs through torch.compile: slower to start, faster after on a card. There it is a CUDA
+    graph, compiled or not.
     """
 
     def __init__(
@@ -80,10 +82,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.device = model.embedding.weight.device
         self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
-        self.step = step
-        self.compiled = compiled
-        if compiled:
-            self.step = torch.compile(step, fullgraph=True, dynamic=False)
+        self.fixed_shapes = compiled or self.device.type == "cuda"
+        self.step = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
+        if self.device.type == "cuda":
+            self.step = GraphedStep(self.step)
+        self.idle: dict[tuple, Window] = {}  # the window of the texts written last, whose memory the next may take over
         if dtype is not None:
             self.model = pack(self.model, int8, compiled)
 
@@ -128,7 +131,12 @@ class Engine:
         texts = [TextStream(self.tokenizer, request.stop) for _ in prompts]
         generators = [torch.Generator().manual_seed(request.seed + index) for index in range(n_text)]
         ragged = n_text > 1 and (request.guess > 0 or len(set(map(len, prompts))) > 1)
-        window = Window(self.model, self.step, n_text, self.compiled, ragged, request.guess)
+        of_one_kind = n_text, ragged, request.guess
+        window = self.idle.pop(of_one_kind, None)
+        self.idle.clear()
+        if window is None:
+            window = Window(self.model, self.step, n_text, self.fixed_shapes, ragged, request.guess)
+        window.restart()
         ended = [False] * n_text
         while not all(ended):
             guesses = [
@@ -164,6 +172,7 @@ class Engine:
                     if ended[index] or not guessed_right:
                         deciding.remove(index)
                     yield piece
+        self.idle[of_one_kind] = window
 
     def _piece(self, sample: int, token: int, text: TextStream, is_last: bool) -> Piece:
         if token == self.tokenizer.end_of_text:
@@ -193,7 +202,12 @@ class Window:
         self.fixed_shapes, self.ragged, self.most_guessed = fixed_shapes, ragged, most_guessed
         n_room = model.config.sequence_length + most_guessed * ragged  # a short guess is read as wide as a long one
         self.cache = model.make_cache(n_text, n_room, fixed_shapes=fixed_shapes, ragged=ragged)
-        self.starts, self.read = [0] * n_text, [0] * n_text  # the cache holds the tokens start .. read - 1 of each text
+        self.n_text = n_text
+        self.restart()
+
+    def restart(self) -> None:
+        """Other texts begin; what the cache holds of the ones before is written over."""
+        self.starts, self.read = [0] * self.n_text, [0] * self.n_text  # it holds tokens start .. read - 1 of each text
 
     @torch.inference_mode()
     def next_logits(

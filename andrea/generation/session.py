@@ -31,7 +31,11 @@ def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
     int8 = run.precision == "int8"
     if int8 and device.type == "cpu" and library() is None:
         raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
-    engine = Engine(model, tokenizer, dtype=dtype, int8=int8)
+    if run.compile == "on" and device.type != "cuda":
+        raise UserError(
+            f"compile=on is for a CUDA card, got device={device.type}, where it gains nothing; use compile=off"
+        )
+    engine = Engine(model, tokenizer, dtype=dtype, int8=int8, compiled=run.compile == "on")
     request = Request(
         max_new_tokens=run.max_new_tokens,
         num_samples=run.num_samples,

@@ -183,12 +183,13 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float, finite: Tensor) -> None:
+        kept = torch.where(finite, 1 - self.peak * rate * self.weight_decay, 1.0)
         for _, matrices, momentum, rows, columns, factor in self.stacks:
             size = max(1.0, rows / columns) ** 0.5 * self.peak * rate * factor
-            for matrix, change in zip(matrices, self.update(matrices, momentum, rows, finite), strict=True):
-                moved = matrix * (1 - self.peak * rate * self.weight_decay) - size * change
-                matrix.copy_(torch.where(finite, moved, matrix))
-            del change  # a view of the whole update, which need not outlive its stack
+            change = torch.where(finite, self.update(matrices, momentum, rows, finite).mul_(-size), 0.0)
+            torch._foreach_mul_(matrices, kept)
+            torch._foreach_add_(matrices, change.unbind())
+            del change  # which need not outlive its stack
 
     def update(self, matrices: list[nn.Parameter], momentum: Tensor, rows: int, finite: Tensor) -> Tensor:
         """The momentum goes on; what it is now, orthogonalised: (n, rows kept here, columns), fp32."""

@@ -142,7 +142,10 @@ class Trainer:
         """This rank's rows of the step's (N, T) tokens and targets, and the targets in the rows of all ranks."""
         first_sample, n = self.progress.step * self.run.sequences_per_step, self.run.sequences_per_step
         first, count, _ = self.ranks.share(n)
-        return *self.loader.batch(first_sample + first, count), self.loader.count_targets(first_sample, n)
+        tokens, targets = self.loader.batch(first_sample + first, count)
+        if self.device.type == "cuda":  # from pinned memory the copy to the card waits for nothing
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
+        return tokens, targets, self.loader.count_targets(first_sample, n)
 
     def update(self, tokens: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One optimizer step: (loss in nats per token, gradient norm, finite, wishes to stop), on the device.
@@ -183,7 +186,7 @@ class Trainer:
                 for index, (micro_tokens, micro_targets) in enumerate(pieces):
                     with self.parallel.adding_up(last=index == len(pieces) - 1):
                         micro_nats, measured = self.loss_sum(
-                            micro_tokens.to(self.device), micro_targets.to(self.device)
+                            *(each.to(self.device, non_blocking=True) for each in (micro_tokens, micro_targets))
                         )
                         # DDP and FSDP make means over ranks: of the sum, times their number
                         (micro_nats * self.scale.factor * self.ranks.size / count).backward()
