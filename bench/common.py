@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from andrea.config import AttentionConfig, ModelConfig, parse
+from andrea.config import AttentionConfig, ModelConfig, OptimizerConfig, parse
 from andrea.model.gpt import GPT, initialise
 from andrea.training.device import peak_memory_bytes
 
@@ -45,6 +45,11 @@ def model_config(name: str, sequence_length: int | None = None) -> ModelConfig:
     if sequence_length is not None:
         values["sequence_length"] = sequence_length
     return parse(ModelConfig, values, "model")
+
+
+def optimizer_config(kind: str) -> OptimizerConfig:
+    values = yaml.safe_load((ROOT / "configs" / "optimizer" / f"{kind}.yaml").read_text(encoding="utf-8"))
+    return parse(OptimizerConfig, values, "optimizer")
 
 
 def make_andrea(config: ModelConfig, n_vocab: int, device: str, implementation: str = "auto") -> GPT:

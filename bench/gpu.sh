@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
-# Parts: checks attention tune train save memory generate; all of them when none is named. One table at the end. Where a command may
+# Parts: checks attention tune loss optimizer train sizes save memory generate; all of them when none is named. One table at the end. Where a command may
 # run for ten minutes only, name one part at a time: each writes what it has as it goes.
 # Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; memory alone needs Hydra too (it runs train.py).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-bench/results}
 shift || true
-parts=${*:-checks attention tune train save memory generate}
+parts=${*:-checks attention tune loss optimizer train sizes save memory generate}
 mkdir -p "$output"
 python=${PYTHON:-python3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1
@@ -28,11 +28,20 @@ measure() {
 measure checks bench/gpu_checks.py --output "$output/checks-cuda-$stamp.json"
 measure attention bench/attention.py --output "$output/attention-cuda-$stamp.json"
 measure tune bench/attention.py --tune --lengths 1024 --output "$output/attention-tune-cuda-$stamp.json"
+measure loss bench/loss.py --device cuda --batch 64 --output "$output/loss-cuda-$stamp.json"
+measure optimizer bench/optimizer.py --device cuda --output "$output/optimizer-cuda-$stamp.json"
 measure train bench/train.py --device cuda --batch 32 --peers fp32 bf16 bf16-compiled --optimizer muon \
     --output "$output/train-andrea-120m-cuda-$stamp.json"
+for size in andrea-480m:16 andrea-2b:4; do
+    measure sizes bench/train.py --model "${size%:*}" --batch "${size#*:}" --device cuda --peers --optimizer muon \
+        --output "$output/train-${size%:*}-cuda-$stamp.json"
+done
 measure save bench/async_save.py --ranks 1 --limit 0.05 --output "$output/async-save-cuda-$stamp.json"
 "$python" -c "import hydra" 2> /dev/null && measure memory bench/memory.py --device cuda --output "$output/memory-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --output "$output/generate-andrea-120m-cuda-$stamp.json"
+measure generate bench/generate.py --device cuda --compiled --output "$output/generate-compiled-cuda-$stamp.json"
+measure generate bench/generate.py --device cuda --batch 64 --ours bf16 --compiled \
+    --output "$output/generate-batch-64-cuda-$stamp.json"
 
 echo "== all of it"
 grep -E "passed|FAIL|TFLOP/s|^tuned|tokens/s +ratio|^andrea|^hugging|^written" "$log"

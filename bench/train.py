@@ -16,9 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import yaml
 from common import (
-    ROOT,
     Worker,
     arguments,
     assert_same_size,
@@ -27,13 +25,14 @@ from common import (
     make_andrea,
     make_hugging_face,
     model_config,
+    optimizer_config,
     report,
     serve,
 )
 
 from andrea.attention import causal
 from andrea.attention.fastest import measure
-from andrea.config import ModelConfig, OptimizerConfig, parse
+from andrea.config import ModelConfig
 from andrea.training.device import autocast, choose_precision, keep_freed_memory, weight_dtype
 from andrea.training.loss import MicroLoss
 from andrea.training.optimizer import Optimizer
@@ -119,9 +118,8 @@ def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_
 
 def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Callable[[], int]:
     """The pieces the trainer uses: its loss, compiled; clip; the gated optimizer step."""
-    values = yaml.safe_load((ROOT / "configs" / "optimizer" / f"{chosen.optimizer}.yaml").read_text(encoding="utf-8"))
     parallel = Alone(model)
-    optimizer = Optimizer(parallel, parse(OptimizerConfig, values, "optimizer"), precision == "bf16")
+    optimizer = Optimizer(parallel, optimizer_config(chosen.optimizer), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
     micro = MicroLoss(model, text.device, precision, measuring, False)
     loss_of = parallel.wrap(micro, compiled=chosen.compile == "on")

@@ -1,0 +1,82 @@
+"""Memory and time of head and loss, forward and backward, at a model's shape: written out, fused eager, fused compiled.
+
+    python bench/loss.py --model andrea-120m --batch 64 --how fused-compiled
+
+Memory is what is held at the most beside hidden vectors and weights, gradients included. On a CPU each way has a process
+of its own, and memory is what the process grew by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch._inductor.compile_fx  # before anything is measured: its own memory is none of the loss's
+from common import Worker, arguments, interleave, model_config, report, serve
+from torch.nn import functional
+
+from andrea.model.layers import softcap
+from andrea.training.device import keep_freed_memory, peak_memory_bytes
+from andrea.training.fused_loss import fused_nats
+
+WAYS = ("written-out", "fused", "fused-compiled")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=64, help="sequences")
+    parser.add_argument("--how", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    chosen = arguments(parser)
+    if chosen.worker:
+        contest(chosen)
+        return
+    workers = {name: Worker(name) for name in chosen.how}
+    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, chosen.device)
+    held = {}
+    for name, worker in workers.items():
+        held[name] = worker.facts["peak_memory_bytes"] - worker.facts["before_bytes"]
+        print(f"{name:20} held {held[name] / 1e9:.2f} GB beside hidden vectors and weights")
+    report("loss", chosen, speeds, chosen.how[0], {"held_bytes": held})
+
+
+def contest(chosen: argparse.Namespace) -> None:
+    device = torch.device(chosen.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    config = model_config(chosen.model)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[chosen.precision]
+    n_token = chosen.batch * config.sequence_length
+    hidden = torch.randn(n_token, config.d_model, device=device, dtype=dtype).requires_grad_()
+    weight = (torch.randn(chosen.vocabulary, config.d_model, device=device) / config.d_model**0.5).requires_grad_()
+    targets = torch.randint(chosen.vocabulary, (n_token,), device=device)
+
+    def written_out() -> torch.Tensor:
+        logits = functional.linear(hidden, weight.to(dtype))
+        logits = logits if config.logit_softcap is None else softcap(logits, config.logit_softcap)
+        return functional.cross_entropy(logits.float(), targets, reduction="sum")
+
+    def fused() -> torch.Tensor:
+        return fused_nats(hidden, weight, targets, config.logit_softcap, dtype)
+
+    way = written_out if chosen.worker == "written-out" else fused
+    if chosen.worker.endswith("compiled"):
+        way = torch.compile(way, fullgraph=True, dynamic=False)
+
+    def run() -> int:
+        way().backward()
+        hidden.grad = weight.grad = None
+        return n_token
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else peak_memory_bytes(device)
+    serve(run, chosen.device, before_bytes=before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What an optimizer step costs, clipping included: ours with Muon, ours with AdamW, torch's own Muon beside them.
+
+    python bench/optimizer.py --model andrea-120m
+
+The share is of a training step of --tokens-per-step tokens at --tokens-per-second, which bench/train.py measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from common import arguments, interleave, make_andrea, model_config, optimizer_config, report
+
+from andrea.training.optimizer import Optimizer, group_parameters
+from andrea.training.parallel import Alone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens-per-step", type=int, default=524288)
+    parser.add_argument("--tokens-per-second", type=float, default=560000.0, help="of the whole training step")
+    chosen = arguments(parser)
+    model = make_andrea(model_config(chosen.model), chosen.vocabulary, chosen.device)
+    generator = torch.Generator(device=chosen.device).manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, device=chosen.device, generator=generator) / 1000
+    runs = {f"andrea, {kind}": ours(model, kind) for kind in ("muon", "adamw")}
+    runs["torch, muon and adamw"] = torch_s_own(model)
+    tokens = {name: lambda run=run: run() or chosen.tokens_per_step for name, run in runs.items()}
+    speeds = interleave(tokens, chosen.pairs, chosen.device)
+    share = {}
+    for name, each in speeds.items():
+        share[name] = chosen.tokens_per_second / (sorted(each)[len(each) // 2] + chosen.tokens_per_second)
+        ms = 1000 * chosen.tokens_per_step / sorted(each)[len(each) // 2]
+        print(f"{name:24} {ms:9.2f} ms a step, {share[name]:6.2%} of it")
+    report("optimizer", chosen, speeds, next(iter(runs)), {"share_of_step": share})
+
+
+def ours(model: torch.nn.Module, kind: str) -> Callable[[], None]:
+    optimizer = Optimizer(Alone(model), optimizer_config(kind), bf16=True)
+
+    def run() -> None:
+        norm = optimizer.clip()
+        optimizer.step(1e-6, torch.isfinite(norm))  # a small rate: the weights are the next run's too
+
+    return run
+
+
+def torch_s_own(model: torch.nn.Module) -> Callable[[], None]:
+    matrices = list(group_parameters(dict(model.named_parameters()))["matrix"].values())
+    others = [parameter for parameter in model.parameters() if not any(parameter is each for each in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr=1e-6), torch.optim.AdamW(others, lr=1e-6, fused=True)]
+
+    def run() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
