@@ -12,9 +12,8 @@ from andrea.config import TrainingRun, UserError
 from andrea.model.gpt import GPT
 from andrea.training.console import Console
 from andrea.training.loss import MicroLoss
-from andrea.training.micro_batch import largest_that_fits
+from andrea.training.micro_batch import largest_that_fits, with_tried_micro_batch
 from andrea.training.parallel import Alone
-from andrea.training.start import with_tried_micro_batch
 
 
 class Card:

@@ -295,7 +295,7 @@ def test_one_graph_serves_a_whole_run(tiny_run, monkeypatch) -> None:
 def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("andrea.training.start.choose_compile", lambda *asked: Choice("on", "for the test"))
+    monkeypatch.setattr("andrea.training.settle.choose_compile", lambda *asked: Choice("on", "for the test"))
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/bin/false"))
     torch._dynamo.reset()
     assert tiny_run("name=a", "compile=auto", "train.steps=2", "model.d_mlp=60") == 0

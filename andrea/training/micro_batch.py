@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 
-from andrea.config import UserError
+from andrea.config import TrainingRun, UserError
+from andrea.training import plan
+from andrea.training.console import Console
+from andrea.training.loss import MicroLoss
+from andrea.training.parallel import Parallel, Sharded
+from andrea.training.settle import measures_every_step
 
 
 def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> int:
@@ -26,3 +32,33 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
         f"train.micro_batch=auto, tried down to {candidates[-1]}: the card's memory is too small; set "
         f"train.activation_checkpointing=true, a smaller model or model.sequence_length, or parallel=fsdp on several cards"
     )
+
+
+def with_tried_micro_batch(
+    run: TrainingRun, parallel: Parallel, device: torch.device, room: float, console: Console
+) -> TrainingRun:
+    """The largest micro-batch that really fits, from the planned one downwards: eagerly, which keeps no less than compiled
+    code and takes seconds. A sharded model cannot be tried on one rank alone: the plan holds.
+    """
+    if isinstance(parallel, Sharded):
+        return run
+    n_vocab, length = parallel.model.n_vocab, run.model.sequence_length
+    micro = MicroLoss(
+        parallel.model, device, run.precision, measures_every_step(run), run.train.activation_checkpointing
+    )
+
+    def try_one(n_sequence: int) -> None:
+        planned = plan.memory_of(run, n_vocab, n_sequence, device, run.precision)
+        set_aside = torch.empty(planned.optimizer, dtype=torch.uint8, device=device)
+        tokens, targets = (torch.zeros(n_sequence, length, dtype=torch.int64, device=device) for _ in range(2))
+        try:
+            micro(tokens, targets)[0].backward()
+        finally:
+            parallel.zero_gradients()
+            del set_aside
+
+    candidates = plan.micro_batches_that_fit(run, n_vocab, device, run.precision, plan.ROOM * room, parallel.ranks.size)
+    fits = largest_that_fits(try_one, [n for n in candidates if n <= run.train.micro_batch])
+    fits = int(parallel.ranks.least(torch.tensor(fits)))
+    console.say(f"micro-batch: {fits} sequences, the largest that fits here (tried)")
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batch=fits))

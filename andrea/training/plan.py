@@ -60,11 +60,9 @@ def complete(run: TrainingRun) -> TrainingRun:
     return dataclasses.replace(run, name=Text(name))
 
 
-def choose_micro_batch(
-    run: TrainingRun, n_vocab: int, device: torch.device, precision: str, ranks: int = 1, sharded: bool = False
-) -> int:
-    """The largest divisor of a rank's sequences of a step that is planned to fit in the room there is now; at least 1."""
-    return micro_batches_that_fit(run, n_vocab, device, precision, ROOM * free_bytes(device), ranks, sharded)[0]
+def choose_micro_batch(run: TrainingRun, n_vocab: int, device: torch.device, precision: str) -> int:
+    """The largest divisor of a step's sequences that is planned to fit in the room there is now; at least 1."""
+    return micro_batches_that_fit(run, n_vocab, device, precision, ROOM * free_bytes(device))[0]
 
 
 def micro_batches_that_fit(

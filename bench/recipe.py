@@ -1,0 +1,176 @@
+"""How many tokens the default recipe needs for the loss of nanoGPT's, at equal parameters; what each ingredient is worth.
+
+    python bench/recipe.py --data pystdlib
+    python bench/recipe.py --data shakespeare --path input.txt
+
+The baseline is `model=gpt2 optimizer=adamw` at the shape of --model: GELU, learned positions, LayerNorm with biases, cosine
+decay to a tenth. Its learning rate is tuned at the whole budget, with tied head (as GPT-2) and with a head of its own (equal
+parameters); the better of the two counts. Ours is trained at shares of that budget, each run decayed to its own end, and
+where its line crosses the baseline's loss is read off between them (straight in the logarithm of tokens). Then one
+ingredient at a time is taken out of ours, or put in, at --ablation-share of the budget.
+
+Every figure is the whole held-out split's bits per byte at the end of a `train.py` run. Each finished run is written; a study
+that was cut off goes on after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+from common import RESULTS, ROOT, write_record
+
+RATES = (0.0006, 0.0012, 0.0024, 0.0048, 0.0096)
+SHARES = (0.2, 0.3, 0.4, 0.55, 1.0)
+QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0", "resume=null"]
+SPARSE = ["train.eval_every=1000000", "train.save_every=1000000", "train.attention_every=1000000"]
+ADAMW = ["optimizer=adamw", "optimizer.schedule=constant_then_decay", "optimizer.decay_fraction=0.6"]
+ADAMW += ["optimizer.warmup_steps=10", "optimizer.final_fraction=0", "optimizer.tuned_d_model=null"]
+ADAMW += ["optimizer.tuned_n_layer=null"]
+INGREDIENTS = {
+    "default": [],
+    "AdamW instead of Muon, rate 0.0015": [*ADAMW, "optimizer.learning_rate=0.0015"],
+    "AdamW instead of Muon, rate 0.003": [*ADAMW, "optimizer.learning_rate=0.003"],
+    "learned positions instead of rotary": ["model.position=learned"],
+    "without QK-norm": ["model.qk_norm=false"],
+    "squared ReLU, equal parameters": ["model.mlp=relu2", "model.d_mlp={wide}"],
+    "GELU, equal parameters": ["model.mlp=gelu", "model.d_mlp={wide}"],
+    "SwiGLU, equal parameters": ["model.mlp=swiglu", "model.d_mlp={narrow}"],
+    "zero-initialised projections": ["model.zero_init_projections=true"],
+    "tied head": ["model.tied_head=true"],
+    "without softcap": ["model.logit_softcap=null"],
+    "cosine schedule": ["optimizer.schedule=cosine"],
+    "LayerNorm": ["model.norm=layernorm"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="andrea-nano")
+    parser.add_argument("--data", choices=("pystdlib", "shakespeare"), default="pystdlib")
+    parser.add_argument("--path", help="the text of shakespeare")
+    parser.add_argument("--steps", type=int, help="of the whole budget; default: the model's recipe")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339])
+    parser.add_argument("--ablation-share", type=float, default=0.4)
+    parser.add_argument("--parts", nargs="+", choices=("compare", "ablate"), default=["compare", "ablate"])
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    study = Study(chosen)
+    if "compare" in chosen.parts:
+        study.compare()
+    if "ablate" in chosen.parts:
+        study.ablate()
+
+
+class Study:
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen = chosen
+        self.shape = yaml.safe_load((ROOT / "configs" / "model" / f"{chosen.model}.yaml").read_text(encoding="utf-8"))
+        self.steps = chosen.steps or self.shape["recipe_steps"]
+        self.output = chosen.output or RESULTS / f"recipe-{chosen.model}-{chosen.data}.json"
+        self.record: dict = {"steps": self.steps, "model": chosen.model, "data": chosen.data, "runs": {}}
+        if self.output.exists():
+            self.record = json.loads(self.output.read_text(encoding="utf-8"))
+            assert self.record["steps"] == self.steps, f"{self.output} is of another budget: {self.record['steps']}"
+        self.place = Path(tempfile.gettempdir()) / f"andrea-recipe-{chosen.model}-{chosen.data}"
+
+    def figure(self, name: str, words: list[str], steps: int, seed: int) -> float:
+        """Bits per byte at the end of the run; of this study or of one that was cut off."""
+        key = f"{name} | {steps} steps | seed {seed}"
+        if key not in self.record["runs"]:
+            shutil.rmtree(self.place / "runs", ignore_errors=True)
+            data = (
+                ["data=pystdlib"] if self.chosen.data == "pystdlib" else ["data=text", f"data.path={self.chosen.path}"]
+            )
+            data += [] if self.chosen.data == "pystdlib" else ["tokenizer=byte"]
+            places = [f"runs_dir={self.place / 'runs'}", f"data_dir={self.place / 'data'}", "name=run"]
+            command = [sys.executable, str(ROOT / "train.py"), *data, *places, *QUIET, *SPARSE, *words]
+            command += [f"train.steps={steps}", f"train.tokens_per_step={self.shape['recipe_tokens_per_step']}"]
+            subprocess.run([*command, f"seed={seed}"], check=True, stdout=subprocess.DEVNULL)
+            last = (self.place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+            self.record["runs"][key] = json.loads(last)["val/bpb"]
+            self.write()
+            print(f"{self.record['runs'][key]:.4f}  {key}", flush=True)
+        return self.record["runs"][key]
+
+    def write(self) -> None:
+        about = {key: value for key, value in self.record.items() if key not in ("bench", "date", "machine")}
+        write_record(self.output, "recipe", "cpu", about)
+
+    def mean(self, name: str, words: list[str], steps: int) -> tuple[float, float]:
+        """Mean and spread (largest less smallest) over the seeds."""
+        each = [self.figure(name, words, steps, seed) for seed in self.chosen.seeds]
+        return statistics.mean(each), max(each) - min(each)
+
+    def baseline(self, rate: float, tied: bool) -> list[str]:
+        width = self.shape["d_model"]
+        words = ["model=gpt2", *(f"model.{key}={self.shape[key]}" for key in ("d_model", "n_layer", "n_head"))]
+        words += [f"model.d_mlp={4 * width}", f"model.sequence_length={self.shape['sequence_length']}"]
+        words += ["optimizer=adamw", "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null"]
+        return [*words, f"model.tied_head={str(tied).lower()}", f"optimizer.learning_rate={rate}"]
+
+    def compare(self) -> None:
+        first = self.chosen.seeds[0]
+        tried = {
+            (tied, rate): self.figure(name_of(tied, rate), self.baseline(rate, tied), self.steps, first)
+            for tied in (True, False)
+            for rate in RATES
+        }
+        best = {tied: min(RATES, key=lambda rate, tied=tied: tried[tied, rate]) for tied in (True, False)}
+        ends = {
+            tied: self.mean(name_of(tied, rate), self.baseline(rate, tied), self.steps) for tied, rate in best.items()
+        }
+        tied = min(ends, key=lambda tied: ends[tied][0])
+        goal = ends[tied][0]
+        ours = {share: self.mean("ours", [f"model={self.chosen.model}"], round(share * self.steps)) for share in SHARES}
+        print(f"\nbaseline: {name_of(tied, best[tied])}: {goal:.4f} bits per byte, spread {ends[tied][1]:.4f}")
+        for share, (mean, spread) in ours.items():
+            print(f"ours, {share:4.0%} of the tokens: {mean:.4f}, spread {spread:.4f}")
+        self.record["baseline"] = {"name": name_of(tied, best[tied]), "bpb": goal, "spread": ends[tied][1]}
+        self.record["ours"] = {str(share): figures for share, figures in ours.items()}
+        self.record["share_of_tokens"] = crossing({share: mean for share, (mean, _) in ours.items()}, goal)
+        self.write()
+        print(f"ours passes it at {self.record['share_of_tokens']:.1%} of the tokens")
+
+    def ablate(self) -> None:
+        steps = round(self.chosen.ablation_share * self.steps)
+        wide, narrow = (round(self.shape["d_mlp"] * (f if self.is_gated else g)) for f, g in ((1.5, 1), (1, 2 / 3)))
+        rows = {}
+        for name, words in INGREDIENTS.items():
+            filled = [word.format(wide=wide, narrow=narrow) for word in words]
+            rows[name] = self.mean(name, [f"model={self.chosen.model}", *filled], steps)
+            print(f"{name:38}{rows[name][0]:.4f}{rows[name][0] - rows['default'][0]:+.4f} spread {rows[name][1]:.4f}")
+        self.record["ingredients"] = {"steps": steps, "rows": rows}
+        self.write()
+
+    @property
+    def is_gated(self) -> bool:
+        return self.shape["mlp"] == "swiglu"
+
+
+def name_of(tied: bool, rate: float) -> str:
+    return f"gpt2 + adamw, {'tied head' if tied else 'head of its own'}, rate {rate}"
+
+
+def crossing(line: dict[float, float], goal: float) -> float:
+    """The share of the tokens at which the line reaches the goal; the nearest one tried where it never does, or always."""
+    shares = sorted(line)
+    if line[shares[0]] <= goal:
+        return shares[0]
+    for low, high in zip(shares, shares[1:], strict=False):
+        if line[high] <= goal:
+            part = (line[low] - goal) / (line[low] - line[high])
+            return math.exp(math.log(low) + part * (math.log(high) - math.log(low)))
+    return shares[-1]
+
+
+if __name__ == "__main__":
+    main()
