@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
-# Parts: checks attention tune loss optimizer train sizes save memory generate; all of them when none is named. One table at the end. Where a command may
-# run for ten minutes only, name one part at a time: each writes what it has as it goes.
-# Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; memory alone needs Hydra too (it runs train.py).
+# Parts: checks attention tune loss optimizer train sizes save memory generate run; all of them when none is named. One table
+# at the end. Where a command may run for ten minutes only, name one part at a time: each writes what it has as it goes.
+# Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; memory and run need Hydra too (train.py).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-bench/results}
 shift || true
-parts=${*:-checks attention tune loss optimizer train sizes save memory generate}
+parts=${*:-checks attention tune loss optimizer train sizes save memory generate run}
 mkdir -p "$output"
 python=${PYTHON:-python3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1
@@ -42,6 +42,11 @@ measure generate bench/generate.py --device cuda --output "$output/generate-andr
 measure generate bench/generate.py --device cuda --compiled --output "$output/generate-compiled-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --batch 64 --ours bf16 --compiled \
     --output "$output/generate-batch-64-cuda-$stamp.json"
+# A real run on the Python source installed here: about seven minutes at half a million tokens a second.
+"$python" -c "import hydra" 2> /dev/null && measure run train.py model=andrea-120m data=text tokenizer.vocab_size=50257 \
+    data.path="$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" train.steps="${RUN_STEPS:-440}" \
+    runs_dir="$output/runs" data_dir="$output/data" name="run-$stamp" logger=none &&
+    cp "$output/runs/run-$stamp/metrics.jsonl" "$output/run-andrea-120m-cuda-$stamp.jsonl" 2> /dev/null
 
 echo "== all of it"
 grep -E "passed|FAIL|TFLOP/s|^tuned|tokens/s +ratio|^andrea|^hugging|^written" "$log"
