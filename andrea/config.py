@@ -112,7 +112,7 @@ class ModelConfig:
 class AttentionConfig:
     compatibility: Literal["scaled_dot", "dot", "bilinear", "cosine", "additive"]
     implementation: Literal[
-        "auto", "reference", "chunked", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"
+        "auto", "reference", "chunked", "native", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"
     ]
     window: int | None = None
     across_documents: bool = True

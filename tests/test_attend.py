@@ -204,7 +204,9 @@ def test_short_training_compiled_for_a_cpu_is_written_out(n_key, training, expec
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="implementation='flash' is unknown; allowed: auto, reference, chunked, sdpa"):
+    with pytest.raises(
+        ValueError, match="implementation='flash' is unknown; allowed: auto, reference, chunked, native"
+    ):
         attend(*tensors(5, 5, torch.float32), implementation="flash")
 
 

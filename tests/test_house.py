@@ -13,11 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each room may import the rooms named for it, and itself; `config` is everyone's.
 MAY_IMPORT = {
     "config": set(),
+    "native": set(),
     "text": set(),
-    "attention": set(),
+    "attention": {"native"},
     "model": {"attention"},
     "checkpoint": {"text", "model"},
-    "generation": {"checkpoint", "text", "model", "attention"},
+    "generation": {"native", "checkpoint", "text", "model", "attention"},
     "training": {"generation", "checkpoint", "text", "model", "attention"},
     "insight": {"training", "generation", "checkpoint", "text", "model", "attention"},
     "command_line": {"insight", "training", "generation", "checkpoint", "text", "model"},

@@ -30,6 +30,7 @@ from andrea.generation.packing import (
 )
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm
+from andrea.native import compiled
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHARED_KEYS = dataclasses.replace(CONFIG, d_model=48, n_head=6, n_kv_head=2)  # heads of 8
@@ -203,8 +204,8 @@ def test_what_is_written_alone_is_written_in_a_batch(int8, guess):
 def test_compiled_int8_writes_what_the_kernel_writes():
     request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
     texts = []
-    for compiled in (False, True):
-        engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, int8=True, compiled=compiled)
+    for on in (False, True):
+        engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, int8=True, compiled=on)
         texts.append([piece.token for piece in engine.stream([1, 2], request)])
     assert texts[0] == texts[1]
 
@@ -225,9 +226,14 @@ def test_attention_that_no_kernel_serves_keeps_torch_s():
 
 @pytest.fixture
 def fresh_library():
-    native.library.cache_clear()
+    forget()
     yield
+    forget()
+
+
+def forget():
     native.library.cache_clear()
+    compiled.cache_clear()
 
 
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
@@ -251,7 +257,7 @@ def test_it_is_compiled_once_and_kept(fresh_library, monkeypatch, tmp_path):
     assert native.library() is not None
     (kept,) = tmp_path.rglob("*.so")
     written = kept.stat().st_mtime_ns
-    native.library.cache_clear()
+    forget()
     monkeypatch.setattr(subprocess, "run", only_the_version(subprocess.run))
     assert native.library() is not None and kept.stat().st_mtime_ns == written
 

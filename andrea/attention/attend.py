@@ -24,13 +24,14 @@ from torch import Tensor
 from andrea.attention.chunked import additive_scores
 from andrea.attention.compatibility import Additive, Compatibility, ScaledDotProduct
 from andrea.attention.mask import Causal, Mask
+from andrea.attention.native_path import attend_native, refusal_of_native
 from andrea.attention.reference import attend_reference
 from andrea.attention.statistics import AttentionStatistics, statistics_of_scores
 from andrea.attention.torch_paths import SDPA_BACKENDS, attend_flex, attend_sdpa
 from andrea.attention.triton_path import attend_fused, refusal_of_triton
 
 SCALED_DOT_PRODUCT = ScaledDotProduct()
-IMPLEMENTATIONS = ("reference", "chunked", "sdpa", *SDPA_BACKENDS, "flex", "triton")
+IMPLEMENTATIONS = ("reference", "chunked", "native", "sdpa", *SDPA_BACKENDS, "flex", "triton")
 # Up to so many keys torch.compile's code for the written-out form trains faster on a CPU than the fused kernel does.
 WRITTEN_OUT_KEYS = 512
 
@@ -66,6 +67,7 @@ def attend(
       auto       the fastest that serves the case
       reference  the textbook, written out: any compatibility function, any autograd
       chunked    the additive function without its (T, S, n) tensor
+      native     our fused kernel for CPUs: causal, in bf16
       sdpa       torch's fused kernels; sdpa_flash, sdpa_efficient, sdpa_cudnn: that one (CUDA)
       flex       torch's FlexAttention (CUDA)
       triton     our fused kernel (CUDA)
@@ -79,7 +81,7 @@ def attend(
     (torch.Size([2, 8, 7, 16]), torch.Size([2, 8, 7]))
     """
     check_shapes(query, key, value, compatibility, mask)
-    name, _ = choose(implementation, query, key, value, compatibility, mask, statistics)
+    name, _ = choose(implementation, query, key, value, compatibility, mask, statistics, start=start)
     start = key.shape[-2] - query.shape[-2] if start is None else start
     if name in ("reference", "chunked"):
         scores_of = None
@@ -93,6 +95,8 @@ def attend(
     if name == "triton":
         output, rows = attend_fused(query, key, value, mask, start, statistics)
         return (output, rows) if statistics else output
+    if name == "native":
+        return attend_native(query, key, value)
     if name == "flex":
         return attend_flex(query, key, value, mask, start)
     return attend_sdpa(query, key, value, mask, start, None if name == "sdpa" else name)
@@ -128,6 +132,7 @@ def choose(
     mask: Mask | None = None,
     statistics: bool = False,
     compiled: bool | None = None,
+    start: int | Tensor | None = None,
 ) -> tuple[str, str]:
     """The implementation that will run, and why in a few words. Raises ValueError where the named one cannot.
 
@@ -137,7 +142,7 @@ def choose(
         if implementation not in IMPLEMENTATIONS:
             allowed = ", ".join(("auto", *IMPLEMENTATIONS))
             raise ValueError(f"implementation={implementation!r} is unknown; allowed: {allowed}")
-        reason = refusal(implementation, query, key, value, compatibility, mask, statistics)
+        reason = refusal(implementation, query, key, value, compatibility, mask, statistics, start)
         if reason is not None:
             raise ValueError(f"implementation={implementation!r} cannot serve this: {reason}")
         return implementation, "asked for by name"
@@ -152,6 +157,8 @@ def choose(
     compiled = torch.compiler.is_compiling() if compiled is None else compiled
     if compiled and query.device.type == "cpu" and query.requires_grad and key.shape[-2] <= WRITTEN_OUT_KEYS:
         return "reference", f"training compiled for a CPU, with at most {WRITTEN_OUT_KEYS} keys"
+    if refusal("native", query, key, value, compatibility, mask, statistics, start) is None:
+        return "native", "our kernel for CPUs that multiply in bf16"
     return "sdpa", "torch's fused kernels serve every compatibility function that lowers"
 
 
@@ -163,6 +170,7 @@ def refusal(
     compatibility: Compatibility,
     mask: Mask | None,
     statistics: bool,
+    start: int | Tensor | None = None,
 ) -> str | None:
     """Why the implementation of that name cannot serve the case; None if it can."""
     if name == "reference":
@@ -175,6 +183,8 @@ def refusal(
         return refusal_of_triton(query, key, value, mask)
     if statistics:
         return "it returns no statistics; use triton or reference"
+    if name == "native":
+        return refusal_of_native(query, key, value, mask, start)
     if name != "sdpa" and query.device.type != "cuda":
         return f"it needs a CUDA card, got device={query.device.type}"
     square = query.shape[-2] == key.shape[-2]

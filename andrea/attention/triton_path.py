@@ -21,6 +21,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ATOMICS_ARE_FASTER = False
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

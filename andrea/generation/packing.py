@@ -26,10 +26,11 @@ from andrea.attention import (
     ScaledDotProduct,
 )
 from andrea.attention.mask import Causal
-from andrea.generation.kernels.native import NAMES, address, function, library
+from andrea.generation.kernels.native import NAMES, function, library
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm, softcap
 from andrea.model.positions import Position, RotaryPosition
+from andrea.native import address
 
 FEW_ROWS = 8  # up to so many, a product reads its weights at most as often as it computes with them
 

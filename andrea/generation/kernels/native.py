@@ -1,30 +1,17 @@
-"""decode.cpp, compiled once for this processor, kept, and called with the addresses of tensors.
-
-A compiler takes a second for it. Where there is none, decoding is torch's own (packing.py).
-"""
+"""The functions of decode.cpp."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+
+from andrea.native import COUNT, NUMBER, POINTER, compiled
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-# What -ffast-math allows of sums, without what it takes away: NaN stays NaN.
-MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
-FLAGS = ["-O3", "-march=native", "-std=c++17", *MATH, "-fopenmp", "-shared", "-fPIC"]
-
-POINTER, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 ARGUMENTS = {
     "linear": [POINTER] * 4 + [COUNT] * 3,
     "linear_int8": [POINTER] * 6 + [COUNT] * 3,
@@ -36,47 +23,14 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions, or None where no compiler is found that makes them."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if sys.platform != "linux" or compiler is None:
-        return None
-    about = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout + processor()
-    name = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, about]).encode()).hexdigest()[:16]
-    for folder in (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "andrea", None):
-        try:
-            path = Path(tempfile.mkdtemp() if folder is None else folder) / f"decode-{name}.so"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as beside:
-                    made = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", beside.name], capture_output=True)
-                if made.returncode:
-                    os.unlink(beside.name)
-                    return None
-                os.replace(beside.name, path)
-            return declared(ctypes.CDLL(str(path)))
-        except OSError:  # a folder that cannot be written, or from which nothing may be loaded
-            continue
-    return None
-
-
-def declared(functions: ctypes.CDLL) -> ctypes.CDLL:
-    for name, arguments in ARGUMENTS.items():
-        for kind in NAMES.values():
-            function = getattr(functions, f"{name}_{kind}")
-            function.argtypes, function.restype = arguments, None
+    functions = compiled(SOURCE)
+    if functions is not None:
+        for name, arguments in ARGUMENTS.items():
+            for kind in NAMES.values():
+                function = getattr(functions, f"{name}_{kind}")
+                function.argtypes, function.restype = arguments, None
     return functions
 
 
-def processor() -> str:
-    """What -march=native depends on: machines that share a home directory may differ."""
-    told = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    kept = [line for line in told.splitlines() if line.startswith(("model name", "flags", "Features", "CPU part"))]
-    return "\n".join([platform.machine(), *kept])
-
-
-def function(name: str, dtype: torch.dtype):
+def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return getattr(library(), f"{name}_{NAMES[dtype]}")
-
-
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,276 @@
+// Causal attention in bf16 on a CPU, forward and backward, for processors that multiply pairs of bf16 (AVX512-BF16).
+//
+// B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the head's width. A block of
+// QUERIES rows meets all keys it may see at once: its scores (QUERIES, T) stay in the cache, and the softmax needs one pass
+// for the maximum and one for the rest. The backward pass computes them again (Dao 2023, arXiv 2307.08691, algorithm 2).
+//
+// Every product is C (+)= A B with A in rows of bf16 and B packed in pairs: packed[k / 2][n][k % 2] = B[k][n], so that one
+// instruction multiplies a pair of A, the same for 16 columns, with 16 pairs of B and adds to 16 sums in fp32.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+namespace {
+
+constexpr int64_t LANES = 16, QUERIES = 64, COLUMNS = 64, ROWS = 6;
+using BF16 = uint16_t;
+
+float number(BF16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// The bits of 16 numbers rounded to bf16, in the upper halves.
+__m512i rounded(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i kept = _mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000)));
+    return _mm512_mask_mov_epi32(kept, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+}
+
+void store(BF16* place, __m512 x) {
+    _mm256_storeu_si256((__m256i*)place, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(x), 16)));
+}
+
+// e^x for x <= 0, to the last places of fp32 (Cody and Waite's reduction, a polynomial of degree 6).
+__m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order NaN stays
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 y = _mm512_set1_ps(1.0f / 720);
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(y, n);
+}
+
+// C (rows, 16 · N) (+)= A (rows, 2 · pairs) times packed B; rows of A and C lie a_step and c_step numbers apart.
+template <int M, int N, bool ADD>
+void tile(const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs) {
+    __m512 sums[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) sums[m][n] = ADD ? _mm512_loadu_ps(c + m * c_step + n * LANES) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; ++k) {
+        __m512bh b[N];
+        for (int n = 0; n < N; ++n) b[n] = (__m512bh)_mm512_loadu_si512(packed + 2 * (k * b_columns + n * LANES));
+        for (int m = 0; m < M; ++m) {
+            int32_t pair;
+            std::memcpy(&pair, a + m * a_step + 2 * k, 4);
+            const __m512bh same = (__m512bh)_mm512_set1_epi32(pair);
+            for (int n = 0; n < N; ++n) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], same, b[n]);
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) _mm512_storeu_ps(c + m * c_step + n * LANES, sums[m][n]);
+}
+
+template <int N, bool ADD>
+void strip(
+    const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs,
+    int64_t rows) {
+    int64_t m = 0;
+    for (; m + ROWS <= rows; m += ROWS)
+        tile<ROWS, N, ADD>(a + m * a_step, a_step, packed, b_columns, c + m * c_step, c_step, pairs);
+    for (; m + 2 <= rows; m += 2)
+        tile<2, N, ADD>(a + m * a_step, a_step, packed, b_columns, c + m * c_step, c_step, pairs);
+    for (; m < rows; ++m) tile<1, N, ADD>(a + m * a_step, a_step, packed, b_columns, c + m * c_step, c_step, pairs);
+}
+
+// columns: a multiple of 16
+template <bool ADD>
+void product(
+    const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t rows,
+    int64_t columns, int64_t pairs) {
+    int64_t n = 0;
+    for (; n + COLUMNS <= columns; n += COLUMNS)
+        strip<4, ADD>(a, a_step, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
+    for (; n < columns; n += LANES)
+        strip<1, ADD>(a, a_step, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
+}
+
+// x (n, D), rows `step` apart -> pairs of columns: packed[d / 2][row][d % 2], room for `room` rows, zeros after n.
+void pack_transposed(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t room, BF16* packed) {
+    for (int64_t row = 0; row < room; ++row)
+        for (int64_t pair = 0; pair < d / 2; ++pair) {
+            BF16* place = packed + 2 * (pair * room + row);
+            if (row < n) std::memcpy(place, x + row * step + 2 * pair, 4);
+            else place[0] = place[1] = 0;
+        }
+}
+
+// x (n, D) -> pairs of rows: packed[row / 2][d][row % 2], zeros after n; room is even.
+void pack(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t room, BF16* packed) {
+    for (int64_t row = 0; row < room; ++row)
+        for (int64_t k = 0; k < d; ++k) packed[2 * ((row / 2) * d + k) + row % 2] = row < n ? x[row * step + k] : 0;
+}
+
+// x (n, D) -> its transpose (D, room), zeros after n
+void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t room, BF16* turned) {
+    for (int64_t k = 0; k < d; ++k)
+        for (int64_t row = 0; row < room; ++row) turned[k * room + row] = row < n ? x[row * step + k] : 0;
+}
+
+int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// What lies in columns after the last that row `query` may see, of 16 from `column` on.
+__mmask16 visible(int64_t column, int64_t query) {
+    const int64_t n = query + 1 - column;
+    return n >= LANES ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1);
+}
+
+// One query head, all its query blocks: q, out (T, D) with rows q_step and out_step apart, lse (T).
+void forward(
+    const BF16* q, int64_t q_step, const BF16* keys, const BF16* values, BF16* out, int64_t out_step, float* lse,
+    int64_t n_token, int64_t room, int64_t d, std::vector<float>& scores, std::vector<BF16>& weights,
+    std::vector<float>& block) {
+    for (int64_t first = 0; first < n_token; first += QUERIES) {
+        const int64_t rows = std::min(QUERIES, n_token - first);
+        const int64_t columns = up_to(first + rows, COLUMNS);
+        product<false>(q + first * q_step, q_step, keys, room, scores.data(), room, rows, columns, d / 2);
+        float scale[QUERIES];
+        for (int64_t m = 0; m < rows; ++m) {
+            float* s = scores.data() + m * room;
+            __m512 most = _mm512_set1_ps(-INFINITY);
+            for (int64_t n = 0; n < columns; n += LANES)
+                most = _mm512_mask_max_ps(most, visible(n, first + m), most, _mm512_loadu_ps(s + n));
+            const float largest = _mm512_reduce_max_ps(most);
+            __m512 total = _mm512_setzero_ps();
+            for (int64_t n = 0; n < columns; n += LANES) {
+                const __m512 p = _mm512_maskz_mov_ps(
+                    visible(n, first + m),
+                    exponential(_mm512_sub_ps(_mm512_loadu_ps(s + n), _mm512_set1_ps(largest))));
+                total = _mm512_add_ps(total, p);
+                store(weights.data() + m * room + n, p);
+            }
+            const float sum = _mm512_reduce_add_ps(total);
+            scale[m] = 1 / sum;
+            lse[first + m] = largest + std::log(sum);
+        }
+        product<false>(weights.data(), room, values, d, block.data(), d, rows, d, columns / 2);
+        for (int64_t m = 0; m < rows; ++m)
+            for (int64_t k = 0; k < d; k += LANES)
+                store(
+                    out + (first + m) * out_step + k,
+                    _mm512_mul_ps(_mm512_loadu_ps(block.data() + m * d + k), _mm512_set1_ps(scale[m])));
+    }
+}
+
+}  // namespace
+
+// Below, `steps` says of each tensor (B, H, T, D) in turn how far apart its batches, heads and tokens lie.
+
+extern "C" int multiplies_bf16() { return 1; }
+
+extern "C" void attend_forward(
+    const BF16* q, const BF16* k, const BF16* v, BF16* out, float* lse, const int64_t* steps, int64_t n_batch,
+    int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d) {
+    const int64_t shared = n_head / n_kv_head, room = up_to(n_token, COLUMNS);
+    const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9;
+#pragma omp parallel
+    {
+        std::vector<BF16> keys(room * d), values(room * d), weights(QUERIES * room);
+        std::vector<float> scores(QUERIES * room), block(QUERIES * d);
+#pragma omp for schedule(dynamic)
+        for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
+            const int64_t b = each / n_kv_head, g = each % n_kv_head;
+            pack_transposed(k + b * sk[0] + g * sk[1], sk[2], n_token, d, room, keys.data());
+            pack(v + b * sv[0] + g * sv[1], sv[2], n_token, d, room, values.data());
+            for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
+                forward(
+                    q + b * sq[0] + h * sq[1], sq[2], keys.data(), values.data(), out + b * so[0] + h * so[1], so[2],
+                    lse + (b * n_head + h) * n_token, n_token, room, d, scores, weights, block);
+        }
+    }
+}
+
+extern "C" void attend_backward(
+    const BF16* q, const BF16* k, const BF16* v, const BF16* out, const float* lse, const BF16* d_out, BF16* d_q, BF16* d_k,
+    BF16* d_v, const int64_t* steps, int64_t n_batch, int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d) {
+    const int64_t shared = n_head / n_kv_head, room = up_to(n_token, COLUMNS);
+    const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9, *sg = steps + 12, *sdq = steps + 15,
+                  *sdk = steps + 18, *sdv = steps + 21;
+#pragma omp parallel
+    {
+        std::vector<BF16> keys(room * d), values(room * d), key_rows(room * d), d_scores(QUERIES * room);
+        std::vector<BF16> p_pairs(QUERIES * room), ds_pairs(QUERIES * room), q_turned(d * QUERIES), g_turned(d * QUERIES);
+        std::vector<float> scores(QUERIES * room), d_weights(QUERIES * room), block(QUERIES * d), dk(d * room), dv(d * room);
+#pragma omp for schedule(dynamic)
+        for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
+            const int64_t b = each / n_kv_head, g = each % n_kv_head;
+            pack_transposed(k + b * sk[0] + g * sk[1], sk[2], n_token, d, room, keys.data());
+            pack_transposed(v + b * sv[0] + g * sv[1], sv[2], n_token, d, room, values.data());
+            pack(k + b * sk[0] + g * sk[1], sk[2], n_token, d, room, key_rows.data());
+            std::fill(dk.begin(), dk.end(), 0.0f);
+            std::fill(dv.begin(), dv.end(), 0.0f);
+            for (int64_t h = g * shared; h < (g + 1) * shared; ++h) {
+                const BF16 *qh = q + b * sq[0] + h * sq[1], *oh = out + b * so[0] + h * so[1];
+                const BF16* gh = d_out + b * sg[0] + h * sg[1];
+                for (int64_t first = 0; first < n_token; first += QUERIES) {
+                    const int64_t rows = std::min(QUERIES, n_token - first), even = up_to(rows, 2);
+                    const int64_t columns = up_to(first + rows, COLUMNS);
+                    product<false>(qh + first * sq[2], sq[2], keys.data(), room, scores.data(), room, rows, columns, d / 2);
+                    product<false>(gh + first * sg[2], sg[2], values.data(), room, d_weights.data(), room, rows, columns, d / 2);
+                    for (int64_t m = 0; m < even; m += 2) {
+                        float own[2] = {0, 0}, of_lse[2] = {0, 0};
+                        for (int64_t i = 0; i < 2 && m + i < rows; ++i) {
+                            const int64_t t = first + m + i;
+                            for (int64_t c = 0; c < d; ++c) own[i] += number(oh[t * so[2] + c]) * number(gh[t * sg[2] + c]);
+                            of_lse[i] = lse[(b * n_head + h) * n_token + t];
+                        }
+                        for (int64_t n = 0; n < columns; n += LANES) {
+                            __m512i p_bits[2], s_bits[2];
+                            for (int64_t i = 0; i < 2; ++i) {
+                                p_bits[i] = s_bits[i] = _mm512_setzero_si512();
+                                if (m + i >= rows) continue;
+                                const int64_t place = (m + i) * room + n;
+                                const __mmask16 seen = visible(n, first + m + i);
+                                const __m512 p = _mm512_maskz_mov_ps(
+                                    seen, exponential(_mm512_sub_ps(
+                                              _mm512_loadu_ps(scores.data() + place), _mm512_set1_ps(of_lse[i]))));
+                                const __m512 ds = _mm512_maskz_mul_ps(
+                                    seen, p, _mm512_sub_ps(_mm512_loadu_ps(d_weights.data() + place), _mm512_set1_ps(own[i])));
+                                p_bits[i] = rounded(p);
+                                s_bits[i] = rounded(ds);
+                                store(d_scores.data() + place, ds);
+                            }
+                            const int64_t pair = 2 * ((m / 2) * room + n);
+                            _mm512_storeu_si512(
+                                p_pairs.data() + pair, _mm512_or_si512(p_bits[1], _mm512_srli_epi32(p_bits[0], 16)));
+                            _mm512_storeu_si512(
+                                ds_pairs.data() + pair, _mm512_or_si512(s_bits[1], _mm512_srli_epi32(s_bits[0], 16)));
+                        }
+                    }
+                    product<false>(d_scores.data(), room, key_rows.data(), d, block.data(), d, rows, d, columns / 2);
+                    for (int64_t m = 0; m < rows; ++m)
+                        for (int64_t c = 0; c < d; c += LANES)
+                            store(
+                                d_q + b * sdq[0] + h * sdq[1] + (first + m) * sdq[2] + c,
+                                _mm512_loadu_ps(block.data() + m * d + c));
+                    transpose(qh + first * sq[2], sq[2], rows, d, QUERIES, q_turned.data());
+                    transpose(gh + first * sg[2], sg[2], rows, d, QUERIES, g_turned.data());
+                    product<true>(q_turned.data(), QUERIES, ds_pairs.data(), room, dk.data(), room, d, columns, even / 2);
+                    product<true>(g_turned.data(), QUERIES, p_pairs.data(), room, dv.data(), room, d, columns, even / 2);
+                }
+            }
+            for (int64_t t = 0; t < n_token; ++t)
+                for (int64_t c = 0; c < d; c += LANES) {
+                    float of_k[LANES], of_v[LANES];
+                    for (int64_t i = 0; i < LANES; ++i) of_k[i] = dk[(c + i) * room + t], of_v[i] = dv[(c + i) * room + t];
+                    store(d_k + b * sdk[0] + g * sdk[1] + t * sdk[2] + c, _mm512_loadu_ps(of_k));
+                    store(d_v + b * sdv[0] + g * sdv[1] + t * sdv[2] + c, _mm512_loadu_ps(of_v));
+                }
+        }
+    }
+}
+
+#else
+extern "C" int multiplies_bf16() { return 0; }
+#endif

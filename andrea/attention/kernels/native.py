@@ -1,0 +1,99 @@
+"""The functions of attend.cpp as operators of torch, with a gradient.
+
+B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the head's width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from andrea.native import COUNT, POINTER, address, compiled
+
+SOURCE = Path(__file__).with_name("attend.cpp")
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """None where there is no compiler, or the processor has no products of bf16."""
+    functions = compiled(SOURCE)
+    if functions is None or not functions.multiplies_bf16():
+        return None
+    functions.attend_forward.argtypes = [POINTER] * 6 + [COUNT] * 5
+    functions.attend_backward.argtypes = [POINTER] * 10 + [COUNT] * 5
+    functions.attend_forward.restype = functions.attend_backward.restype = None
+    return functions
+
+
+@torch.library.custom_op("andrea::native_attention", mutates_args=())
+def native_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal: query (B, H, T, D), key and value (B, G, T, D) bf16 -> output (B, H, T, D), log-sum-exp (B, H, T) fp32."""
+    query, key, value = in_rows(query), in_rows(key), in_rows(value)
+    output, lse = outputs(query)
+    tensors = query, key, value, output
+    library().attend_forward(*map(address, tensors), address(lse), steps_of(*tensors), *shape_of(query, key))
+    return output, lse
+
+
+@native_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return outputs(query)
+
+
+@torch.library.custom_op("andrea::native_attention_backward", mutates_args=())
+def native_attention_backward(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, d_output: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, output, d_output = map(in_rows, (query, key, value, output, d_output))
+    gradients = tuple(map(like, (query, key, value)))
+    before, after = (query, key, value, output), (d_output, *gradients)
+    pointers = *map(address, before), address(lse.contiguous()), *map(address, after)
+    library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key))
+    return gradients
+
+
+@native_attention_backward.register_fake
+def _(query, key, value, output, lse, d_output) -> tuple[Tensor, Tensor, Tensor]:
+    return like(query), like(key), like(value)
+
+
+def keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def differentiate(ctx, d_output: Tensor, _) -> tuple[Tensor, Tensor, Tensor]:
+    return native_attention_backward(*ctx.saved_tensors, d_output)
+
+
+native_attention.register_autograd(differentiate, setup_context=keep)
+
+
+def like(x: Tensor) -> Tensor:
+    """Room for (B, H, T, D), a token's heads side by side, as a model's projections leave and want them."""
+    n_batch, n_head, n_token, d_head = x.shape
+    return x.new_empty(n_batch, n_token, n_head, d_head).transpose(1, 2)
+
+
+def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
+    return like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Rows whose numbers lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def steps_of(*tensors: Tensor) -> ctypes.Array:
+    """How far apart batches, heads and tokens lie, of each."""
+    steps = [step for tensor in tensors for step in tensor.stride()[:3]]
+    return (ctypes.c_int64 * len(steps))(*steps)
+
+
+def shape_of(query: Tensor, key: Tensor) -> tuple[int, ...]:
+    n_batch, n_head, n_token, d_head = query.shape
+    return n_batch, n_head, key.shape[1], n_token, d_head

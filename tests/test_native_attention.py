@@ -1,0 +1,138 @@
+"""Our attention kernel for CPUs, by the rule for every fast path, and as an operator of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import Case, judge
+
+from andrea.attention import DotProduct, ScaledDotProduct, attend, causal, choose, refusal, sliding_window
+from andrea.attention.kernels.native import library, native_attention
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def it_can_run_here():
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this processor does not multiply in bf16")
+    assert library() is not None, "g++ makes the kernel that is tested here; install it"
+
+
+#         B  H  G    T    D
+SHAPES = [
+    (2, 3, 3, 13, 16), (1, 4, 2, 131, 64), (2, 2, 1, 64, 32), (1, 2, 2, 257, 128), (1, 1, 1, 1, 64), (3, 2, 2, 65, 48),
+    (1, 6, 2, 127, 80), (1, 1, 1, 2, 256), (2, 1, 1, 63, 112),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_errs_no_more_than_the_readable_path(shape):
+    B, H, G, T, D = shape
+    judge(Case(B, H, G, T, T, D, D, "causal", BF16), "native")
+
+
+def draw(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def by_native(query, key, value):
+    return attend(query, key, value, compatibility=DotProduct(), mask=causal(), implementation="native")
+
+
+def test_rows_may_lie_anywhere():
+    """As a model's projections leave them, cut out of one tensor, turned, or one head for all."""
+    packed = draw(2, 37, 3, 4, 16)
+    apart = [packed[:, :, index].transpose(1, 2) for index in range(3)]
+    turned = [each.mT.contiguous().mT for each in apart]
+    lengths = [each.contiguous() for each in apart]
+    expected = by_native(*lengths)
+    assert torch.equal(by_native(*apart), expected) and torch.equal(by_native(*turned), expected)
+    shared = [apart[0], *(each[:, :1].expand(-1, 4, -1, -1) for each in apart[1:])]
+    assert torch.equal(by_native(*shared), by_native(*(each.contiguous() for each in shared)))
+    assert torch.equal(by_native(*(each[0] for each in apart)), expected[0])  # no batch dimension
+    assert torch.equal(by_native(*(each[None] for each in apart)), expected[None])  # two of them
+
+
+def test_it_repeats_to_the_bit_whatever_the_threads():
+    query, key, value, upstream = (draw(2, 5, 150, 32, seed=seed).requires_grad_() for seed in range(4))
+    results, before = [], torch.get_num_threads()
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        output = by_native(query, key, value)
+        results.append([output, *torch.autograd.grad(output, (query, key, value), upstream)])
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_in_every_row_that_sees_it_and_in_no_other(bad):
+    query, key, value = (draw(1, 1, 40, 16, seed=seed) for seed in range(3))
+    spoilt = key.clone()
+    spoilt[0, 0, 21, 3] = bad
+    output, clean = by_native(query, spoilt, value), by_native(query, key, value)
+    seen = output[0, 0].isfinite().all(1)
+    assert torch.equal(output[0, 0, :21], clean[0, 0, :21])
+    expected = attend(query, spoilt, value, compatibility=DotProduct(), mask=causal(), implementation="reference")
+    assert torch.equal(seen, expected[0, 0].isfinite().all(1)) and not seen[21:].all()
+
+
+def test_a_large_score_takes_all():
+    query, key = torch.full((1, 1, 20, 16), 30.0).to(BF16), torch.zeros(1, 1, 20, 16).to(BF16)
+    key[:, :, 4] = 30.0
+    value = draw(1, 1, 20, 16)
+    assert torch.equal(by_native(query, key, value)[0, 0, 4:], value[0, 0, 4].expand(16, 16))
+
+
+def test_it_is_an_operator_of_torch():
+    inputs = [draw(2, 4, 19, 16, seed=1), draw(2, 2, 19, 16, seed=2), draw(2, 2, 19, 16, seed=3)]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(native_attention, [each.requires_grad_() for each in inputs], test_utils=checks)
+
+
+@pytest.mark.untraced
+def test_compiled_and_under_autocast_it_is_the_same():
+    query, key, value = (draw(2, 3, 29, 16, seed=seed).float().requires_grad_() for seed in range(3))
+
+    def step(query, key, value):
+        with torch.autocast("cpu", BF16):
+            return by_native(query, key, value).float().square().sum()
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, dynamic=False)):
+        loss = run(query, key, value)
+        results.append([loss, *torch.autograd.grad(loss, (query, key, value))])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": torch.float32}, "computes in bf16, got torch.float32"),
+        ({"mask": sliding_window(3)}, "the causal mask alone"),
+        ({"mask": None}, "the causal mask alone"),
+        ({"n_key": 12}, "as many queries as keys"),
+        ({"width": 24}, "a multiple of 16, got 24"),
+        ({"width_of_value": 32}, "heads of one width"),
+        ({"start": 1}, "from the first on"),
+    ],
+)
+def test_what_it_cannot_serve_it_says_and_auto_takes_another(change, said):
+    case = {"dtype": BF16, "mask": causal(), "n_key": 11, "width": 16, "start": None} | change
+    query = draw(1, 2, 11, case["width"]).to(case["dtype"])
+    key = draw(1, 2, case["n_key"], case["width"]).to(case["dtype"])
+    value = draw(1, 2, case["n_key"], change.get("width_of_value", case["width"])).to(case["dtype"])
+    assert said in refusal("native", query, key, value, ScaledDotProduct(), case["mask"], False, case["start"])
+    with pytest.raises(ValueError, match="implementation='native' cannot serve this"):
+        attend(query, key, value, mask=case["mask"], start=case["start"], implementation="native")
+    assert choose("auto", query, key, value, mask=case["mask"], start=case["start"])[0] != "native"
+
+
+def test_auto_takes_it_where_it_serves():
+    query = draw(1, 2, 600, 16)
+    assert choose("auto", query, query, query, mask=causal())[0] == "native"
+    assert refusal("native", query, query, query, ScaledDotProduct(), causal(), True) == (
+        "it returns no statistics; use triton or reference"
+    )
