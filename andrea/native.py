@@ -10,10 +10,12 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 from torch import Tensor
@@ -27,10 +29,10 @@ POINTER, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 @functools.cache
 def compiled(source: Path) -> ctypes.CDLL | None:
     """The file's functions, or None where no compiler is found that makes them."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if sys.platform != "linux" or compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "g++")) or [""]
+    if sys.platform != "linux" or shutil.which(compiler[0]) is None:
         return None
-    about = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout + processor()
+    about = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout + processor()
     name = hashlib.sha256("\n".join([source.read_text(), *FLAGS, about]).encode()).hexdigest()[:16]
     for folder in (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "andrea", None):
         try:
@@ -38,9 +40,11 @@ def compiled(source: Path) -> ctypes.CDLL | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as beside:
-                    made = subprocess.run([compiler, *FLAGS, str(source), "-o", beside.name], capture_output=True)
+                    made = subprocess.run([*compiler, *FLAGS, str(source), "-o", beside.name], capture_output=True)
                 if made.returncode:
                     os.unlink(beside.name)
+                    said = made.stderr.decode(errors="replace").strip().partition("\n")[0]
+                    warnings.warn(f"{source.name} was not compiled, torch's kernels serve: {said}", stacklevel=2)
                     return None
                 os.replace(beside.name, path)
             return ctypes.CDLL(str(path))

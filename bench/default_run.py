@@ -34,7 +34,12 @@ def main() -> None:
     for seed in chosen.seeds:
         shutil.rmtree(place / "runs", ignore_errors=True)
         command = [sys.executable, str(ROOT / "train.py"), f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}"]
-        command += ["name=run", f"seed={seed}", f"train.eval_every={-(-chosen.steps // chosen.evaluations)}"]
+        command += [
+            "device=cpu",
+            "name=run",
+            f"seed={seed}",
+            f"train.eval_every={-(-chosen.steps // chosen.evaluations)}",
+        ]
         subprocess.run([*command, *QUIET, *chosen.words], check=True, stdout=subprocess.DEVNULL)
         lines = (place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seen = [record for record in map(json.loads, lines) if "val/bpb" in record]

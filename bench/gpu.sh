@@ -38,7 +38,7 @@ for size in andrea-480m:16 andrea-2b:4; do
 done
 measure save bench/async_save.py --ranks 1 --limit 0.05 --output "$output/async-save-cuda-$stamp.json"
 "$python" -c "import hydra" 2> /dev/null && measure memory bench/memory.py --device cuda --output "$output/memory-cuda-$stamp.json"
-measure generate bench/generate.py --device cuda --output "$output/generate-andrea-120m-cuda-$stamp.json"
+measure generate bench/generate.py --device cuda --ours bf16 --output "$output/generate-andrea-120m-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --compiled --output "$output/generate-compiled-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --batch 64 --ours bf16 --compiled \
     --output "$output/generate-batch-64-cuda-$stamp.json"
@@ -49,4 +49,4 @@ measure generate bench/generate.py --device cuda --batch 64 --ours bf16 --compil
     cp "$output/runs/run-$stamp/metrics.jsonl" "$output/run-andrea-120m-cuda-$stamp.jsonl" 2> /dev/null
 
 echo "== all of it"
-grep -E "passed|FAIL|TFLOP/s|^tuned|tokens/s +ratio|^andrea|^hugging|^written" "$log"
+grep -E "passed|FAIL|TFLOP/s|^tuned|tokens/s +ratio|^andrea|^hugging|^fused|^written-out|^torch,|^written" "$log"

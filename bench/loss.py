@@ -3,7 +3,7 @@
     python bench/loss.py --model andrea-120m --batch 64 --how fused-compiled
 
 Memory is what is held at the most beside hidden vectors and weights, gradients included. On a CPU each way has a process
-of its own, and memory is what the process grew by.
+of its own, and memory is what the process grew by: of the compiled way also what compiling took.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def contest(chosen: argparse.Namespace) -> None:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[chosen.precision]
     n_token = chosen.batch * config.sequence_length
     hidden = torch.randn(n_token, config.d_model, device=device, dtype=dtype).requires_grad_()
-    weight = (torch.randn(chosen.vocabulary, config.d_model, device=device) / config.d_model**0.5).requires_grad_()
+    weight = torch.randn(chosen.vocabulary, config.d_model, device=device).div_(config.d_model**0.5).requires_grad_()
     targets = torch.randint(chosen.vocabulary, (n_token,), device=device)
 
     def written_out() -> torch.Tensor:

@@ -8,6 +8,7 @@ The share is of a training step of --tokens-per-step tokens at --tokens-per-seco
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,8 @@ from andrea.training.parallel import Alone
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens-per-step", type=int, default=524288)
-    parser.add_argument("--tokens-per-second", type=float, default=560000.0, help="of the whole training step")
+    parser.add_argument("--tokens-per-second", type=float, default=560000.0, help="of training with Muon")
+    parser.add_argument("--steps", type=int, default=20, help="steps timed in one go")
     chosen = arguments(parser)
     model = make_andrea(model_config(chosen.model), chosen.vocabulary, chosen.device)
     generator = torch.Generator(device=chosen.device).manual_seed(1)
@@ -32,13 +34,18 @@ def main() -> None:
         parameter.grad = torch.randn(parameter.shape, device=chosen.device, generator=generator) / 1000
     runs = {f"andrea, {kind}": ours(model, kind) for kind in ("muon", "adamw")}
     runs["torch, muon and adamw"] = torch_s_own(model)
-    tokens = {name: lambda run=run: run() or chosen.tokens_per_step for name, run in runs.items()}
-    speeds = interleave(tokens, chosen.pairs, chosen.device)
-    share = {}
-    for name, each in speeds.items():
-        share[name] = chosen.tokens_per_second / (sorted(each)[len(each) // 2] + chosen.tokens_per_second)
-        ms = 1000 * chosen.tokens_per_step / sorted(each)[len(each) // 2]
-        print(f"{name:24} {ms:9.2f} ms a step, {share[name]:6.2%} of it")
+
+    def several(run: Callable[[], None]) -> int:
+        for _ in range(chosen.steps):
+            run()
+        return chosen.steps * chosen.tokens_per_step
+
+    speeds = interleave({name: lambda run=run: several(run) for name, run in runs.items()}, chosen.pairs, chosen.device)
+    seconds = {name: chosen.tokens_per_step / statistics.median(each) for name, each in speeds.items()}
+    rest = chosen.tokens_per_step / chosen.tokens_per_second - seconds["andrea, muon"]  # the same for all
+    share = {name: its_own / (rest + its_own) for name, its_own in seconds.items()}
+    for name, its_own in seconds.items():
+        print(f"{name:24} {1000 * its_own:9.2f} ms a step, {share[name]:6.2%} of it")
     report("optimizer", chosen, speeds, next(iter(runs)), {"share_of_step": share})
 
 

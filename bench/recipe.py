@@ -32,13 +32,12 @@ RATES = (0.0006, 0.0012, 0.0024, 0.0048, 0.0096)
 SHARES = (0.2, 0.3, 0.4, 0.55, 1.0)
 QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0", "resume=null"]
 SPARSE = ["train.eval_every=1000000", "train.save_every=1000000", "train.attention_every=1000000"]
-ADAMW = ["optimizer=adamw", "optimizer.schedule=constant_then_decay", "optimizer.decay_fraction=0.6"]
-ADAMW += ["optimizer.warmup_steps=10", "optimizer.final_fraction=0", "optimizer.tuned_d_model=null"]
-ADAMW += ["optimizer.tuned_n_layer=null"]
+ADAMW = ["optimizer.kind=adamw", "optimizer.momentum=null"]  # all other rates stay; decay then falls on the head too
 INGREDIENTS = {
     "default": [],
-    "AdamW instead of Muon, rate 0.0015": [*ADAMW, "optimizer.learning_rate=0.0015"],
-    "AdamW instead of Muon, rate 0.003": [*ADAMW, "optimizer.learning_rate=0.003"],
+    "AdamW for matrices, rate 0.0015": [*ADAMW, "optimizer.matrix_learning_rate=0.0015"],
+    "AdamW for matrices, rate 0.003": [*ADAMW, "optimizer.matrix_learning_rate=0.003"],
+    "AdamW for matrices, rate 0.006": [*ADAMW, "optimizer.matrix_learning_rate=0.006"],
     "learned positions instead of rotary": ["model.position=learned"],
     "without QK-norm": ["model.qk_norm=false"],
     "squared ReLU, equal parameters": ["model.mlp=relu2", "model.d_mlp={wide}"],
@@ -84,7 +83,7 @@ class Study:
 
     def figure(self, name: str, words: list[str], steps: int, seed: int) -> float:
         """Bits per byte at the end of the run; of this study or of one that was cut off."""
-        key = f"{name} | {steps} steps | seed {seed}"
+        key = f"{name} | {steps} steps | seed {seed} | {' '.join(words)}"
         if key not in self.record["runs"]:
             shutil.rmtree(self.place / "runs", ignore_errors=True)
             data = (
@@ -92,7 +91,7 @@ class Study:
             )
             data += [] if self.chosen.data == "pystdlib" else ["tokenizer=byte"]
             places = [f"runs_dir={self.place / 'runs'}", f"data_dir={self.place / 'data'}", "name=run"]
-            command = [sys.executable, str(ROOT / "train.py"), *data, *places, *QUIET, *SPARSE, *words]
+            command = [sys.executable, str(ROOT / "train.py"), "device=cpu", *data, *places, *QUIET, *SPARSE, *words]
             command += [f"train.steps={steps}", f"train.tokens_per_step={self.shape['recipe_tokens_per_step']}"]
             subprocess.run([*command, f"seed={seed}"], check=True, stdout=subprocess.DEVNULL)
             last = (self.place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
@@ -137,8 +136,12 @@ class Study:
         self.record["baseline"] = {"name": name_of(tied, best[tied]), "bpb": goal, "spread": ends[tied][1]}
         self.record["ours"] = {str(share): figures for share, figures in ours.items()}
         self.record["share_of_tokens"] = crossing({share: mean for share, (mean, _) in ours.items()}, goal)
+        self.record["rate_at_an_end"] = best[tied] in (RATES[0], RATES[-1])
         self.write()
-        print(f"ours passes it at {self.record['share_of_tokens']:.1%} of the tokens")
+        share = self.record["share_of_tokens"]
+        print("ours does not reach it" if share is None else f"ours passes it at {share:.1%} of the tokens, or before")
+        if self.record["rate_at_an_end"]:
+            print("the baseline's best rate is at an end of those tried: it may be better still")
 
     def ablate(self) -> None:
         steps = round(self.chosen.ablation_share * self.steps)
@@ -160,8 +163,8 @@ def name_of(tied: bool, rate: float) -> str:
     return f"gpt2 + adamw, {'tied head' if tied else 'head of its own'}, rate {rate}"
 
 
-def crossing(line: dict[float, float], goal: float) -> float:
-    """The share of the tokens at which the line reaches the goal; the nearest one tried where it never does, or always."""
+def crossing(line: dict[float, float], goal: float) -> float | None:
+    """The share of the tokens at which the line reaches the goal; the smallest tried where it has by then; None: never."""
     shares = sorted(line)
     if line[shares[0]] <= goal:
         return shares[0]
@@ -169,7 +172,7 @@ def crossing(line: dict[float, float], goal: float) -> float:
         if line[high] <= goal:
             part = (line[low] - goal) / (line[low] - line[high])
             return math.exp(math.log(low) + part * (math.log(high) - math.log(low)))
-    return shares[-1]
+    return None
 
 
 if __name__ == "__main__":

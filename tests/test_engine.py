@@ -106,6 +106,19 @@ def test_texts_of_different_lengths_see_what_each_would_see_alone(config, fixed_
         lengths = [n + 1 + more for n, more in zip(lengths, right, strict=True)]
 
 
+@pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2], ids=["andrea", "gpt2"])
+def test_a_guess_of_one_text_is_read_as_wide_as_any_up_to_the_window_s_end(config):
+    """Of one shape for a compiled step or a graph, also where fewer tokens are left than the widest guess has."""
+    model = make_model(config)
+    tokens = torch.randint(0, 257, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    window = Window(model, step, 1, fixed_shapes=True, ragged=False, most_guessed=4)
+    for n_token in range(2, 26):
+        logits, kept = window.next_logits([tokens[:n_token]], [tokens[n_token : n_token + 2]])
+        for place in range(len(kept[0]) + 1):
+            expected = next_logits_uncached(model, torch.tensor([tokens[:n_token] + kept[0][:place]]))[0]
+            torch.testing.assert_close(logits[0, place], expected, atol=2e-5, rtol=2e-5)
+
+
 def test_greedy_stream_equals_uncached_generation():
     model = make_model()
     request = Request(max_new_tokens=29, sampling=Sampling(temperature=0))

@@ -80,9 +80,9 @@ def test_linear(dtype, bias, shape):
 def test_int8_is_the_nearest_of_255_steps_of_each_row():
     weight = draw(13, 41) * torch.logspace(-6, 3, 13)[:, None]
     weight[4] = 0
-    eighth, scale = quantised(weight)
-    assert eighth.dtype == torch.int8 and (eighth.abs().amax(1)[torch.arange(13) != 4] == 127).all()
-    assert ((eighth * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all() and not eighth[4].any()
+    in_8_bits, scale = quantised(weight)
+    assert in_8_bits.dtype == torch.int8 and (in_8_bits.abs().amax(1)[torch.arange(13) != 4] == 127).all()
+    assert ((in_8_bits * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all() and not in_8_bits[4].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,6 +117,12 @@ def test_what_is_not_finite_stays_visible_in_8_bits(bad):
     assert y[0].isfinite().all() and y[1].isnan().all() and torch.equal(y[2], torch.zeros(5))
 
 
+def test_the_smallest_numbers_keep_their_signs_in_8_bits():
+    layer = Int8Linear(torch.eye(4), None, native=True)
+    x = torch.tensor([[1e-38, -1e-38, 3e-41, 0.0]])
+    assert (layer(x).sign() * x.sign() >= 0).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [7, 16, 131])
 def test_rms_norm(dtype, n):
@@ -136,8 +142,8 @@ def rounded(model: GPT, int8: bool) -> GPT:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if int8 and parameter.ndim == 2 and "position" not in name and name != "embedding.weight":
-                eighth, scale = quantised(parameter)
-                parameter.copy_(eighth * scale[:, None])
+                in_8_bits, scale = quantised(parameter)
+                parameter.copy_(in_8_bits * scale[:, None])
     return model.double()
 
 
@@ -212,6 +218,7 @@ def test_compiled_int8_writes_what_the_kernel_writes():
 
 def test_attention_that_no_kernel_serves_keeps_torch_s():
     for changed in (
+        dataclasses.replace(ATTENTION, implementation="reference"),
         dataclasses.replace(ATTENTION, window=3),
         dataclasses.replace(ATTENTION, compatibility="bilinear"),
     ):
@@ -237,6 +244,7 @@ def forget():
 
 
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+@pytest.mark.filterwarnings("ignore:decode.cpp was not compiled")
 def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
@@ -250,6 +258,13 @@ def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeyp
         assert not onednn or isinstance(engine.model.head, OneDNNLinear)
         assert engine.write("ab", request) == plain.write("ab", request)
     assert list(tmp_path.rglob("*.so")) == []
+
+
+def test_what_the_compiler_said_is_passed_on(fresh_library, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++ -fno-such-option")
+    with pytest.warns(UserWarning, match="decode.cpp was not compiled, torch's kernels serve: .*no-such-option"):
+        assert native.library() is None
 
 
 def test_it_is_compiled_once_and_kept(fresh_library, monkeypatch, tmp_path):

@@ -282,7 +282,7 @@ def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_p
 
 @pytest.mark.untraced
 def test_one_graph_serves_a_whole_run(tiny_run, monkeypatch) -> None:
-    """Steps of several micro-batches, evaluation with its last, shorter batch, samples, measuring heads, saving, resuming."""
+    """Steps of several micro-batches, evaluation with its last, shorter batch, samples, measuring heads, saving."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr("torch._dynamo.config.error_on_recompile", True)

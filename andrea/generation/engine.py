@@ -84,7 +84,7 @@ class Engine:
         self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
         self.fixed_shapes = compiled or self.device.type == "cuda"
         self.step = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and dtype is not None:  # what trains keeps its memory for training
             self.step = GraphedStep(self.step)
         self.idle: dict[tuple, Window] = {}  # the window of the texts written last, whose memory the next may take over
         if dtype is not None:
@@ -134,9 +134,12 @@ class Engine:
         of_one_kind = n_text, ragged, request.guess
         window = self.idle.pop(of_one_kind, None)
         self.idle.clear()
-        if window is None:
+        if window is not None:
+            window.restart()
+        else:
+            if isinstance(self.step, GraphedStep):
+                self.step.forget()  # the memory of the texts before, which the new ones need
             window = Window(self.model, self.step, n_text, self.fixed_shapes, ragged, request.guess)
-        window.restart()
         ended = [False] * n_text
         while not all(ended):
             guesses = [
@@ -200,7 +203,8 @@ class Window:
     ) -> None:
         self.model, self.step = model, step
         self.fixed_shapes, self.ragged, self.most_guessed = fixed_shapes, ragged, most_guessed
-        n_room = model.config.sequence_length + most_guessed * ragged  # a short guess is read as wide as a long one
+        # A short guess may be read as wide as a long one.
+        n_room = model.config.sequence_length + most_guessed * (ragged or fixed_shapes)
         self.cache = model.make_cache(n_text, n_room, fixed_shapes=fixed_shapes, ragged=ragged)
         self.n_text = n_text
         self.restart()

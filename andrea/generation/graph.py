@@ -29,6 +29,9 @@ class GraphedStep:
         self.cache: KeyValueCache | None = None
         self.recorded: dict[tuple, Recorded | None] = {}  # by shapes; None: called once
 
+    def forget(self) -> None:
+        self.cache, self.recorded = None, {}
+
     def __call__(self, model, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
         if cache is not self.cache:
             self.cache, self.recorded = cache, {}
@@ -41,7 +44,8 @@ class GraphedStep:
         if found is None:
             kept = tuple(each.clone() for each in inputs)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # Other threads (a checkpoint being written, say) may go on using the card.
+            with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits = self.step(model, kept[0], cache, *kept[1:])
             found = self.recorded[shapes] = Recorded(graph, kept, logits)
         for place, each in zip(found.inputs, inputs, strict=True):

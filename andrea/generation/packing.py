@@ -32,6 +32,7 @@ from andrea.model.layers import RMSNorm, softcap
 from andrea.model.positions import Position, RotaryPosition
 from andrea.native import address
 
+LONGEST_SUM = 2**31 // (127 * 255)
 FEW_ROWS = 8  # up to so many, a product reads its weights at most as often as it computes with them
 
 MakeLinear = Callable[
@@ -61,7 +62,7 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n_out, n_in = self.weight.shape
-        assert x.shape[-1] == n_in, (x.shape, self.weight.shape)
+        assert x.shape[-1] == n_in and x.dtype == self.weight.dtype, (x.shape, x.dtype, self.weight.shape)
         n_row = x.numel() // n_in
         if n_row > FEW_ROWS:
             return functional.linear(x, self.weight, self.bias)
@@ -90,21 +91,23 @@ class OneDNNLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """nn.Linear without gradients, its weight in 8 bits: weight ≈ int8 (d_out, d_in) · scale (d_out, 1), to the nearest.
+    """nn.Linear without gradients, its weight in 8 bits: weight ≈ int8 (d_out, d_in) · scale (d_out,), to the nearest.
 
     Our kernel takes x in 16 bits, finer than bf16; what torch computes takes it as it is.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, native: bool) -> None:
         super().__init__()
+        assert weight.shape[1] <= LONGEST_SUM, f"sums of {weight.shape[1]} products may not fit 32 bits"
         self.weight, self.scale = quantised(weight.detach())
         self.sums = self.weight.sum(1, dtype=torch.int32)
         self.bias = None if bias is None else bias.detach()
+        self.dtype = weight.dtype  # of what goes in and comes out
         self.kernel = function("linear_int8", weight.dtype) if native else None
 
     def forward(self, x: Tensor) -> Tensor:
         n_out, n_in = self.weight.shape
-        assert x.shape[-1] == n_in, (x.shape, self.weight.shape)
+        assert x.shape[-1] == n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.weight.shape)
         n_row = x.numel() // n_in
         if n_row > FEW_ROWS:
             return self.readable(x)
@@ -123,8 +126,7 @@ class Int8Linear(nn.Module):
         return part
 
     def readable(self, x: Tensor) -> Tensor:
-        y = functional.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
-        return y if self.bias is None else y + self.bias
+        return functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
 
     def written_out(self, x: Tensor) -> Tensor:
         """The same for few rows, so that torch.compile reads each weight once, in 8 bits."""
@@ -150,11 +152,12 @@ class NativeRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = len(self.weight)
-        assert x.shape[-1] == n, (x.shape, n)
+        assert x.shape[-1] == n and x.dtype == self.norm.weight.dtype, (x.shape, x.dtype, n)
         n_row = x.numel() // n
         if n_row > FEW_ROWS:
             return self.norm(x)
-        x, y = x.contiguous(), torch.empty_like(x)
+        x = x.contiguous()
+        y = torch.empty_like(x)
         self.kernel(address(x), address(self.weight), address(y), n_row, n, self.epsilon)
         return y
 
@@ -183,7 +186,7 @@ class NativeAttention(nn.Module):
     @staticmethod
     def serves(attention: MultiHeadAttention) -> bool:
         plain = type(attention.compatibility) in (DotProduct, ScaledDotProduct) and isinstance(attention.mask, Causal)
-        return plain and attention.d_head % 2 == 0
+        return plain and attention.d_head % 2 == 0 and attention.implementation != "reference"
 
     def forward(
         self,
@@ -198,6 +201,9 @@ class NativeAttention(nn.Module):
             return self.attention(x, place=place, packing=packing, cache=cache, observed=observed)
         n_batch, d_head, n_room = len(x), self.attention.d_head, cache.keys.shape[2]
         assert cache.length < n_room, f"{cache.length + 1} tokens do not fit a cache with room for {n_room}"
+        assert packing is None and cache.keys.dtype == x.dtype, (packing, cache.keys.dtype, x.dtype)
+        assert cache.keys.is_contiguous() and cache.values.is_contiguous() and len(cache.keys) == n_batch
+        x = x.contiguous()
         three, retrieved = self.project(x), torch.empty_like(x)
         turn = None if self.turns is None else address(self.turns[cache.length])
         tensors = address(three), address(cache.keys), address(cache.values), turn, address(retrieved)

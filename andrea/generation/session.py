@@ -31,6 +31,8 @@ def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
     int8 = run.precision == "int8"
     if int8 and device.type == "cpu" and library() is None:
         raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
+    if int8 and device.type != "cpu" and run.compile == "off":
+        raise UserError(f"precision=int8 gains nothing on {device} without compile=on; add it, or use precision=bf16")
     if run.compile == "on" and device.type != "cuda":
         raise UserError(
             f"compile=on is for a CUDA card, got device={device.type}, where it gains nothing; use compile=off"

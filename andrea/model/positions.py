@@ -92,4 +92,4 @@ def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
         assert start + count <= len(table), f"position {start + count - 1} is past sequence_length={len(table)}"
         return table[start : start + count]
     position = start[..., None] + torch.arange(count, device=table.device)
-    return table[position.clamp(max=len(table) - 1) if start.ndim else position]  # what fills up a text may lie beyond
+    return table[position.clamp(max=len(table) - 1)]  # what fills up a text may lie beyond

@@ -103,7 +103,8 @@ Bytes in_bytes(const T* x, int64_t n) {
     else bytes.step = largest / 32767;
     for (int64_t k = 0; k < n; ++k) {
         if (number(x[k]) != number(x[k])) bytes.step = NAN;
-        int32_t u = 32768 + (bytes.step > 0 ? int32_t(std::lrint(number(x[k]) / bytes.step)) : 0);
+        float in_steps = bytes.step > 0 ? number(x[k]) / bytes.step : 0;
+        int32_t u = 32768 + int32_t(std::lrint(std::min(32767.0f, std::max(-32767.0f, in_steps))));
         bytes.high[k] = uint8_t(u >> 8);
         bytes.low[k] = uint8_t(u & 255);
     }
