@@ -155,10 +155,10 @@ def choose(
             return "triton", "our kernel measures in the same pass"
         return "reference", "only the readable path measures here"
     compiled = torch.compiler.is_compiling() if compiled is None else compiled
-    if compiled and query.device.type == "cpu" and query.requires_grad and key.shape[-2] <= WRITTEN_OUT_KEYS:
-        return "reference", f"training compiled for a CPU, with at most {WRITTEN_OUT_KEYS} keys"
     if refusal("native", query, key, value, compatibility, mask, statistics, start) is None:
         return "native", "our kernel for CPUs that multiply in bf16"
+    if compiled and query.device.type == "cpu" and query.requires_grad and key.shape[-2] <= WRITTEN_OUT_KEYS:
+        return "reference", f"training compiled for a CPU, with at most {WRITTEN_OUT_KEYS} keys"
     return "sdpa", "torch's fused kernels serve every compatibility function that lowers"
 
 

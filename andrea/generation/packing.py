@@ -59,6 +59,7 @@ class NativeLinear(nn.Module):
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach()
         self.kernel = function("linear", weight.dtype)
+        self.places = address(self.weight), address(self.bias)  # asked for once: a token has some hundred products
 
     def forward(self, x: Tensor) -> Tensor:
         n_out, n_in = self.weight.shape
@@ -67,13 +68,14 @@ class NativeLinear(nn.Module):
         if n_row > FEW_ROWS:
             return functional.linear(x, self.weight, self.bias)
         x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
-        self.kernel(address(self.weight), address(self.bias), address(x), address(y), n_row, n_in, n_out)
+        self.kernel(*self.places, x.data_ptr(), y.data_ptr(), n_row, n_in, n_out)
         return y
 
     def rows(self, start: int, stop: int) -> NativeLinear:
         """A part of the output, with a part of the same weights."""
         part = copy.copy(self)
         part.weight, part.bias = self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
+        part.places = address(part.weight), address(part.bias)
         return part
 
 
@@ -104,6 +106,7 @@ class Int8Linear(nn.Module):
         self.bias = None if bias is None else bias.detach()
         self.dtype = weight.dtype  # of what goes in and comes out
         self.kernel = function("linear_int8", weight.dtype) if native else None
+        self.places = self.find_places()
 
     def forward(self, x: Tensor) -> Tensor:
         n_out, n_in = self.weight.shape
@@ -114,15 +117,19 @@ class Int8Linear(nn.Module):
         if self.kernel is None:
             return self.written_out(x) if torch.compiler.is_compiling() else self.readable(x)
         x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
-        weights = address(self.weight), address(self.scale), address(self.sums), address(self.bias)
-        self.kernel(*weights, address(x), address(y), n_row, n_in, n_out)
+        self.kernel(*self.places, x.data_ptr(), y.data_ptr(), n_row, n_in, n_out)
         return y
+
+    def find_places(self) -> tuple[int | None, ...]:
+        """Addresses, asked for once: a token has some hundred products."""
+        return tuple(map(address, (self.weight, self.scale, self.sums, self.bias)))
 
     def rows(self, start: int, stop: int) -> Int8Linear:
         """A part of the output, with a part of the same weights."""
         part = copy.copy(self)
         part.weight, part.scale, part.sums = (each[start:stop] for each in (self.weight, self.scale, self.sums))
         part.bias = None if self.bias is None else self.bias[start:stop]
+        part.places = part.find_places()
         return part
 
     def readable(self, x: Tensor) -> Tensor:
@@ -149,6 +156,7 @@ class NativeRMSNorm(nn.Module):
         self.norm, self.epsilon = norm, norm.eps
         self.weight = norm.weight.detach().float().contiguous()
         self.kernel = function("rms_norm", norm.weight.dtype)
+        self.place = self.weight.data_ptr()
 
     def forward(self, x: Tensor) -> Tensor:
         n = len(self.weight)
@@ -158,7 +166,7 @@ class NativeRMSNorm(nn.Module):
             return self.norm(x)
         x = x.contiguous()
         y = torch.empty_like(x)
-        self.kernel(address(x), address(self.weight), address(y), n_row, n, self.epsilon)
+        self.kernel(x.data_ptr(), self.place, y.data_ptr(), n_row, n, self.epsilon)
         return y
 
 
