@@ -61,7 +61,7 @@ class StoreWatchdog(Watchdog):
         """Each rank looks after itself and after the next one, so that the store has little to do with many ranks."""
         beats, neighbour = 0, (self.rank + 1) % self.size
         heard, seen = None, time.monotonic()
-        while not self.over.wait(self.interval_s):
+        while beats == 0 or not self.over.wait(self.interval_s):  # the first word at once: a rank may fall silent early
             beats += 1
             try:
                 self.tell(beats)
