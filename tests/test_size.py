@@ -177,8 +177,8 @@ def test_a_look_at_the_heads_is_what_the_allocator_really_hands_out(compatibilit
     real = allocated_at_most(lambda: probe(model, tokens))
     how = {"micro_batch": 1, "precision": "bf16", "optimizer": "muon", "on_cpu": True}
     # a kernel's own copy of the scores, one of about six, is not seen from outside
-    assert plan_memory(config, attention, V, looked_at=5, **how).look == pytest.approx(real, rel=0.2)
-    assert plan_memory(config, attention, V, looked_at=5, **how | {"on_cpu": False}).look == 0
+    assert plan_memory(config, attention, V, **how).look == pytest.approx(real, rel=0.2)
+    assert plan_memory(config, attention, V, **how | {"on_cpu": False}).look == 0
 
 
 def test_a_share_of_what_is_kept_and_a_few_whole_blocks():

@@ -59,7 +59,6 @@ def plan_memory(
     micro_batch: int,
     precision: str,
     optimizer: str,
-    looked_at: int = 0,
     recompute: bool = False,
     compiled: bool = False,
     on_cpu: bool = False,
@@ -73,7 +72,7 @@ def plan_memory(
     comes the larger of two: what the passes of one micro-batch hold (`pass_bytes`), or the temporaries of the
     optimizer's step (`update_bytes`). recompute: activation checkpointing.
 
-    on_cpu: the program itself counts, as it is in the same memory; the heads of `looked_at` sequences are measured
+    on_cpu: the program itself counts, as it is in the same memory; the heads are measured, a sequence at a time,
     without a kernel; and compiled passes hold a share, measured there, of what eager ones do. On a card, where nothing
     has been measured yet, compiled code is planned like eager code, which is the most it can need.
 
@@ -110,7 +109,7 @@ def plan_memory(
         gathered=gathered,
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         update=update_bytes(matrices, precision, share) if muon else 0,
-        look=look_bytes(config, attention, n_vocab, looked_at) if on_cpu and looked_at else 0,
+        look=look_bytes(config, attention, n_vocab) if on_cpu else 0,
         program=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
     )
 
@@ -183,11 +182,11 @@ def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def look_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int, n_sequence: int) -> int:
-    """The most that a forward pass holds in which each head is measured, where no kernel does it: scores written out."""
+def look_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
+    """The most that one sequence's pass holds in which each head is measured, where no kernel does it: scores written out."""
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
-        tokens = torch.zeros(n_sequence, config.sequence_length, dtype=torch.int64)
+        tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64)
         with torch.no_grad(), LiveBytes([*model.parameters(), *model.buffers()]) as live:
             model(tokens, observed=[])
     return live.most

@@ -15,7 +15,6 @@ from andrea.training.console import duration, short
 from andrea.training.device import Choice, choose_compile, choose_device, choose_precision
 from andrea.training.memory import Memory, plan_memory
 from andrea.training.resume import measured_pace
-from andrea.training.telemetry import PROBE_TOKENS
 
 TOKENS_AT_A_TIME_ON_CPU = 4096  # more than this in one pass is no faster on a CPU, and takes more memory
 GPT2_VOCABULARY = 50257  # tiktoken's gpt2, end-of-text included
@@ -124,7 +123,6 @@ def memory_of(
         micro_batch=micro_batch,
         precision=precision,
         optimizer=run.optimizer.kind,
-        looked_at=max(len(run.data.sources or [1]), PROBE_TOKENS // run.model.sequence_length),
         recompute=run.train.activation_checkpointing,
         compiled=choose_compile(run.compile, device, flops).value == "on",
         on_cpu=device.type == "cpu",

@@ -28,10 +28,17 @@ def probe_batch(corpus: Corpus, sequence_length: int) -> Tensor:
 
 @torch.no_grad()
 def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
-    """The heads' statistics (L, H) over tokens (B, T), in the weights' own precision: fp32 while training."""
-    observed: list[HeadStatistics] = []
-    model(tokens, observed=observed)
-    return HeadStatistics.of_layers(observed)
+    """The heads' statistics (L, H) over tokens (B, T), in the weights' own precision: fp32 while training.
+
+    One sequence at a time: where no kernel measures, its scores are written out.
+    """
+    heads = None
+    for sequence in tokens.split(1):
+        observed: list[HeadStatistics] = []
+        model(sequence, observed=observed)
+        measured = HeadStatistics.of_layers(observed)
+        heads = measured if heads is None else heads.merged(measured)
+    return heads
 
 
 def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float | None]:
