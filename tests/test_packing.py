@@ -117,6 +117,13 @@ def test_what_is_not_finite_stays_visible_in_8_bits(bad):
     assert y[0].isfinite().all() and y[1].isnan().all() and torch.equal(y[2], torch.zeros(5))
 
 
+def test_sums_too_long_for_32_bits_are_torch_s():
+    for n_in, by_kernel in ((66311, True), (66312, False)):
+        layer = Int8Linear(torch.ones(1, n_in), None, native=True)
+        assert (layer.kernel is not None) == by_kernel
+        torch.testing.assert_close(layer(torch.ones(1, n_in)), torch.full((1, 1), float(n_in)), rtol=1e-4, atol=0)
+
+
 def test_the_smallest_numbers_keep_their_signs_in_8_bits():
     layer = Int8Linear(torch.eye(4), None, native=True)
     x = torch.tensor([[1e-38, -1e-38, 3e-41, 0.0]])

@@ -32,7 +32,7 @@ from andrea.attention.triton_path import attend_fused, refusal_of_triton
 
 SCALED_DOT_PRODUCT = ScaledDotProduct()
 IMPLEMENTATIONS = ("reference", "chunked", "native", "sdpa", *SDPA_BACKENDS, "flex", "triton")
-# Up to so many keys torch.compile's code for the written-out form trains faster on a CPU than the fused kernel does.
+# Up to so many keys torch.compile's code for the written-out form trains faster on a CPU than torch's fused kernel does.
 WRITTEN_OUT_KEYS = 512
 
 

@@ -32,12 +32,11 @@ from andrea.model.layers import RMSNorm, softcap
 from andrea.model.positions import Position, RotaryPosition
 from andrea.native import address
 
-LONGEST_SUM = 2**31 // (127 * 255)
+LONGEST_SUM = 2**31 // (127 * 255)  # products of a byte and an int8 that surely fit our kernel's 32 bits
 FEW_ROWS = 8  # up to so many, a product reads its weights at most as often as it computes with them
 
-MakeLinear = Callable[
-    [Tensor, Tensor | None], nn.Module
-]  # of weight (d_out, d_in) and bias: x (..., d_in) -> (..., d_out)
+# Of weight (d_out, d_in) and bias: x (..., d_in) -> (..., d_out).
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
 
 
 def has_native(weight: Tensor) -> bool:
@@ -100,12 +99,12 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, native: bool) -> None:
         super().__init__()
-        assert weight.shape[1] <= LONGEST_SUM, f"sums of {weight.shape[1]} products may not fit 32 bits"
         self.weight, self.scale = quantised(weight.detach())
         self.sums = self.weight.sum(1, dtype=torch.int32)
         self.bias = None if bias is None else bias.detach()
         self.dtype = weight.dtype  # of what goes in and comes out
-        self.kernel = function("linear_int8", weight.dtype) if native else None
+        fits = native and weight.shape[1] <= LONGEST_SUM
+        self.kernel = function("linear_int8", weight.dtype) if fits else None
         self.places = self.find_places()
 
     def forward(self, x: Tensor) -> Tensor:
