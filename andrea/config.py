@@ -700,9 +700,10 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def convert_union(hint: Any, arguments: tuple, value: Any, where: str) -> Any:
-    if value is None or (type(value) is str and value in ("null", "none", "None") and not is_text(arguments)):
-        if type(None) in arguments:
-            return None
+    # What the YAML writes, the command line may; `none` and `None` may be somebody's file.
+    nothing = ("null",) if is_text(arguments) else ("null", "none", "None")
+    if type(None) in arguments and (value is None or type(value) is str and value in nothing):
+        return None
     choices = [choice for choice in arguments if choice is not type(None)]
     if choices == [PathText]:
         return convert(PathText, value, where)  # its error says what is wrong with the path

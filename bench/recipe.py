@@ -31,7 +31,7 @@ from common import RESULTS, ROOT, write_record
 
 FIRST_RATES = (0.0012, 0.0024, 0.0048)
 SHARES = (0.2, 0.3, 0.4, 0.55, 1.0)
-QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0", "resume=null"]
+QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0"]
 SPARSE = ["train.eval_every=1000000", "train.save_every=1000000", "train.attention_every=1000000"]
 ADAMW = ["optimizer.kind=adamw", "optimizer.momentum=null"]  # all other rates stay; decay then falls on the head too
 INGREDIENTS = {

@@ -49,6 +49,13 @@ def test_prompts_that_hydras_grammar_would_refuse_or_change(prompt: str) -> None
     assert configure(SamplingRun, "sample", [f"prompt={prompt}"]).prompt == prompt
 
 
+def test_null_means_on_the_command_line_what_it_means_in_the_yaml() -> None:
+    keys = ("resume", "init_from", "name", "train.lens_prompt", "train.max_minutes")
+    run = configure(TrainingRun, "train", [f"{key}=null" for key in keys])
+    assert (run.resume, run.init_from, run.name, run.train.lens_prompt, run.train.max_minutes) == (None,) * 5
+    assert configure(TrainingRun, "train", ["resume=None", "init_from=./null"]).resume == "None"
+
+
 def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture) -> None:
     def main(words: list[str]) -> int:
         raise UserError("first\nsecond \ud800")
