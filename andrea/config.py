@@ -392,6 +392,7 @@ class TrainingRun:
     health: HealthConfig
     parallel: ParallelConfig
     train: TrainConfig
+    float8: bool = False  # runs of before had none
 
     def check(self, path: str) -> None:
         between("seed", self.seed, 0, LARGEST_SEED)

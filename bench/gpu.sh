@@ -2,7 +2,8 @@
 # Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
 # Parts: checks attention tune loss optimizer train sizes save memory generate run; all of them when none is named. One table
 # at the end. Where a command may run for ten minutes only, name one part at a time: each writes what it has as it goes.
-# Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; memory and run need Hydra too (train.py).
+# Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; memory and run need Hydra too (train.py),
+# and 8-bit products are measured where torchao is there.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-bench/results}
@@ -16,6 +17,8 @@ unset TRITON_INTERPRET
 "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA card"; print(torch.cuda.get_device_name(), torch.__version__)' || exit 1
 stamp=$(date -u +%Y%m%d-%H%M%S)
 log="$output/gpu-$stamp.log"
+
+float8=$("$python" -c "import torchao" 2> /dev/null && echo --float8)
 
 measure() {
     local part=$1
@@ -31,10 +34,10 @@ measure tune bench/attention.py --tune --lengths 1024 --output "$output/attentio
 measure loss bench/loss.py --device cuda --batch 64 --output "$output/loss-cuda-$stamp.json"
 measure optimizer bench/optimizer.py --device cuda --output "$output/optimizer-cuda-$stamp.json"
 measure train bench/train.py --device cuda --batch 32 --peers fp32 bf16 bf16-compiled --optimizer muon \
-    --output "$output/train-andrea-120m-cuda-$stamp.json"
+    $float8 --output "$output/train-andrea-120m-cuda-$stamp.json"
 for size in andrea-480m:16 andrea-2b:4; do
     measure sizes bench/train.py --model "${size%:*}" --batch "${size#*:}" --device cuda --peers --optimizer muon \
-        --output "$output/train-${size%:*}-cuda-$stamp.json"
+        $float8 --output "$output/train-${size%:*}-cuda-$stamp.json"
 done
 measure save bench/async_save.py --ranks 1 --limit 0.05 --output "$output/async-save-cuda-$stamp.json"
 "$python" -c "import hydra" 2> /dev/null && measure memory bench/memory.py --device cuda --output "$output/memory-cuda-$stamp.json"

@@ -34,6 +34,7 @@ from andrea.attention import causal
 from andrea.attention.fastest import measure
 from andrea.config import ModelConfig
 from andrea.training.device import autocast, choose_precision, keep_freed_memory, weight_dtype
+from andrea.training.float8 import check_float8, to_float8
 from andrea.training.loss import MicroLoss
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel import Alone
@@ -51,6 +52,9 @@ def main() -> None:
     )
     parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="this project's")
     parser.add_argument("--compile", choices=("on", "off"), default="on", help="this project's")
+    parser.add_argument(
+        "--float8", action="store_true", help="this project's once more, its blocks multiplying in 8 bits"
+    )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["fp32"], help="how Hugging Face's model runs")
     parser.add_argument("--attention", default="auto", help="this project's attention.implementation")
     chosen = arguments(parser)
@@ -59,6 +63,7 @@ def main() -> None:
         return
     names = [f"hugging face, {mode}" for mode in chosen.peers]
     names.append(f"andrea, {chosen.precision}{', compiled' if chosen.compile == 'on' else ''}, {chosen.optimizer}")
+    names += [f"{names[-1]}, float8"] if chosen.float8 else []
     workers = {name: Worker(name) for name in names}
     assert_same_size(worker.facts["parameters"] for worker in workers.values())
     speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, chosen.device)
@@ -83,6 +88,9 @@ def contest(chosen: argparse.Namespace) -> None:
     assert precision != "fp16", "fp16 needs a loss scale, which this bench leaves out; use --precision fp32"
     attention = choose_attention(config, precision, chosen)
     andrea = make_andrea(config, chosen.vocabulary, chosen.device, attention)
+    if mode.endswith("float8"):
+        check_float8(torch.device(chosen.device), precision)
+        to_float8(andrea.blocks)
     facts = {"parameters": count_weights(andrea), "precision": precision, "attention": attention}
     serve(andrea_steps(andrea, text, precision, chosen), chosen.device, **facts)
 

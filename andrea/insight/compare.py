@@ -28,7 +28,14 @@ from andrea.training.console import short
 TRAINING_POINTS = 400  # at most, of each run's thin training curve in the page
 # What may differ between runs of one recipe: a scaling law is about size and tokens, all else being equal.
 SIZE_KEYS = ("name", "d_model", "n_layer", "n_head", "n_kv_head", "d_mlp", "recipe_steps", "recipe_tokens_per_step")
-ONE_RECIPE = {f"model.{key}" for key in SIZE_KEYS} | {"seed", "device", "precision", "compile", "deterministic"}
+ONE_RECIPE = {f"model.{key}" for key in SIZE_KEYS} | {
+    "seed",
+    "device",
+    "precision",
+    "float8",
+    "compile",
+    "deterministic",
+}
 ONE_RECIPE |= {"attention.implementation"}
 
 

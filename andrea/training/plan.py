@@ -13,6 +13,7 @@ from andrea.model.size import count_parameters, flops_per_token
 from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.console import duration, short
 from andrea.training.device import Choice, choose_compile, choose_device, choose_precision
+from andrea.training.float8 import check_float8
 from andrea.training.memory import Memory, plan_memory
 from andrea.training.resume import measured_pace
 
@@ -148,6 +149,8 @@ def describe(run: TrainingRun) -> str:
     n_vocab = planned_vocabulary(run)
     device = choose_device(run.device)
     precision = choose_precision(run.precision, device)
+    if run.float8:
+        check_float8(device, precision.value)
     parameters = count_parameters(run.model, run.attention, n_vocab)
     per_token = flops_per_token(run.model, run.attention, n_vocab)
     chosen = run.train.micro_batch

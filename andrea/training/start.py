@@ -40,6 +40,7 @@ from andrea.training.device import (
     weight_dtype,
 )
 from andrea.training.distributed import Ranks
+from andrea.training.float8 import to_float8
 from andrea.training.health import Data, Health
 from andrea.training.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
 from andrea.training.loss import MicroLoss
@@ -150,7 +151,10 @@ def make_parallel(
 
 
 def make_model(run: TrainingRun, corpus: Corpus) -> GPT:
-    return GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
+    model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
+    if run.float8:
+        to_float8(model.blocks)
+    return model
 
 
 def make_loss(
