@@ -378,7 +378,7 @@ class TrainingRun:
     device: str
     threads: int | Literal["auto"]
     precision: Literal["auto", "bf16", "fp16", "fp32"]
-    compile: Literal["auto", "on", "off"]
+    compile: Literal["auto", "on", "blocks", "off"]
     deterministic: bool | Literal["auto"]
     resume: PathText | None
     init_from: PathText | None

@@ -75,7 +75,9 @@ def work(chosen: argparse.Namespace) -> None:
         model = make_andrea(config, n_vocab, "cpu")
         dtype = weight_dtype(precision)
         parallel = Sharded(model, ranks, parallel_config, device, dtype, lambda: make_andrea(config, n_vocab, "cpu"))
-        loss = parallel.wrap(MicroLoss(model, device, precision, False, False), compiled=device.type == "cuda")
+        loss = parallel.wrap(
+            MicroLoss(model, device, precision, False, False), "on" if device.type == "cuda" else "off"
+        )
         optimizer = Optimizer(parallel, optimizer_config, bf16=precision == "bf16")
         savers = [
             ShardSaver(place / name, optimizer, ByteTokenizer(), 1, name == "async") for name in ("sync", "async")

@@ -44,7 +44,7 @@ def main() -> None:
     for model, (precision, compile_), recompute, micro_batch in itertools.product(
         chosen.models, NUMBERS, (False, True), MICRO_BATCHES
     ):
-        parts = [chosen.device, model, precision, "compiled" if compile_ == "on" else "eager"]
+        parts = [chosen.device, model, precision, "compiled" if compile_ != "off" else "eager"]
         name = " ".join([*parts, *(["checkpointing"] if recompute else []), f"{micro_batch} at a time"])
         if name not in rows:
             words = words_of(model, precision, compile_, recompute, micro_batch, chosen.device)

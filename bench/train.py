@@ -51,7 +51,7 @@ def main() -> None:
         "--optimizer", choices=("adamw", "muon"), default="adamw", help="this project's; theirs is AdamW"
     )
     parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="this project's")
-    parser.add_argument("--compile", choices=("on", "off"), default="on", help="this project's")
+    parser.add_argument("--compile", choices=("on", "blocks", "off"), default="on", help="this project's")
     parser.add_argument(
         "--float8", action="store_true", help="this project's once more, its blocks multiplying in 8 bits"
     )
@@ -62,7 +62,7 @@ def main() -> None:
         contest(chosen)
         return
     names = [f"hugging face, {mode}" for mode in chosen.peers]
-    names.append(f"andrea, {chosen.precision}{', compiled' if chosen.compile == 'on' else ''}, {chosen.optimizer}")
+    names.append(f"andrea, {chosen.precision}{', compiled' * (chosen.compile != 'off')}, {chosen.optimizer}")
     names += [f"{names[-1]}, float8"] if chosen.float8 else []
     workers = {name: Worker(name) for name in names}
     assert_same_size(worker.facts["parameters"] for worker in workers.values())
@@ -130,7 +130,7 @@ def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, cho
     optimizer = Optimizer(parallel, optimizer_config(chosen.optimizer), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
     micro = MicroLoss(model, text.device, precision, measuring, False)
-    loss_of = parallel.wrap(micro, compiled=chosen.compile == "on")
+    loss_of = parallel.wrap(micro, chosen.compile)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def run() -> int:

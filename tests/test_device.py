@@ -56,6 +56,8 @@ def test_compiling_is_for_runs_that_are_long_enough(monkeypatch: pytest.MonkeyPa
     assert choose_compile("auto", torch.device("mps"), 1e20).value == "off"
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert choose_compile("auto", CPU, 1e20).value == "on"
+    assert choose_compile("auto", CPU, 5e13).value == "blocks"
+    assert choose_compile("auto", torch.device("cuda"), 1e20).value == "on"
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     assert "g++" in choose_compile("auto", CPU, 1e20).why

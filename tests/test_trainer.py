@@ -281,15 +281,17 @@ def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_p
 
 
 @pytest.mark.untraced
-def test_one_graph_serves_a_whole_run(tiny_run, monkeypatch) -> None:
+@pytest.mark.parametrize(("how", "graphs"), [("on", 1), ("blocks", 2)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, recompute: bool) -> None:
     """Steps of several micro-batches, evaluation with its last, shorter batch, samples, measuring heads, saving."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr("torch._dynamo.config.error_on_recompile", True)
-    words = ["compile=on", "train.micro_batch=3", "train.attention_every=2", "train.eval_tokens=1000"]
-    assert tiny_run("name=a", *words) == 0
+    words = [f"compile={how}", "train.micro_batch=3", "train.attention_every=2", "train.eval_tokens=1000"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert tiny_run("name=a", f"train.activation_checkpointing={recompute}", *words) == 0
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
 def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:

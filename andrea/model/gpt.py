@@ -6,6 +6,7 @@ B batch, T tokens, V vocabulary. Pre-norm blocks: x + attention(norm(x)), then x
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -66,17 +67,37 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def recomputed(
-    block: Block, x: Tensor, place: Place | None, packing: Mask | None, observed: list[HeadStatistics] | None
+def call(
+    block: Block,
+    x: Tensor,
+    place: Place | None,
+    packing: Mask | None,
+    cache: LayerCache | None,
+    observed: list[HeadStatistics] | None,
 ) -> Tensor:
-    """block(x, …) that keeps x alone and computes the rest again in the backward pass (Chen et al. 2016, 1604.06174).
+    """block(x, …): what training may compile, once for all blocks."""
+    return block(x, place, packing, cache, observed)
+
+
+Run = Callable[[Block, Tensor, Place | None, Mask | None, LayerCache | None, list[HeadStatistics] | None], Tensor]
+
+
+def recomputed(
+    run: Run,
+    block: Block,
+    x: Tensor,
+    place: Place | None,
+    packing: Mask | None,
+    observed: list[HeadStatistics] | None,
+) -> Tensor:
+    """run(block, x, …) that keeps x alone and computes the rest again in the backward pass (Chen et al. 2016, 1604.06174).
 
     Statistics leave as a result, which the second computation throws away: each layer is observed once.
     """
 
     def forward(x: Tensor) -> tuple[Tensor, list[HeadStatistics] | None]:
         measured: list[HeadStatistics] | None = None if observed is None else []
-        return block(x, place, packing, None, measured), measured
+        return run(block, x, place, packing, None, measured), measured
 
     # A block draws no random numbers, so that none need be drawn again alike.
     x, measured = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
@@ -111,12 +132,14 @@ class GPT(nn.Module):
         cache: KeyValueCache | None = None,
         observed: list[HeadStatistics] | None = None,
         recompute: bool = False,
+        run: Run = call,
     ) -> Tensor:
         """tokens (B, T) int64 -> hidden (B, T, d_model), after the final norm.
 
         With a cache the tokens are new ones that stand at cache.length and after; their keys and values are appended
         to it, in place. observed: a list to which each layer appends the statistics of its heads. recompute: each block
         keeps its input alone for the backward pass, which computes the block's activations again.
+        run: how a block is called; `call` itself, or that compiled.
         """
         assert cache is None or not recompute, "what is generated has no backward pass"
         n_token = tokens.shape[1]
@@ -128,9 +151,9 @@ class GPT(nn.Module):
             packing = packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
         for index, block in enumerate(self.blocks):
             if recompute:
-                x = recomputed(block, x, place, packing, observed)
+                x = recomputed(run, block, x, place, packing, observed)
             else:
-                x = block(x, place, packing, None if cache is None else cache.layer(index), observed)
+                x = run(block, x, place, packing, None if cache is None else cache.layer(index), observed)
         if cache is not None:
             cache.advance(n_token)
         return self.final_norm(x)

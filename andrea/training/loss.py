@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from andrea.attention import HeadStatistics
-from andrea.model.gpt import GPT
+from andrea.model.gpt import GPT, Block, call
 from andrea.training.device import autocast, weight_dtype
 from andrea.training.fused_loss import IGNORED, fused_nats
 
@@ -50,8 +50,8 @@ def nats_of(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tens
 class MicroLoss(nn.Module):
     """The loss of a micro-batch in the run's precision, with its heads' statistics where each step measures them.
 
-    This is the module that DDP or FSDP wraps. Compiled is `in_precision`, or the blocks and `score` one by one: autocast is
-    entered outside, because torch keeps no code between starts in which it is.
+    This is the module that DDP or FSDP wraps. Compiled is `in_precision`, or `run_block` and `score`: autocast is entered
+    outside, because torch keeps no code between starts in which it is.
     """
 
     def __init__(self, model: GPT, device: torch.device, precision: str, observing: bool, recompute: bool) -> None:
@@ -66,9 +66,14 @@ class MicroLoss(nn.Module):
 
     def in_precision(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
         observed: list[HeadStatistics] | None = [] if self.observing else None
-        nats = self.score(self.model(tokens, observed=observed, recompute=self.recompute), targets)
+        hidden = self.model(tokens, observed=observed, recompute=self.recompute, run=self.run_block)
+        nats = self.score(hidden, targets)
         counted = (targets != IGNORED).any(1)
         return nats, HeadStatistics.of_layers(observed, counted) if observed else None
+
+    @staticmethod
+    def run_block(block: Block, *inputs) -> Tensor:
+        return call(block, *inputs)
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return nats_of(self.model, hidden, targets, self.precision)

@@ -125,7 +125,7 @@ def memory_of(
         precision=precision,
         optimizer=run.optimizer.kind,
         recompute=run.train.activation_checkpointing,
-        compiled=choose_compile(run.compile, device, flops).value == "on",
+        compiled=choose_compile(run.compile, device, flops).value != "off",
         on_cpu=device.type == "cpu",
         ranks=ranks,
         sharded=sharded,

@@ -97,7 +97,7 @@ def choose_attention(run: TrainingRun, device: torch.device, precision: str, com
     query, key = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     asked, measured = run.attention.implementation, measures_every_step(run)
     try:
-        name, why = choose(asked, query, key, key, compatibility, mask, measured, compiled=compile_ == "on")
+        name, why = choose(asked, query, key, key, compatibility, mask, measured, compiled=compile_ != "off")
     except ValueError as error:
         raise UserError(f"attention.{error}; choose another, or attention.implementation=auto") from None
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:

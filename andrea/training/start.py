@@ -169,7 +169,7 @@ def make_loss(
 
     recompute = run.train.activation_checkpointing
     micro = MicroLoss(parallel.model, device, run.precision, measures_every_step(run), recompute)
-    loss = parallel.wrap(micro, compiled=run.compile == "on")
+    loss = parallel.wrap(micro, run.compile)
     if run.compile == "off":
         return loss, run
     shorten_compiling(device)

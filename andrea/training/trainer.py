@@ -297,7 +297,7 @@ class Trainer:
         self.working("evaluating")
         parts = {}
         # Compiled code is made for one gradient mode: with gradients on, the training graph serves here too.
-        with torch.set_grad_enabled(self.run.compile == "on"), self.parallel.adding_up(last=False):
+        with torch.set_grad_enabled(self.run.compile != "off"), self.parallel.adding_up(last=False):
             for source in self.corpus.sources:
                 length, ranks = self.run.model.sequence_length, self.ranks
                 batches = validation_batches(source.val, length, self.micro_batch, most_tokens, ranks.rank, ranks.size)
