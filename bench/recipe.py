@@ -5,8 +5,8 @@
 
 The baseline is `model=gpt2 optimizer=adamw` at the shape of --model: GELU, learned positions, LayerNorm with biases, cosine
 decay to a tenth, with a head of its own (equal parameters). Its learning rate is tuned at the whole budget, in steps of a
-factor of two, until the best has a worse one on either side; there it is run with a tied head too (as GPT-2 is), and the
-better of the two counts, over all seeds. Ours is trained at growing shares of that budget, each run decayed to its own end,
+factor of two, until the best has a worse one on either side; there it is run with a tied head too (as GPT-2 is), and where
+that is better its rate is tuned in turn and it counts instead. The best counts over all seeds. Ours is trained at growing shares of that budget, each run decayed to its own end,
 until it passes the baseline's loss; where its line crosses that is read off between the last two shares (straight in the
 logarithm of tokens). Then one ingredient at a time is taken out of ours, or put in, at --ablation-share of the budget.
 
@@ -120,9 +120,11 @@ class Study:
         return [*words, f"model.tied_head={str(tied).lower()}", f"optimizer.learning_rate={rate}"]
 
     def compare(self) -> None:
-        rate, tried = self.best_rate()
+        rate, tried = self.best_rate(False, FIRST_RATES)
         with_tied = self.figure(name_of(True, rate), self.baseline(rate, True), self.steps, self.chosen.seeds[0])
         tied = with_tied < tried[rate]
+        if tied:
+            rate, tried = self.best_rate(True, (rate / 2, rate, rate * 2))
         goal, spread = self.mean(name_of(tied, rate), self.baseline(rate, tied), self.steps)
         print(f"\nbaseline: {name_of(tied, rate)}: {goal:.4f} bits per byte, spread {spread:.4f}")
         ours: dict[float, tuple[float, float]] = {}
@@ -145,14 +147,14 @@ class Study:
         share = self.record["share_of_tokens"]
         print("ours does not reach it" if share is None else f"ours passes it at {share:.1%} of the tokens, or before")
 
-    def best_rate(self) -> tuple[float, dict[float, float]]:
+    def best_rate(self, tied: bool, first: tuple[float, ...]) -> tuple[float, dict[float, float]]:
         """The rate with a worse one on either side, and the figure of each that was tried; on the first seed."""
         tried: dict[float, float] = {}
-        wanted = list(FIRST_RATES)
+        wanted = list(first)
         while wanted:
             rate = wanted.pop(0)
-            name = name_of(False, rate)
-            tried[rate] = self.figure(name, self.baseline(rate, False), self.steps, self.chosen.seeds[0])
+            name = name_of(tied, rate)
+            tried[rate] = self.figure(name, self.baseline(rate, tied), self.steps, self.chosen.seeds[0])
             best = min(tried, key=lambda each: tried[each])
             if not wanted and best in (min(tried), max(tried)):
                 wanted = [best / 2 if best == min(tried) else best * 2]

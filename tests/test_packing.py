@@ -40,6 +40,7 @@ CONFIGS = {
     ),  # heads of 20: more than the lanes of a vector
     "gpt2": LIKE_GPT2,
     "shared keys": SHARED_KEYS,
+    "gelu": dataclasses.replace(CONFIG, mlp="gelu", bias=True, qk_norm=False),
     "swiglu": dataclasses.replace(SHARED_KEYS, mlp="swiglu", position="none", logit_softcap=None),
 }
 
@@ -171,6 +172,29 @@ def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
             each.append(window.next_logits(texts)[0][:, 0])
         results[2].append(next_logits_uncached(double, tokens[:, :n_token]))
     judge(*(torch.stack(each) for each in results))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("n_text", [1, 3])
+def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_text):
+    """The same products and the same roundings, so the same numbers but for torch's own exponentials and sums."""
+    packed = pack(make_model(CONFIGS[name]).to(dtype).requires_grad_(False), int8=int8, compiled=False)
+    if CONFIGS[name].norm == "layernorm":
+        assert packed.blocks is None
+        return
+    caches = [packed.make_cache(n_text, 8) for _ in range(2)]
+    tokens = torch.randint(0, 257, (n_text, 8), generator=torch.Generator().manual_seed(3))
+    for each in tokens.split(1, dim=1):
+        assert packed.blocks.fits(each, caches[0])
+        ours, twin = packed(each, caches[0]), packed.model(each, caches[1])
+        torch.testing.assert_close(ours, twin)
+    assert caches[0].length == caches[1].length == 8
+    for kept, of_twin in zip(caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True):
+        torch.testing.assert_close(kept, of_twin)
+    with pytest.raises(AssertionError, match="9 tokens do not fit a cache with room for 8"):
+        packed(each, caches[0])
 
 
 @pytest.mark.parametrize("name", ["andrea", "shared keys"])

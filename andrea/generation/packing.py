@@ -8,6 +8,7 @@ long; without a compiler, oneDNN's own layout at least spares torch converting a
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 from collections.abc import Callable
 
@@ -26,9 +27,9 @@ from andrea.attention import (
     ScaledDotProduct,
 )
 from andrea.attention.mask import Causal
-from andrea.generation.kernels.native import NAMES, function, library
+from andrea.generation.kernels.native import ACTIVATIONS, NAMES, Layer, Matrix, Shape, function, library
 from andrea.model.gpt import GPT
-from andrea.model.layers import RMSNorm, softcap
+from andrea.model.layers import RMSNorm, SwiGLU, gelu, relu_squared, softcap
 from andrea.model.positions import Position, RotaryPosition
 from andrea.native import address
 
@@ -58,7 +59,7 @@ class NativeLinear(nn.Module):
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach()
         self.kernel = function("linear", weight.dtype)
-        self.places = address(self.weight), address(self.bias)  # asked for once: a token has some hundred products
+        self.matrix = self.described()
 
     def forward(self, x: Tensor) -> Tensor:
         n_out, n_in = self.weight.shape
@@ -67,14 +68,19 @@ class NativeLinear(nn.Module):
         if n_row > FEW_ROWS:
             return functional.linear(x, self.weight, self.bias)
         x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
-        self.kernel(*self.places, x.data_ptr(), y.data_ptr(), n_row, n_in, n_out)
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
         return y
+
+    def described(self) -> Matrix:
+        """For the kernel; asked for once, because a token has some hundred products."""
+        n_out, n_in = self.weight.shape
+        return Matrix(weight=address(self.weight), bias=address(self.bias), n_in=n_in, n_out=n_out)
 
     def rows(self, start: int, stop: int) -> NativeLinear:
         """A part of the output, with a part of the same weights."""
         part = copy.copy(self)
         part.weight, part.bias = self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
-        part.places = address(part.weight), address(part.bias)
+        part.matrix = part.described()
         return part
 
 
@@ -104,8 +110,8 @@ class Int8Linear(nn.Module):
         self.bias = None if bias is None else bias.detach()
         self.dtype = weight.dtype  # of what goes in and comes out
         fits = native and weight.shape[1] <= LONGEST_SUM
-        self.kernel = function("linear_int8", weight.dtype) if fits else None
-        self.places = self.find_places()
+        self.kernel = function("linear", weight.dtype) if fits else None
+        self.matrix = self.described()
 
     def forward(self, x: Tensor) -> Tensor:
         n_out, n_in = self.weight.shape
@@ -116,19 +122,20 @@ class Int8Linear(nn.Module):
         if self.kernel is None:
             return self.written_out(x) if torch.compiler.is_compiling() else self.readable(x)
         x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
-        self.kernel(*self.places, x.data_ptr(), y.data_ptr(), n_row, n_in, n_out)
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
         return y
 
-    def find_places(self) -> tuple[int | None, ...]:
-        """Addresses, asked for once: a token has some hundred products."""
-        return tuple(map(address, (self.weight, self.scale, self.sums, self.bias)))
+    def described(self) -> Matrix:
+        """For the kernel; asked for once, because a token has some hundred products."""
+        places = map(address, (self.weight, self.scale, self.sums, self.bias))
+        return Matrix(*places, n_in=self.weight.shape[1], n_out=self.weight.shape[0])
 
     def rows(self, start: int, stop: int) -> Int8Linear:
         """A part of the output, with a part of the same weights."""
         part = copy.copy(self)
         part.weight, part.scale, part.sums = (each[start:stop] for each in (self.weight, self.scale, self.sums))
         part.bias = None if self.bias is None else self.bias[start:stop]
-        part.places = part.find_places()
+        part.matrix = part.described()
         return part
 
     def readable(self, x: Tensor) -> Tensor:
@@ -219,6 +226,79 @@ class NativeAttention(nn.Module):
         return self.attention.output(retrieved)
 
 
+class NativeBlocks:
+    """All blocks and the final norm in one call of our kernel, for one new token of each of a few texts of one length.
+
+    Its readable twin is the packed model itself, whose memory it shares.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        first, mlp, config = model.blocks[0].attention, model.blocks[0].mlp, model.config
+        self.model, self.turns, self.final_norm = model, first.turns, model.final_norm.place
+        self.kernel = function("decode", model.embedding.weight.dtype)
+        self.shape = Shape(
+            n_layer=len(model.blocks),
+            d_model=config.d_model,
+            d_mlp=config.d_mlp,
+            n_head=first.n_head,
+            n_kv_head=first.n_kv_head,
+            d_head=config.d_head,
+            activation=ACTIVATIONS.index(activation_of(mlp)),
+            norm_epsilon=model.final_norm.epsilon,
+            qk_epsilon=first.epsilon,
+            scale=first.scale,
+        )
+        self.layers = (Layer * len(model.blocks))()
+        for layer, block in zip(self.layers, model.blocks, strict=True):
+            layer.attention_norm, layer.mlp_norm = block.attention_norm.place, block.mlp_norm.place
+            layer.project, layer.output = block.attention.project.matrix, block.attention.attention.output.matrix
+            layer.up, layer.down = block.mlp.up.matrix, block.mlp.down.matrix
+            if isinstance(block.mlp, SwiGLU):
+                layer.gate = block.mlp.gate.matrix
+
+    @staticmethod
+    def serves(model: GPT) -> bool:
+        """Whether every part of the packed model is one that the kernel knows."""
+        linears = [module for module in model.modules() if isinstance(module, (NativeLinear, Int8Linear))]
+        norms = [model.final_norm, *(norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm))]
+        return (
+            all(isinstance(block.attention, NativeAttention) for block in model.blocks)
+            and all(isinstance(norm, NativeRMSNorm) for norm in norms)
+            and all(activation_of(block.mlp) in ACTIVATIONS for block in model.blocks)
+            and all(linear.kernel is not None for linear in linears)
+        )
+
+    def fits(self, tokens: Tensor, cache: KeyValueCache | None) -> bool:
+        one_each = tokens.shape[1] == 1 and len(tokens) <= FEW_ROWS
+        return one_each and cache is not None and isinstance(cache.length, int)
+
+    def __call__(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        """tokens (B, 1), the cache of those before, to which theirs is appended -> hidden (B, 1, d_model)."""
+        x = self.model.position.add(self.model.embedding(tokens), cache.length).contiguous()
+        hidden, kept = torch.empty_like(x), cache.keys[0]
+        n_room = cache.n_room
+        assert cache.length < n_room, f"{cache.length + 1} tokens do not fit a cache with room for {n_room}"
+        assert kept.dtype == x.dtype and len(kept) == len(x), (kept.dtype, x.dtype, kept.shape, x.shape)
+        assert all(each.is_contiguous() for each in (*cache.keys, *cache.values))
+        self.shape.n_row, self.shape.n_room, self.shape.length = len(x), n_room, cache.length
+        keys, values = (addresses(each) for each in (cache.keys, cache.values))
+        turn = None if self.turns is None else self.turns[cache.length].data_ptr()
+        self.kernel(self.layers, self.final_norm, keys, values, turn, x.data_ptr(), hidden.data_ptr(), self.shape)
+        cache.advance(1)
+        return hidden
+
+
+def activation_of(mlp: nn.Module) -> str | None:
+    """As the kernel calls it; None for one that it does not know."""
+    if isinstance(mlp, SwiGLU):
+        return "swiglu"
+    return {relu_squared: "relu2", gelu: "gelu"}.get(getattr(mlp, "activation", None))
+
+
+def addresses(tensors: list[Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
+
+
 class PackedGPT:
     """The part of GPT that decoding uses; takes the model over and replaces its matrices, the head's included."""
 
@@ -234,11 +314,14 @@ class PackedGPT:
         replace_linears(model, make_linear)
         if native:
             replace_norms(model)
+        self.blocks = NativeBlocks(model) if native and NativeBlocks.serves(model) else None
         self.model = model
         self.config = model.config
         self.make_cache = model.make_cache
 
     def __call__(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        if self.blocks is not None and self.blocks.fits(tokens, cache):
+            return self.blocks(tokens, cache)
         return self.model(tokens, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:

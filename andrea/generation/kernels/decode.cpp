@@ -36,6 +36,13 @@ void store(BF16* place, float x) {  // to the nearest, ties to even; NaN stays N
     place->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+template <typename T>
+float rounded(float x) {
+    T kept;
+    store(&kept, x);
+    return number(kept);
+}
+
 Floats vector(const float* x) {
     Floats v;
     std::memcpy(&v, x, sizeof v);
@@ -77,17 +84,6 @@ std::vector<float> in_fp32(const T* x, int64_t n) {
     return copy;
 }
 
-template <typename W, typename T>
-void linear(const W* weight, const T* bias, const T* x, T* y, int64_t n_row, int64_t n_in, int64_t n_out) {
-    const std::vector<float> rows = in_fp32(x, n_row * n_in);
-#pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < n_out; ++n)
-        for (int64_t m = 0; m < n_row; ++m) {
-            float value = dot(weight + n * n_in, rows.data() + m * n_in, n_in);
-            store(y + m * n_out + n, bias ? value + number(bias[n]) : value);
-        }
-}
-
 // A row as 16-bit integers u - 32768 times its step, u in two bytes: products with int8 weights are then sums of integers.
 struct Bytes {
     std::vector<uint8_t> high, low;
@@ -111,26 +107,68 @@ Bytes in_bytes(const T* x, int64_t n) {
     return bytes;
 }
 
+// Weight (n_out, n_in) in T, or where it has scales (n_out) in 8 bits, with the sums of its rows; bias (n_out) or null.
 template <typename T>
-void linear_int8(
-    const int8_t* weight, const float* scale, const int32_t* sums, const T* bias, const T* x, T* y, int64_t n_row,
-    int64_t n_in, int64_t n_out) {
-    std::vector<Bytes> rows;
-    for (int64_t m = 0; m < n_row; ++m) rows.push_back(in_bytes(x + m * n_in, n_in));
-#pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < n_out; ++n)
-        for (int64_t m = 0; m < n_row; ++m) {
-            const int8_t* w = weight + n * n_in;
-            const uint8_t *high = rows[m].high.data(), *low = rows[m].low.data();
-            int32_t of_high = 0, of_low = 0;
-            for (int64_t k = 0; k < n_in; ++k) {
-                of_high += int32_t(w[k]) * high[k];
-                of_low += int32_t(w[k]) * low[k];
-            }
-            int64_t total = 256 * int64_t(of_high) + of_low - 32768 * int64_t(sums[n]);
-            float value = float(total) * scale[n] * rows[m].step;
-            store(y + m * n_out + n, bias ? value + number(bias[n]) : value);
+struct Matrix {
+    const void* weight;
+    const float* scale;
+    const int32_t* sums;
+    const T* bias;
+    int64_t n_in, n_out;
+};
+
+// Rows as a matrix takes them; each thread of a team makes its own, which costs less than waiting for another's.
+struct Rows {
+    std::vector<float> numbers;
+    std::vector<Bytes> bytes;
+};
+
+template <typename T>
+Rows rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row) {
+    Rows rows;
+    if (!matrix.scale) rows.numbers = in_fp32(x, n_row * matrix.n_in);
+    else
+        for (int64_t m = 0; m < n_row; ++m) rows.bytes.push_back(in_bytes(x + m * matrix.n_in, matrix.n_in));
+    return rows;
+}
+
+// Entry n of row m of the product.
+template <typename T>
+float product(const Matrix<T>& matrix, const Rows& rows, int64_t m, int64_t n) {
+    const int64_t n_in = matrix.n_in;
+    float value;
+    if (!matrix.scale) value = dot(static_cast<const T*>(matrix.weight) + n * n_in, rows.numbers.data() + m * n_in, n_in);
+    else {
+        const int8_t* w = static_cast<const int8_t*>(matrix.weight) + n * n_in;
+        const uint8_t *high = rows.bytes[m].high.data(), *low = rows.bytes[m].low.data();
+        int32_t of_high = 0, of_low = 0;
+        for (int64_t k = 0; k < n_in; ++k) {
+            of_high += int32_t(w[k]) * high[k];
+            of_low += int32_t(w[k]) * low[k];
         }
+        int64_t total = 256 * int64_t(of_high) + of_low - 32768 * int64_t(matrix.sums[n]);
+        value = float(total) * matrix.scale[n] * rows.bytes[m].step;
+    }
+    return matrix.bias ? value + number(matrix.bias[n]) : value;
+}
+
+// x (n_row, n_in) -> y (n_row, n_out), by a team of threads: each makes its share of y, and waits for the others. added: to y.
+template <typename T>
+void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, bool added = false) {
+    const Rows rows = rows_for(matrix, x, n_row);
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < matrix.n_out; ++n)
+        for (int64_t m = 0; m < n_row; ++m) {
+            T* place = y + m * matrix.n_out + n;
+            float value = product(matrix, rows, m, n);
+            store(place, added ? number(*place) + rounded<T>(value) : value);
+        }
+}
+
+template <typename T>
+void linear(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row) {
+#pragma omp parallel
+    linear_by_team(matrix, x, y, n_row);
 }
 
 template <typename T>
@@ -158,11 +196,11 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, con
 // One new token of each of B texts of one length: qkv (B, (H + 2G) D) and the cache (B, G, room, D), of which `length` are
 // filled. The new key and value go into the cache; out (B, H D).
 template <typename T>
-void attend(
+void attend_by_team(
     const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,
     int64_t d, int64_t n_room, int64_t length, float epsilon, float scale) {
     const int64_t shared = n_head / n_kv_head, width = (n_head + 2 * n_kv_head) * d;
-#pragma omp parallel for schedule(static)
+#pragma omp for schedule(static)
     for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
         const int64_t b = each / n_kv_head, g = each % n_kv_head;
         const T* new_key = qkv + b * width + (n_head + g) * d;
@@ -187,17 +225,70 @@ void attend(
     }
 }
 
+enum Activation : int64_t { GELU, RELU2, SWIGLU };  // as in native.py
+
+struct Shape {
+    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, n_room, length, activation;
+    float norm_epsilon, qk_epsilon, scale;
+};
+
+template <typename T>
+struct Layer {
+    const float* attention_norm;
+    Matrix<T> project, output;
+    const float* mlp_norm;
+    Matrix<T> gate, up, down;  // gate: SwiGLU's
+};
+
+template <typename T>
+float activated(int64_t activation, float up, float gate) {
+    if (activation == SWIGLU) return rounded<T>(gate / (1 + std::exp(-gate))) * up;
+    if (activation == RELU2) return up > 0 || up != up ? up * up : 0;
+    return 0.5f * up * (1 + std::tanh(0.7978845608f * (up + 0.044715f * up * up * up)));
+}
+
+// All blocks and the final norm for one new token of each of n_row texts of one length: x (n_row, d_model), which is written
+// over, -> y. What is written down is rounded to T where the blocks of model/gpt.py round. One team of threads for all of it:
+// a team for each operation, and Python between them, took a third of a token's time in 8 bits.
+template <typename T>
+void decode(
+    const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,
+    const Shape& shape) {
+    const int64_t n_row = shape.n_row, d_model = shape.d_model, d_attended = shape.n_head * shape.d_head;
+    std::vector<T> qkv(n_row * (d_attended + 2 * shape.n_kv_head * shape.d_head)), retrieved(n_row * d_attended);
+    std::vector<T> wide(n_row * shape.d_mlp);
+#pragma omp parallel
+    {
+        std::vector<T> normed(n_row * d_model);
+        for (int64_t l = 0; l < shape.n_layer; ++l) {
+            const Layer<T>& layer = layers[l];
+            rms_norm(x, layer.attention_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
+            linear_by_team(layer.project, normed.data(), qkv.data(), n_row);
+            attend_by_team(
+                qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
+                shape.n_room, shape.length, shape.qk_epsilon, shape.scale);
+            linear_by_team(layer.output, retrieved.data(), x, n_row, true);
+            rms_norm(x, layer.mlp_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
+            const Rows rows = rows_for(layer.up, normed.data(), n_row);
+#pragma omp for schedule(static)
+            for (int64_t n = 0; n < shape.d_mlp; ++n)
+                for (int64_t m = 0; m < n_row; ++m) {
+                    float gate = shape.activation == SWIGLU ? rounded<T>(product(layer.gate, rows, m, n)) : 0;
+                    float up = rounded<T>(product(layer.up, rows, m, n));
+                    store(wide.data() + m * shape.d_mlp + n, activated<T>(shape.activation, up, gate));
+                }
+            linear_by_team(layer.down, wide.data(), x, n_row, true);
+        }
+#pragma omp single
+        rms_norm(x, final_norm, y, n_row, d_model, shape.norm_epsilon);
+    }
+}
+
 }  // namespace
 
 #define FOR_TYPE(T, NAME)                                                                                                  \
-    extern "C" void linear_##NAME(                                                                                         \
-        const T* weight, const T* bias, const T* x, T* y, int64_t n_row, int64_t n_in, int64_t n_out) {                    \
-        linear(weight, bias, x, y, n_row, n_in, n_out);                                                                    \
-    }                                                                                                                      \
-    extern "C" void linear_int8_##NAME(                                                                                    \
-        const int8_t* weight, const float* scale, const int32_t* sums, const T* bias, const T* x, T* y, int64_t n_row,     \
-        int64_t n_in, int64_t n_out) {                                                                                     \
-        linear_int8(weight, scale, sums, bias, x, y, n_row, n_in, n_out);                                                  \
+    extern "C" void linear_##NAME(const Matrix<T>* matrix, const T* x, T* y, int64_t n_row) {                              \
+        linear(*matrix, x, y, n_row);                                                                                      \
     }                                                                                                                      \
     extern "C" void rms_norm_##NAME(const T* x, const float* weight, T* y, int64_t n_row, int64_t n, float epsilon) {      \
         rms_norm(x, weight, y, n_row, n, epsilon);                                                                         \
@@ -205,7 +296,13 @@ void attend(
     extern "C" void attend_##NAME(                                                                                         \
         const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,   \
         int64_t d, int64_t n_room, int64_t length, float epsilon, float scale) {                                           \
-        attend(qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, n_room, length, epsilon, scale);               \
+        _Pragma("omp parallel")                                                                                            \
+        attend_by_team(qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, n_room, length, epsilon, scale);       \
+    }                                                                                                                      \
+    extern "C" void decode_##NAME(                                                                                         \
+        const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,  \
+        const Shape* shape) {                                                                                              \
+        decode(layers, final_norm, keys, values, turn, x, y, *shape);                                                      \
     }
 
 FOR_TYPE(float, fp32)

@@ -12,11 +12,30 @@ import torch
 from andrea.native import COUNT, NUMBER, POINTER, compiled
 
 SOURCE = Path(__file__).with_name("decode.cpp")
+ACTIVATIONS = ("gelu", "relu2", "swiglu")  # in the order of decode.cpp's
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [(name, POINTER) for name in ("weight", "scale", "sums", "bias")]
+    _fields_ += [(name, COUNT) for name in ("n_in", "n_out")]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [(name, COUNT) for name in ("n_layer", "n_row", "d_model", "d_mlp", "n_head", "n_kv_head", "d_head")]
+    _fields_ += [(name, COUNT) for name in ("n_room", "length", "activation")]
+    _fields_ += [(name, NUMBER) for name in ("norm_epsilon", "qk_epsilon", "scale")]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [("attention_norm", POINTER), ("project", Matrix), ("output", Matrix)]
+    _fields_ += [("mlp_norm", POINTER), ("gate", Matrix), ("up", Matrix), ("down", Matrix)]
+
+
 ARGUMENTS = {
-    "linear": [POINTER] * 4 + [COUNT] * 3,
-    "linear_int8": [POINTER] * 6 + [COUNT] * 3,
+    "linear": [ctypes.POINTER(Matrix), POINTER, POINTER, COUNT],
     "rms_norm": [POINTER] * 3 + [COUNT] * 2 + [NUMBER],
     "attend": [POINTER] * 5 + [COUNT] * 6 + [NUMBER] * 2,
+    "decode": [POINTER] * 7 + [ctypes.POINTER(Shape)],
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
