@@ -35,6 +35,7 @@ from common import (
 
 from andrea.generation import Engine, Request, Sampling
 from andrea.generation.packing import NativeLinear, has_native
+from andrea.native import LargePages
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 READING = "memory read, in GB"
@@ -129,6 +130,8 @@ def hugging_face_writer(model: torch.nn.Module, kind: str, chosen) -> Callable[[
 def reader(device: str) -> Callable[[], float]:
     """Gigabytes read once, by the fastest reader here: torch's sum, or our own product with a single row."""
     numbers = torch.ones(2**28, dtype=torch.bfloat16, device=device)  # more than any cache holds
+    if device == "cpu":
+        numbers = LargePages(numbers.nbytes).place(numbers)
     readers = [lambda: numbers.view(torch.int64).sum()]
     if has_native(numbers):
         layer, row = NativeLinear(numbers.view(-1, 1024), None), torch.ones(1, 1024, dtype=torch.bfloat16)

@@ -6,9 +6,10 @@
 The baseline is `model=gpt2 optimizer=adamw` at the shape of --model: GELU, learned positions, LayerNorm with biases, cosine
 decay to a tenth, with a head of its own (equal parameters). Its learning rate is tuned at the whole budget, in steps of a
 factor of two, until the best has a worse one on either side; there it is run with a tied head too (as GPT-2 is), and where
-that is better its rate is tuned in turn and it counts instead. The best counts over all seeds. Ours is trained at growing shares of that budget, each run decayed to its own end,
-until it passes the baseline's loss; where its line crosses that is read off between the last two shares (straight in the
-logarithm of tokens). Then one ingredient at a time is taken out of ours, or put in, at --ablation-share of the budget.
+that is better its rate is tuned in turn and it counts instead. The best counts over all seeds. Ours is trained at growing
+shares of that budget, each run decayed to its own end, until it passes the baseline's loss; where its line crosses that is
+read off between the last two shares (straight in the logarithm of tokens). Then one ingredient at a time is taken out of
+ours, or put in, at --ablation-share of the budget.
 
 Every figure is the whole held-out split's bits per byte at the end of a `train.py` run. Each finished run is written; a study
 that was cut off goes on after it.

@@ -30,7 +30,7 @@ from andrea.generation.packing import (
 )
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm
-from andrea.native import compiled
+from andrea.native import LargePages, compiled
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHARED_KEYS = dataclasses.replace(CONFIG, d_model=48, n_head=6, n_kv_head=2)  # heads of 8
@@ -257,6 +257,18 @@ def test_attention_that_no_kernel_serves_keeps_torch_s():
         packed = pack(model.requires_grad_(False), int8=False, compiled=False)
         assert not isinstance(packed.model.blocks[0].attention, NativeAttention)
         assert isinstance(packed.model.blocks[0].attention.query, NativeLinear)
+
+
+def test_large_pages_hold_what_is_placed_in_them():
+    tensors = [draw(5, 3), torch.arange(7, dtype=torch.int8), draw(0), draw(64).bfloat16()]
+    pages = LargePages(sum(LargePages.room_for(tensor.nbytes) for tensor in tensors))
+    placed = [pages.place(tensor) for tensor in tensors]
+    for tensor, copied in zip(tensors, placed, strict=True):
+        assert torch.equal(tensor, copied) and copied.data_ptr() % LargePages.ALIGNED == 0
+    with pytest.raises(AssertionError, match="do not fit"):
+        pages.place(draw(1))
+    del pages
+    assert torch.equal(placed[3], tensors[3])
 
 
 # ------------------------------------------------------------------------------------------------------- the compiler

@@ -31,7 +31,7 @@ from andrea.generation.kernels.native import ACTIVATIONS, NAMES, Layer, Matrix, 
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm, SwiGLU, gelu, relu_squared, softcap
 from andrea.model.positions import Position, RotaryPosition
-from andrea.native import address
+from andrea.native import LargePages, address
 
 LONGEST_SUM = 2**31 // (127 * 255)  # products of a byte and an int8 that surely fit our kernel's 32 bits
 FEW_ROWS = 8  # up to so many, a product reads its weights at most as often as it computes with them
@@ -54,9 +54,9 @@ def has_onednn(weight: Tensor) -> bool:
 class NativeLinear(nn.Module):
     """nn.Linear without gradients; few rows go through our kernel."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, pages: LargePages | None = None) -> None:
         super().__init__()
-        self.weight = weight.detach().contiguous()
+        self.weight = weight.detach().contiguous() if pages is None else pages.place(weight.detach())
         self.bias = None if bias is None else bias.detach()
         self.kernel = function("linear", weight.dtype)
         self.matrix = self.described()
@@ -103,9 +103,10 @@ class Int8Linear(nn.Module):
     Our kernel takes x in 16 bits, finer than bf16; what torch computes takes it as it is.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, native: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, native: bool, pages: LargePages | None = None) -> None:
         super().__init__()
         self.weight, self.scale = quantised(weight.detach())
+        self.weight = self.weight if pages is None else pages.place(self.weight)
         self.sums = self.weight.sum(1, dtype=torch.int32)
         self.bias = None if bias is None else bias.detach()
         self.dtype = weight.dtype  # of what goes in and comes out
@@ -303,9 +304,10 @@ class PackedGPT:
     """The part of GPT that decoding uses; takes the model over and replaces its matrices, the head's included."""
 
     def __init__(self, model: GPT, int8: bool, native: bool) -> None:
-        make_linear: MakeLinear = NativeLinear if native else OneDNNLinear
+        pages = LargePages(bytes_of_matrices(model)) if native else None
+        make_linear: MakeLinear = functools.partial(NativeLinear, pages=pages) if native else OneDNNLinear
         if int8:
-            make_linear = functools.partial(Int8Linear, native=native)
+            make_linear = functools.partial(Int8Linear, native=native, pages=pages)
         self.head = make_linear(model.head_weight, None)
         model.head = None
         for block in model.blocks:
@@ -336,6 +338,13 @@ def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
     if int8 or native or (not compiled and has_onednn(weight)):
         return PackedGPT(model, int8, native)
     return model
+
+
+def bytes_of_matrices(model: GPT) -> int:
+    """At the most, of what becomes of them."""
+    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    shared = [model.head_weight] if model.head is None else []
+    return sum(LargePages.room_for(weight.nbytes) for weight in (*linears, *shared))
 
 
 def replace_linears(module: nn.Module, make_linear: MakeLinear) -> None:
