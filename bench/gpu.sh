@@ -41,7 +41,8 @@ for size in andrea-480m:16 andrea-2b:4; do
 done
 measure save bench/async_save.py --ranks 1 --limit 0.05 --output "$output/async-save-cuda-$stamp.json"
 "$python" -c "import hydra" 2> /dev/null && measure memory bench/memory.py --device cuda --output "$output/memory-cuda-$stamp.json"
-measure generate bench/generate.py --device cuda --ours bf16 --output "$output/generate-andrea-120m-cuda-$stamp.json"
+measure generate bench/generate.py --device cuda --ours bf16 --peers bf16 bf16-static \
+    --output "$output/generate-andrea-120m-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --compiled --output "$output/generate-compiled-cuda-$stamp.json"
 measure generate bench/generate.py --device cuda --batch 64 --ours bf16 --compiled \
     --output "$output/generate-batch-64-cuda-$stamp.json"
