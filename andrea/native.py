@@ -77,12 +77,9 @@ class LargePages:
     ALIGNED = 64  # bytes: a line of the cache
 
     def __init__(self, n_bytes: int) -> None:
-        if sys.platform == "linux":
-            self.memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
-        else:
-            self.memory = mmap.mmap(-1, max(n_bytes, 1))
+        self.memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # another system, or a kernel without them
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.used = 0
 
     @classmethod

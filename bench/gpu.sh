@@ -18,7 +18,7 @@ unset TRITON_INTERPRET
 stamp=$(date -u +%Y%m%d-%H%M%S)
 log="$output/gpu-$stamp.log"
 
-float8=$("$python" -c "import torchao" 2> /dev/null && echo --float8)
+float8=$("$python" -c "import torch, torchao; assert torch.cuda.get_device_capability() >= (8, 9)" 2> /dev/null && echo --float8)
 
 measure() {
     local part=$1

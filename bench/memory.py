@@ -29,7 +29,7 @@ from andrea.training.plan import GIB, memory_of, planned_vocabulary
 
 TOKENIZERS = {"andrea-nano": "bpe", "andrea-12m": "byte", "andrea-120m": "gpt2"}
 MICRO_BATCHES = (1, 2, 4)
-NUMBERS = (("fp32", "off"), ("bf16", "off"), ("bf16", "on"))  # (precision, torch.compile)
+NUMBERS = (("fp32", "off"), ("bf16", "off"), ("bf16", "on"), ("bf16", "blocks"))  # (precision, torch.compile)
 TEXT = Path(argparse.__file__).with_name("_pydecimal.py")  # on every machine, and short
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     for model, (precision, compile_), recompute, micro_batch in itertools.product(
         chosen.models, NUMBERS, (False, True), MICRO_BATCHES
     ):
-        parts = [chosen.device, model, precision, "compiled" if compile_ != "off" else "eager"]
+        parts = [chosen.device, model, precision, {"off": "eager", "on": "compiled", "blocks": "blocks"}[compile_]]
         name = " ".join([*parts, *(["checkpointing"] if recompute else []), f"{micro_batch} at a time"])
         if name not in rows:
             words = words_of(model, precision, compile_, recompute, micro_batch, chosen.device)

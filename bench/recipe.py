@@ -97,9 +97,10 @@ class Study:
             places = [f"runs_dir={self.place / 'runs'}", f"data_dir={self.place / 'data'}", "name=run"]
             command = [sys.executable, str(ROOT / "train.py"), "device=cpu", *data, *places, *QUIET, *SPARSE, *words]
             command += [f"train.steps={steps}", f"train.tokens_per_step={self.shape['recipe_tokens_per_step']}"]
-            subprocess.run([*command, f"seed={seed}"], check=True, stdout=subprocess.DEVNULL)
-            last = (self.place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-            self.record["runs"][key] = json.loads(last)["val/bpb"]
+            code = subprocess.run([*command, f"seed={seed}"], stdout=subprocess.DEVNULL).returncode
+            assert code in (0, 3), f"exit code {code}: {key}"
+            lines = (self.place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            self.record["runs"][key] = math.inf if code else json.loads(lines[-1])["val/bpb"]  # 3: it diverged
             self.write()
             print(f"{self.record['runs'][key]:.4f}  {key}", flush=True)
         return self.record["runs"][key]

@@ -62,7 +62,9 @@ def main() -> None:
         contest(chosen)
         return
     names = [f"hugging face, {mode}" for mode in chosen.peers]
-    names.append(f"andrea, {chosen.precision}{', compiled' * (chosen.compile != 'off')}, {chosen.optimizer}")
+    names.append(
+        f"andrea, {chosen.precision}{dict(on=', compiled', blocks=', blocks compiled', off='')[chosen.compile]}, {chosen.optimizer}"
+    )
     names += [f"{names[-1]}, float8"] if chosen.float8 else []
     workers = {name: Worker(name) for name in names}
     assert_same_size(worker.facts["parameters"] for worker in workers.values())
@@ -89,7 +91,8 @@ def contest(chosen: argparse.Namespace) -> None:
     attention = choose_attention(config, precision, chosen)
     andrea = make_andrea(config, chosen.vocabulary, chosen.device, attention)
     if mode.endswith("float8"):
-        check_float8(torch.device(chosen.device), precision)
+        if chosen.device != "cpu":  # where the program alone is tried
+            check_float8(config, torch.device(chosen.device), precision)
         to_float8(andrea.blocks)
     facts = {"parameters": count_weights(andrea), "precision": precision, "attention": attention}
     serve(andrea_steps(andrea, text, precision, chosen), chosen.device, **facts)

@@ -32,7 +32,9 @@ TINY = [
 def settings_restored():
     """Training settles process-wide switches of torch; each test starts from the defaults, and from one seed."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
 
 

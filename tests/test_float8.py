@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from andrea.checkpoint import checkpoints_of
-from andrea.config import UserError
+from andrea.command_line import configure
+from andrea.config import ModelConfig, TrainingRun, UserError
 from andrea.training.float8 import check_float8, fits, to_float8
 
 pytest.importorskip("torchao")
@@ -41,18 +43,30 @@ def test_only_layers_whose_sizes_fit_are_changed() -> None:
     assert not fits(nn.Embedding(64, 32))
 
 
-@pytest.mark.parametrize("words", [["compile=off"], pytest.param(["compile=on"], marks=pytest.mark.untraced)])
-def test_a_run_learns_and_its_checkpoint_is_any_models(tiny_run, tmp_path: Path, words: list[str], capsys) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compile=off"],
+        ["compile=off", "train.activation_checkpointing=true"],
+        pytest.param(["compile=on"], marks=pytest.mark.untraced),
+        pytest.param(["compile=blocks"], marks=pytest.mark.untraced),
+    ],
+)
+def test_a_run_learns_and_its_checkpoint_is_any_models(
+    tiny_run, tmp_path: Path, words: list[str], capsys, monkeypatch
+) -> None:
+    """A CPU does it too, no faster, which is why it is refused there."""
+    with pytest.raises(UserError, match="float8=true needs a CUDA card, got device=cpu; use float8=false"):
+        tiny_run("name=refused", "precision=bf16", "float8=true", *words)
+    monkeypatch.setattr("andrea.training.settle.check_float8", lambda *asked: None)
     assert tiny_run("name=plain", "precision=bf16", *words) == 0
     assert tiny_run("name=eight", "precision=bf16", "float8=true", *words) == 0
-    assert "float8: blocks multiply in 8 bits" in capsys.readouterr().out
+    assert "the blocks' matrices are multiplied in 8 bits" in capsys.readouterr().out
     plain, eight = (losses(tmp_path / "runs" / name) for name in ("plain", "eight"))
     assert plain != eight and eight[-1] == pytest.approx(plain[-1], rel=0.03)
     assert tiny_run("resume=eight", "float8=true", "train.steps=16", *words) == 0
-    assert (
-        tiny_run("name=other", f"init_from={checkpoints_of(tmp_path / 'runs' / 'eight')[-1]}", "train.steps=2", *words)
-        == 0
-    )
+    weights = checkpoints_of(tmp_path / "runs" / "eight")[-1]
+    assert tiny_run("name=other", f"init_from={weights}", "train.steps=2", *words) == 0
 
 
 def losses(folder: Path) -> list[float]:
@@ -61,13 +75,23 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_what_it_cannot_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="float8=true goes with precision=bf16, got precision=fp32"):
-        check_float8(torch.device("cpu"), "fp32")
-    with pytest.raises(UserError, match="needs a CUDA card, got device=mps"):
-        check_float8(torch.device("mps"), "bf16")
+    model, card = model_of(), torch.device("cuda")
+    for kind in ("cpu", "mps"):
+        with pytest.raises(UserError, match=f"needs a CUDA card, got device={kind}; use float8=false"):
+            check_float8(model, torch.device(kind), "bf16")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(UserError, match="compute capability 8.9 or later, this card has 8.0"):
-        check_float8(torch.device("cuda"), "bf16")
-    monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
+        check_float8(model, card, "bf16")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    check_float8(model, card, "bf16")
+    with pytest.raises(UserError, match="goes with bf16, got precision=fp32; use precision=bf16 or float8=false"):
+        check_float8(model, card, "fp32")
+    with pytest.raises(UserError, match="needs model.sequence_length in multiples of 16, got 8;"):
+        check_float8(model_of("model.sequence_length=8"), card, "bf16")
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UserError, match="float8=true needs torchao; pip install torchao, or use float8=false"):
-        check_float8(torch.device("cpu"), "bf16")
+        check_float8(model, card, "bf16")
+
+
+def model_of(*words: str) -> ModelConfig:
+    return configure(TrainingRun, "train", list(words)).model

@@ -177,13 +177,14 @@ def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("n_text", [1, 3])
-def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_text):
+@pytest.mark.parametrize(("n_text", "n_thread"), [(1, 1), (1, 3), (3, 1), (FEW_ROWS, 3)])
+def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_text, n_thread):
     """The same products and the same roundings, so the same numbers but for torch's own exponentials and sums."""
     packed = pack(make_model(CONFIGS[name]).to(dtype).requires_grad_(False), int8=int8, compiled=False)
     if CONFIGS[name].norm == "layernorm":
         assert packed.blocks is None
         return
+    torch.set_num_threads(n_thread)
     caches = [packed.make_cache(n_text, 8) for _ in range(2)]
     tokens = torch.randint(0, 257, (n_text, 8), generator=torch.Generator().manual_seed(3))
     for each in tokens.split(1, dim=1):
@@ -193,6 +194,8 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_t
     assert caches[0].length == caches[1].length == 8
     for kept, of_twin in zip(caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True):
         torch.testing.assert_close(kept, of_twin)
+    assert not packed.blocks.fits(tokens[:, :2], caches[0])
+    assert not packed.blocks.fits(torch.zeros(FEW_ROWS + 1, 1, dtype=torch.int64), caches[0])
     with pytest.raises(AssertionError, match="9 tokens do not fit a cache with room for 8"):
         packed(each, caches[0])
 
@@ -208,6 +211,11 @@ def test_int8_model_is_the_model_of_its_rounded_weights(name):
         logits, _ = window.next_logits(tokens[:, :n_token].tolist())
         exact = next_logits_uncached(double, tokens[:, :n_token])
         assert (logits[:, 0].double() - exact).abs().max() <= 2e-3 * exact.abs().max()  # x in 16 bits
+
+
+def test_a_tied_head_and_the_embedding_are_one_memory():
+    packed = pack(make_model(LIKE_GPT2).to(torch.bfloat16).requires_grad_(False), int8=False, compiled=False)
+    assert packed.model.embedding.weight.data_ptr() == packed.head.weight.data_ptr()
 
 
 def test_memory_is_shared_by_the_stacked_projections_and_their_parts():

@@ -86,6 +86,7 @@ def assert_same_run(run: Path, other: Path, tolerance: float = TOLERANCE) -> Non
         pytest.param(2, ["parallel=fsdp_offload"], marks=pytest.mark.slow),
         pytest.param(2, ["parallel=fsdp", "compile=on"], marks=pytest.mark.slow),
         pytest.param(2, ["parallel=ddp", "compile=on"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel=ddp", "compile=blocks"], marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(word.split("=")[-1] for word in value),
 )

@@ -282,14 +282,21 @@ def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_p
 
 @pytest.mark.untraced
 @pytest.mark.parametrize(("how", "graphs"), [("on", 1), ("blocks", 2)])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["train.activation_checkpointing=true"],
+        ["attention=qk_clip", "model.qk_norm=false", "model.n_layer=9"],  # each layer's heads are measured in each step
+        [],
+    ],
+)
+def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, more: list[str]) -> None:
     """Steps of several micro-batches, evaluation with its last, shorter batch, samples, measuring heads, saving."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     words = [f"compile={how}", "train.micro_batch=3", "train.attention_every=2", "train.eval_tokens=1000"]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert tiny_run("name=a", f"train.activation_checkpointing={recompute}", *words) == 0
+        assert tiny_run("name=a", *more, *words) == 0
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 

@@ -237,7 +237,8 @@ class NativeBlocks:
         first, mlp, config = model.blocks[0].attention, model.blocks[0].mlp, model.config
         self.model, self.turns, self.final_norm = model, first.turns, model.final_norm.place
         self.kernel = function("decode", model.embedding.weight.dtype)
-        self.shape = Shape(
+        self.shape = functools.partial(
+            Shape,
             n_layer=len(model.blocks),
             d_model=config.d_model,
             d_mlp=config.d_mlp,
@@ -281,10 +282,10 @@ class NativeBlocks:
         assert cache.length < n_room, f"{cache.length + 1} tokens do not fit a cache with room for {n_room}"
         assert kept.dtype == x.dtype and len(kept) == len(x), (kept.dtype, x.dtype, kept.shape, x.shape)
         assert all(each.is_contiguous() for each in (*cache.keys, *cache.values))
-        self.shape.n_row, self.shape.n_room, self.shape.length = len(x), n_room, cache.length
+        shape = self.shape(n_row=len(x), n_room=n_room, length=cache.length)
         keys, values = (addresses(each) for each in (cache.keys, cache.values))
         turn = None if self.turns is None else self.turns[cache.length].data_ptr()
-        self.kernel(self.layers, self.final_norm, keys, values, turn, x.data_ptr(), hidden.data_ptr(), self.shape)
+        self.kernel(self.layers, self.final_norm, keys, values, turn, x.data_ptr(), hidden.data_ptr(), shape)
         cache.advance(1)
         return hidden
 
@@ -304,11 +305,13 @@ class PackedGPT:
     """The part of GPT that decoding uses; takes the model over and replaces its matrices, the head's included."""
 
     def __init__(self, model: GPT, int8: bool, native: bool) -> None:
-        pages = LargePages(bytes_of_matrices(model)) if native else None
+        pages = LargePages(bytes_of_matrices(model, int8)) if native else None
         make_linear: MakeLinear = functools.partial(NativeLinear, pages=pages) if native else OneDNNLinear
         if int8:
             make_linear = functools.partial(Int8Linear, native=native, pages=pages)
         self.head = make_linear(model.head_weight, None)
+        if model.head is None and isinstance(self.head, NativeLinear):
+            model.embedding.weight = nn.Parameter(self.head.weight, requires_grad=False)  # tied: one memory for both
         model.head = None
         for block in model.blocks:
             if native and NativeAttention.serves(block.attention):
@@ -340,11 +343,11 @@ def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
     return model
 
 
-def bytes_of_matrices(model: GPT) -> int:
-    """At the most, of what becomes of them."""
-    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    shared = [model.head_weight] if model.head is None else []
-    return sum(LargePages.room_for(weight.nbytes) for weight in (*linears, *shared))
+def bytes_of_matrices(model: GPT, int8: bool) -> int:
+    """What their packed weights need, the head's included."""
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    weights += [model.head_weight] if model.head is None else []
+    return sum(LargePages.room_for(weight.numel() if int8 else weight.nbytes) for weight in weights)
 
 
 def replace_linears(module: nn.Module, make_linear: MakeLinear) -> None:

@@ -153,7 +153,12 @@ class GPT(nn.Module):
             if recompute:
                 x = recomputed(run, block, x, place, packing, observed)
             else:
-                x = run(block, x, place, packing, None if cache is None else cache.layer(index), observed)
+                measured = (
+                    None if observed is None else []
+                )  # a list of its own: alike for all, where a block is compiled
+                x = run(block, x, place, packing, None if cache is None else cache.layer(index), measured)
+                if observed is not None:
+                    observed.extend(measured)
         if cache is not None:
             cache.advance(n_token)
         return self.final_norm(x)

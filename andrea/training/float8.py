@@ -4,7 +4,8 @@ A linear layer's three products, y = x Wᵀ, dx = dy W and dW = dyᵀ x, are tak
 largest magnitude and rounded: x and W to e4m3 (4 bits of exponent, 3 of mantissa), dy to e5m2 (Micikevicius et al. 2022,
 arXiv 2209.05433). Weights stay fp32, sums are taken in fp32, and what is not a product stays bf16. Attention, embedding and
 head keep their own precision. Rounding costs a pass over each operand: what it saves depends on the size of the matrices,
-so that it is off until it is asked for, and `bench/gpu.sh` measures both sides.
+so that it is off until it is asked for, and `bench/gpu.sh` measures both sides. What looks at the model while it trains
+(samples, the heads' statistics, the lens) sees it multiply in 8 bits too; read from its checkpoint it is a plain model.
 """
 
 from __future__ import annotations
@@ -16,31 +17,34 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from andrea.config import UserError
+from andrea.config import ModelConfig, UserError
 
 MULTIPLE = 16  # in which a product's sizes come, in 8 bits
 LEAST_CAPABILITY = (8, 9)
 
 
-def check_float8(device: torch.device, precision: str) -> str:
-    """In words, what is to be expected of it there. Raises UserError where it cannot be had."""
-    try:
-        import_quietly()
-    except ImportError:
-        raise UserError("float8=true needs torchao; pip install torchao, or use float8=false") from None
-    if precision != "bf16":
-        raise UserError(f"float8=true goes with precision=bf16, got precision={precision}; use one or the other")
-    if device.type not in ("cuda", "cpu"):
+def check_float8(model: ModelConfig, device: torch.device, precision: str) -> None:
+    """Raises UserError where it cannot be had."""
+    if device.type != "cuda":
         raise UserError(f"float8=true needs a CUDA card, got device={device.type}; use float8=false")
-    if device.type == "cpu":
-        return "blocks multiply in 8 bits, which a CPU does no faster"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         shown, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         raise UserError(
             f"float8=true needs compute capability {least} or later, this card has {shown}; use float8=false"
         )
-    return "blocks multiply in 8 bits"
+    if precision != "bf16":
+        raise UserError(f"float8=true goes with bf16, got precision={precision}; use precision=bf16 or float8=false")
+    for key in ("d_model", "d_mlp", "sequence_length"):
+        if getattr(model, key) % MULTIPLE:
+            raise UserError(
+                f"float8=true needs model.{key} in multiples of {MULTIPLE}, got {getattr(model, key)}; "
+                f"change it, or use float8=false"
+            )
+    try:
+        import_quietly()
+    except ImportError:
+        raise UserError("float8=true needs torchao; pip install torchao, or use float8=false") from None
 
 
 def to_float8(blocks: nn.Module) -> None:

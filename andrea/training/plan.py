@@ -150,7 +150,7 @@ def describe(run: TrainingRun) -> str:
     device = choose_device(run.device)
     precision = choose_precision(run.precision, device)
     if run.float8:
-        check_float8(device, precision.value)
+        check_float8(run.model, device, precision.value)
     parameters = count_parameters(run.model, run.attention, n_vocab)
     per_token = flops_per_token(run.model, run.attention, n_vocab)
     chosen = run.train.micro_batch

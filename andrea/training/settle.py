@@ -28,7 +28,8 @@ def settle(
     """
     threads = choose_threads(run.threads)
     precision = choose_precision(run.precision, device)
-    float8 = check_float8(device, precision.value) if run.float8 else None
+    if run.float8:
+        check_float8(run.model, device, precision.value)
     per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
     compile_ = choose_compile(run.compile, device, run.steps * run.tokens_per_step * per_token)
     deterministic = device.type == "cpu" if run.deterministic == "auto" else run.deterministic
@@ -71,8 +72,8 @@ def settle(
         + (f" on each of {ranks.size} ranks" if ranks.size > 1 else "")
     )
     console.say(f"device: {device_words(device, threads)} · {precision.value} ({precision.why})")
-    if float8 is not None:
-        console.say(f"float8: {float8}")
+    if run.float8:
+        console.say("float8: the blocks' matrices are multiplied in 8 bits")
     if ranks.joined:
         console.say(f"parallel: {parallel.value} over {ranks.size} ranks ({parallel.why})")
     console.say(f"attention: {attention.why}")

@@ -164,7 +164,7 @@ def make_loss(
 
     A machine that cannot compile trains without where compile was left `auto`, and is told so; the choice is the run's.
     """
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError, InductorError
 
     recompute = run.train.activation_checkpointing
@@ -179,7 +179,7 @@ def make_loss(
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
         loss(tokens, targets)[0].backward()
-    except (TorchDynamoException, InductorError, CppCompileError) as error:
+    except (TorchDynamoException, FailOnRecompileLimitHit, InductorError, CppCompileError) as error:
         if not may_do_without:
             raise
         console.say(f"torch.compile failed here, training goes on without it: {str(error).strip().splitlines()[0]}")
