@@ -127,8 +127,8 @@ class Study:
         tied = with_tied < tried[rate]
         if tied:
             rate, tried = self.best_rate(True, (rate / 2, rate, rate * 2))
-        goal, spread = self.mean(name_of(tied, rate), self.baseline(rate, tied), self.steps)
-        print(f"\nbaseline: {name_of(tied, rate)}: {goal:.4f} bits per byte, spread {spread:.4f}")
+        goal, goal_spread = self.mean(name_of(tied, rate), self.baseline(rate, tied), self.steps)
+        print(f"\nbaseline: {name_of(tied, rate)}: {goal:.4f} bits per byte, spread {goal_spread:.4f}")
         ours: dict[float, tuple[float, float]] = {}
         for share in SHARES:
             mean, spread = self.mean("ours", [f"model={self.chosen.model}"], round(share * self.steps))
@@ -141,7 +141,7 @@ class Study:
             "with_tied_head": with_tied,
             "chosen": name_of(tied, rate),
             "bpb": goal,
-            "spread": spread,
+            "spread": goal_spread,
         }
         self.record["ours"] = {str(share): figures for share, figures in ours.items()}
         self.record["share_of_tokens"] = crossing({share: mean for share, (mean, _) in ours.items()}, goal)
