@@ -43,30 +43,37 @@ def test_only_layers_whose_sizes_fit_are_changed() -> None:
     assert not fits(nn.Embedding(64, 32))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compile=off"],
-        ["compile=off", "train.activation_checkpointing=true"],
-        pytest.param(["compile=on"], marks=pytest.mark.untraced),
-        pytest.param(["compile=blocks"], marks=pytest.mark.untraced),
-    ],
-)
-def test_a_run_learns_and_its_checkpoint_is_any_models(
-    tiny_run, tmp_path: Path, words: list[str], capsys, monkeypatch
-) -> None:
-    """A CPU does it too, no faster, which is why it is refused there."""
-    with pytest.raises(UserError, match="float8=true needs a CUDA card, got device=cpu; use float8=false"):
-        tiny_run("name=refused", "precision=bf16", "float8=true", *words)
+@pytest.fixture
+def a_cpu_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does the same, no faster, which is why it is refused there."""
     monkeypatch.setattr("andrea.training.settle.check_float8", lambda *asked: None)
-    assert tiny_run("name=plain", "precision=bf16", *words) == 0
-    assert tiny_run("name=eight", "precision=bf16", "float8=true", *words) == 0
+
+
+def test_a_cpu_is_refused(tiny_run) -> None:
+    with pytest.raises(UserError, match="float8=true needs a CUDA card, got device=cpu; use float8=false"):
+        tiny_run("name=refused", "precision=bf16", "float8=true")
+
+
+def test_a_run_learns_and_its_checkpoint_is_any_models(tiny_run, a_cpu_may, tmp_path: Path, capsys) -> None:
+    assert tiny_run("name=plain", "precision=bf16") == 0
+    assert tiny_run("name=eight", "precision=bf16", "float8=true") == 0
     assert "the blocks' matrices are multiplied in 8 bits" in capsys.readouterr().out
     plain, eight = (losses(tmp_path / "runs" / name) for name in ("plain", "eight"))
     assert plain != eight and eight[-1] == pytest.approx(plain[-1], rel=0.03)
-    assert tiny_run("resume=eight", "float8=true", "train.steps=16", *words) == 0
+    assert tiny_run("resume=eight", "float8=true", "train.steps=16") == 0
     weights = checkpoints_of(tmp_path / "runs" / "eight")[-1]
-    assert tiny_run("name=other", f"init_from={weights}", "train.steps=2", *words) == 0
+    assert tiny_run("name=other", f"init_from={weights}", "train.steps=2") == 0
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(
+    "words", [["compile=on"], ["compile=blocks"], ["compile=blocks", "train.activation_checkpointing=true"]]
+)
+def test_compiled_it_is_the_same_run(tiny_run, a_cpu_may, tmp_path: Path, words: list[str]) -> None:
+    for name, more in (("eager", []), ("compiled", words)):
+        assert tiny_run(f"name={name}", "precision=bf16", "float8=true", "train.steps=4", *more) == 0
+    eager, compiled = (losses(tmp_path / "runs" / name) for name in ("eager", "compiled"))
+    assert compiled[-1] == pytest.approx(eager[-1], rel=0.01)
 
 
 def losses(folder: Path) -> list[float]:

@@ -281,13 +281,13 @@ def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_p
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(("how", "graphs"), [("on", 1), ("blocks", 2)])
 @pytest.mark.parametrize(
-    "more",
+    ("how", "graphs", "more"),
     [
-        ["train.activation_checkpointing=true"],
-        ["attention=qk_clip", "model.qk_norm=false", "model.n_layer=9"],  # each layer's heads are measured in each step
-        [],
+        ("on", 1, []),
+        ("blocks", 2, ["train.activation_checkpointing=true"]),
+        # the heads of many layers are measured in each step
+        ("blocks", 2, ["attention=qk_clip", "model.qk_norm=false", "model.n_layer=9"]),
     ],
 )
 def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, more: list[str]) -> None:
