@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from andrea.attention import HeadStatistics
-from andrea.model.gpt import GPT, Block, call
+from andrea.model.gpt import GPT, call
 from andrea.training.device import autocast, weight_dtype
 from andrea.training.fused_loss import IGNORED, fused_nats
 
@@ -71,9 +71,7 @@ class MicroLoss(nn.Module):
         counted = (targets != IGNORED).any(1)
         return nats, HeadStatistics.of_layers(observed, counted) if observed else None
 
-    @staticmethod
-    def run_block(block: Block, *inputs) -> Tensor:
-        return call(block, *inputs)
+    run_block = staticmethod(call)
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return nats_of(self.model, hidden, targets, self.precision)
