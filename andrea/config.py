@@ -67,6 +67,7 @@ class ModelConfig:
     recipe_steps: int
     recipe_tokens_per_step: int
     n_kv_head: int | None = None
+    value_residual: bool = False  # models of before had none
 
     def check(self, path: str) -> None:
         for key in ("recipe_steps", "recipe_tokens_per_step"):

@@ -35,11 +35,10 @@ SHARES = (0.2, 0.3, 0.4, 0.55, 1.0)
 QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0"]
 SPARSE = ["train.eval_every=1000000", "train.save_every=1000000", "train.attention_every=1000000"]
 ADAMW = ["optimizer.kind=adamw", "optimizer.momentum=null"]  # all other rates stay; decay then falls on the head too
+ADAMW_RATES = (0.0015, 0.003, 0.006)  # for matrices: tried on the first seed
 INGREDIENTS = {
     "default": [],
-    "AdamW for matrices, rate 0.0015": [*ADAMW, "optimizer.matrix_learning_rate=0.0015"],
-    "AdamW for matrices, rate 0.003": [*ADAMW, "optimizer.matrix_learning_rate=0.003"],
-    "AdamW for matrices, rate 0.006": [*ADAMW, "optimizer.matrix_learning_rate=0.006"],
+    "without value residuals": ["model.value_residual=false"],
     "learned positions instead of rotary": ["model.position=learned"],
     "without QK-norm": ["model.qk_norm=false"],
     "squared ReLU, equal parameters": ["model.mlp=relu2", "model.d_mlp={wide}"],
@@ -165,12 +164,24 @@ class Study:
     def ablate(self) -> None:
         steps = round(self.chosen.ablation_share * self.steps)
         wide, narrow = (round(self.shape["d_mlp"] * (f if self.is_gated else g)) for f, g in ((1.5, 1), (1, 2 / 3)))
+        rates = {
+            f"AdamW for matrices, rate {rate}": [*ADAMW, f"optimizer.matrix_learning_rate={rate}"]
+            for rate in ADAMW_RATES
+        }
+        model = f"model={self.chosen.model}"
+        tried = {name: self.figure(name, [model, *words], steps, self.chosen.seeds[0]) for name, words in rates.items()}
+        best = min(tried, key=lambda name: tried[name])
         rows = {}
-        for name, words in INGREDIENTS.items():
+        for name, words in (INGREDIENTS | {best: rates[best]}).items():
+            if f"model.mlp={self.shape['mlp']}" in words:
+                continue  # the default's own
             filled = [word.format(wide=wide, narrow=narrow) for word in words]
-            rows[name] = self.mean(name, [f"model={self.chosen.model}", *filled], steps)
-            print(f"{name:38}{rows[name][0]:.4f}{rows[name][0] - rows['default'][0]:+.4f} spread {rows[name][1]:.4f}")
-        self.record["ingredients"] = {"steps": steps, "rows": rows}
+            rows[name] = self.mean(name, [model, *filled], steps)
+            print(
+                f"{name:38}{rows[name][0]:.4f} {rows[name][0] - rows['default'][0]:+.4f} spread {rows[name][1]:.4f}",
+                flush=True,
+            )
+        self.record["ingredients"] = {"steps": steps, "adamw_rates": tried, "rows": rows}
         self.write()
 
     @property

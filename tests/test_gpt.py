@@ -30,6 +30,7 @@ VARIANTS = {
     "gpt2": TINY_GPT2,
     "no position": replace(TINY, position="none"),
     "swiglu": replace(TINY, mlp="swiglu", bias=True, tied_head=True),
+    "first layer's values": replace(TINY, n_layer=3, n_kv_head=1, value_residual=not TINY.value_residual),
 }
 
 
@@ -104,7 +105,8 @@ def test_bf16_autocast_trains_fp32_weights():
     cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name
-        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any() == (name != "blocks.0.attention.value_mix"), name  # which mixes like with like
 
 
 @pytest.mark.untraced
@@ -158,7 +160,9 @@ def loss_and_gradients(model, tokens, recompute, autocast, compiled):
     ids=["scaled_dot", "packed", "additive"],
 )
 def test_recomputation_changes_no_bit_and_observes_each_layer_once(attention, autocast, compiled):
-    config = replace(TINY, position="learned" if attention.compatibility == "additive" else "rotary")
+    config = replace(
+        TINY, position="learned" if attention.compatibility == "additive" else "rotary", value_residual=True
+    )
     model = GPT(config, attention, V, end_of_text=0)
     initialise(model, torch.Generator().manual_seed(0))
     kept, recomputed = (loss_and_gradients(model, some_tokens(), each, autocast, compiled) for each in (False, True))
@@ -306,6 +310,31 @@ def test_grouped_heads_have_smaller_projections_and_a_smaller_cache(n_kv_head):
     tokens = torch.randint(V, (2, 7))
     parts = [model(part, cache) for part in tokens.split([3, 1, 3], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-4)
+
+
+def test_value_residual_is_the_plain_model_where_the_first_layer_s_share_is_none():
+    mixed, plain = (make(replace(TINY, n_layer=3, value_residual=on)).double() for on in (True, False))
+    with torch.no_grad():
+        for block in mixed.blocks:
+            block.attention.value_mix.fill_(-1000.0)
+    assert torch.equal(mixed(some_tokens()), plain(some_tokens()))
+
+
+def test_value_residual_has_no_use_for_a_layer_s_own_values_where_the_first_layer_s_share_is_all():
+    model = make(replace(TINY, n_layer=3, value_residual=True)).double()
+    with torch.no_grad():
+        model.blocks[1].attention.value_mix.fill_(1000.0)
+    model(some_tokens()).square().sum().backward()
+    first, second, third = (block.attention.value.weight.grad for block in model.blocks)
+    assert not second.any() and first.any() and third.any()
+
+
+def test_the_first_layer_s_values_stay_its_own_whatever_its_share():
+    model = make(replace(TINY, n_layer=1, value_residual=True)).double()
+    plain = make(replace(TINY, n_layer=1, value_residual=False)).double()
+    with torch.no_grad():
+        model.blocks[0].attention.value_mix.fill_(0.7)
+    torch.testing.assert_close(model(some_tokens()), plain(some_tokens()))
 
 
 def test_a_model_trained_by_one_implementation_generates_by_any():

@@ -48,6 +48,7 @@ CASES = {
     "cosine": ({"qk_norm": False}, {"compatibility": "cosine"}),
     "additive": ({"position": "learned"}, {"compatibility": "additive"}),
     "fewer key/value heads, biases": ({"n_kv_head": 1, "bias": True, "norm": "layernorm"}, {}),
+    "first layer's values": ({"n_kv_head": 1, "value_residual": True}, {}),
     "sliding window": ({}, {"window": 7}),
     "packed documents": ({}, {"across_documents": False}),
     "gpt2-like": ({"position": "learned", "tied_head": True, "mlp": "gelu", "logit_softcap": None}, {}),
@@ -90,8 +91,9 @@ def test_weights_are_attention_weights_and_rows_sum_to_one(model: GPT) -> None:
     x = model.position.add(x, 0)
     first = next(iter(walk(model, tokens)))
     attention = model.blocks[0].attention
+    first_value = model.blocks[0].values(x) if model.config.value_residual else None
     query, key, _, compatibility = attention.project(
-        model.blocks[0].attention_norm(x), None, model.position.placer(tokens.shape[1], 0)
+        model.blocks[0].attention_norm(x), None, model.position.placer(tokens.shape[1], 0), first_value
     )
     expected = attention_weights(query, key, compatibility=compatibility, mask=attention.mask)
     torch.testing.assert_close(first.weights, expected, atol=1e-6, rtol=1e-5)

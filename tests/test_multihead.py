@@ -45,6 +45,24 @@ def test_sum_over_heads_equals_the_concatenated_form(bias):
     torch.testing.assert_close(attention(x), total)
 
 
+def test_values_are_mixed_with_the_first_layer_s():
+    attention, x, first = make(mask=causal(), value_residual=True), vectors(T), torch.randn(B, H, T, D).double()
+    with torch.no_grad():
+        attention.value_mix.fill_(0.7)
+    share, own = torch.sigmoid(torch.tensor(0.7, dtype=torch.float64)), attention.heads(attention.value(x))
+    value = share * first + (1 - share) * own
+    query, key = attention.heads(attention.query(x)), attention.heads(attention.key(x))
+    expected = attention.output(attend(query, key, value, mask=causal()).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, first_value=first), expected)
+
+
+def test_the_first_layer_s_values_are_neither_forgotten_nor_thrown_away():
+    x, first = vectors(T), torch.randn(B, H, T, D).double()
+    for attention, given in ((make(value_residual=True), None), (make(), first)):
+        with pytest.raises(ValueError, match="value_residual=True takes the first layer's values"):
+            attention(x, first_value=given)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_equals_torchs_own_module_with_the_same_weights(is_causal):
     attention, x = make(mask=causal() if is_causal else None, bias=True), vectors(T)

@@ -42,6 +42,8 @@ CONFIGS = {
     "shared keys": SHARED_KEYS,
     "gelu": dataclasses.replace(CONFIG, mlp="gelu", bias=True, qk_norm=False),
     "swiglu": dataclasses.replace(SHARED_KEYS, mlp="swiglu", position="none", logit_softcap=None),
+    "first layer's values": dataclasses.replace(SHARED_KEYS, n_layer=3, value_residual=True),
+    "first layer's values, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3, value_residual=True),
 }
 
 

@@ -43,14 +43,20 @@ def test_gpt2_small_has_the_published_count():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"position": "learned", "tied_head": True}, {"mlp": "swiglu", "bias": True, "norm": "layernorm"}]
+    "changes",
+    [
+        {},
+        {"value_residual": False},
+        {"position": "learned", "tied_head": True},
+        {"mlp": "swiglu", "bias": True, "norm": "layernorm"},
+    ],
 )
 def test_parts_add_up_to_the_model(changes):
     config = replace(TINY, **changes)
     parameters = count_parameters(config, ATTENTION, V)
     assert parameters.total == sum(parameter.numel() for parameter in GPT(config, ATTENTION, V).parameters())
     assert parameters.head == (0 if config.tied_head else V * 30)
-    assert parameters.attention == 2 * 4 * (30 * 30 + 30 * config.bias)
+    assert parameters.attention == 2 * (4 * (30 * 30 + 30 * config.bias) + config.value_residual)
     assert parameters.norm == 5 * 30 * (2 if config.norm == "layernorm" and config.bias else 1)
 
 
@@ -68,14 +74,15 @@ def test_every_shipped_size_answers(name):
 
 @pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
 def test_flops_are_what_torch_counts(mlp):
-    """torch counts every score; the causal mask halves that part."""
+    """torch counts every score; the causal mask halves that part. And the first layer's values twice, as eager code makes them."""
     config = replace(TINY, mlp=mlp)
     model, tokens = GPT(config, REFERENCE, V), torch.zeros(1, config.sequence_length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model.logits(model(tokens))
     masked = 2 * config.n_layer * config.d_model * config.sequence_length
     per_token = forward_flops_per_token(config, REFERENCE, V)
-    assert counter.get_total_flops() == (per_token + masked) * config.sequence_length
+    again = 2 * config.d_model**2 * config.value_residual
+    assert counter.get_total_flops() == (per_token + masked + again) * config.sequence_length
     assert flops_per_token(config, REFERENCE, V) == 3 * per_token
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
@@ -28,6 +29,8 @@ class MultiHeadAttention(nn.Module):
     n_kv_head: heads of keys and values, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023, arXiv
     2305.13245); n_head when left out.
     qk_norm_epsilon: a number makes each head's queries and keys RMS-normalised (Henry et al. 2020, arXiv 2010.04245).
+    value_residual: this layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
+    2410.17897), which whoever calls it hands in: `layer(x, first_value=first_layer.values(its_x))`.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class MultiHeadAttention(nn.Module):
         n_kv_head: int | None = None,
         bias: bool = False,
         qk_norm_epsilon: float | None = None,
+        value_residual: bool = False,
         implementation: str = "auto",
     ) -> None:
         super().__init__()
@@ -54,6 +58,8 @@ class MultiHeadAttention(nn.Module):
         self.key = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
         self.value = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
         self.output = nn.Linear(d_model, d_model, bias)
+        # Its logistic function is the first layer's share: half of the values, to begin with.
+        self.value_mix = nn.Parameter(torch.zeros(1)) if value_residual else None
         self.compatibility = compatibility
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
@@ -64,6 +70,7 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         context: Tensor | None = None,
         *,
+        first_value: Tensor | None = None,
         place: Place | None = None,
         packing: Mask | None = None,
         cache: LayerCache | None = None,
@@ -71,12 +78,13 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """x (B, T, d_model), context (B, S, d_context), x itself when left out -> (B, T, d_model).
 
-        place: applied to the lowered query and key; rotary positions are. packing: a mask of this batch, joined with the
+        first_value: (B, G, S, D), with value_residual. place: applied to the lowered query and key; rotary positions
+        are. packing: a mask of this batch, joined with the
         module's own. cache: earlier keys and values; with it another implementation than the one named may serve, because
         T and S then differ from step to step. observed: a list to which the heads' statistics are appended.
         """
         retrieved = self.retrieve(
-            x, context, place=place, packing=packing, cache=cache, observed=observed
+            x, context, first_value=first_value, place=place, packing=packing, cache=cache, observed=observed
         )  # (B, H, T, D)
         return self.output(retrieved.transpose(1, 2).flatten(2))
 
@@ -85,13 +93,14 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         context: Tensor | None = None,
         *,
+        first_value: Tensor | None = None,
         place: Place | None = None,
         packing: Mask | None = None,
         cache: LayerCache | None = None,
         observed: list[HeadStatistics] | None = None,
     ) -> Tensor:
         """What each head takes from the values, (B, H, T, D), before W_O."""
-        query, key, value, compatibility = self.project(x, context, place)
+        query, key, value, compatibility = self.project(x, context, place, first_value)
         mask = self.mask if packing is None else packing if self.mask is None else self.mask & packing
         start, implementation = None, self.implementation
         if cache is not None:
@@ -110,13 +119,14 @@ class MultiHeadAttention(nn.Module):
         return output
 
     def project(
-        self, x: Tensor, context: Tensor | None, place: Place | None
+        self, x: Tensor, context: Tensor | None, place: Place | None, first_value: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
         """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores them: the plain dot product,
         unless the compatibility function has no lowered form.
         """
         context = x if context is None else context
-        query, key, value = self.heads(self.query(x)), self.heads(self.key(context)), self.heads(self.value(context))
+        query, key = self.heads(self.query(x)), self.heads(self.key(context))
+        value = self.mixed(self.values(context), first_value)
         if self.qk_norm_epsilon is not None:
             query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon) for each in (query, key))
         if not self.compatibility.lowers:
@@ -130,6 +140,18 @@ class MultiHeadAttention(nn.Module):
         if place is not None:
             query, key = place(query), place(key)
         return query, key, value, PLAIN
+
+    def values(self, context: Tensor) -> Tensor:
+        """context (B, S, d_context) -> this layer's own values (B, G, S, D)."""
+        return self.heads(self.value(context))
+
+    def mixed(self, value: Tensor, first_value: Tensor | None) -> Tensor:
+        """(B, G, S, D) each: with value_residual, the learned share of the first layer's values and the rest of these."""
+        if (first_value is None) != (self.value_mix is None):
+            raise ValueError("value_residual=True takes the first layer's values, and nothing else does: first_value=…")
+        if first_value is None:
+            return value
+        return torch.lerp(value, first_value, torch.sigmoid(self.value_mix).to(value.dtype))
 
     def heads(self, x: Tensor) -> Tensor:
         """(B, T, H*D) -> (B, H, T, D)."""

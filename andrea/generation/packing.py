@@ -193,6 +193,7 @@ class NativeAttention(nn.Module):
         attention.value = self.project.rows(n_query + n_key, n_query + 2 * n_key)
         attention.output = make_linear(attention.output.weight, attention.output.bias)
         self.attention = attention
+        self.values = attention.values
         self.epsilon = -1.0 if attention.qk_norm_epsilon is None else attention.qk_norm_epsilon
         self.scale = attention.d_head**-0.5 if isinstance(attention.compatibility, ScaledDotProduct) else 1.0
         self.turns = position.table_bits.view(torch.float32) if isinstance(position, RotaryPosition) else None
@@ -207,19 +208,26 @@ class NativeAttention(nn.Module):
         self,
         x: Tensor,
         *,
+        first_value: Tensor | None = None,
         place: Place | None = None,
         packing: Mask | None = None,
         cache: LayerCache | None = None,
         observed: list[HeadStatistics] | None = None,
     ) -> Tensor:
-        if x.shape[1] > 1 or cache is None or not isinstance(cache.length, int) or observed is not None:
-            return self.attention(x, place=place, packing=packing, cache=cache, observed=observed)
+        one_new = x.shape[1] == 1 and cache is not None and isinstance(cache.length, int)
+        if not one_new or observed is not None:
+            return self.attention(
+                x, first_value=first_value, place=place, packing=packing, cache=cache, observed=observed
+            )
         n_batch, d_head, n_room = len(x), self.attention.d_head, cache.keys.shape[2]
         assert cache.length < n_room, f"{cache.length + 1} tokens do not fit a cache with room for {n_room}"
         assert packing is None and cache.keys.dtype == x.dtype, (packing, cache.keys.dtype, x.dtype)
         assert cache.keys.is_contiguous() and cache.values.is_contiguous() and len(cache.keys) == n_batch
         x = x.contiguous()
         three, retrieved = self.project(x), torch.empty_like(x)
+        if first_value is not None:
+            value = three[..., -self.n_kv_head * d_head :]
+            value.copy_(self.attention.mixed(self.attention.heads(value), first_value).transpose(1, 2).flatten(2))
         turn = None if self.turns is None else address(self.turns[cache.length])
         tensors = address(three), address(cache.keys), address(cache.values), turn, address(retrieved)
         shape = n_batch, self.n_head, self.n_kv_head, d_head, n_room, cache.length
@@ -246,6 +254,7 @@ class NativeBlocks:
             n_kv_head=first.n_kv_head,
             d_head=config.d_head,
             activation=ACTIVATIONS.index(activation_of(mlp)),
+            value_residual=config.value_residual,
             norm_epsilon=model.final_norm.epsilon,
             qk_epsilon=first.epsilon,
             scale=first.scale,
@@ -255,6 +264,8 @@ class NativeBlocks:
             layer.attention_norm, layer.mlp_norm = block.attention_norm.place, block.mlp_norm.place
             layer.project, layer.output = block.attention.project.matrix, block.attention.attention.output.matrix
             layer.up, layer.down = block.mlp.up.matrix, block.mlp.down.matrix
+            if config.value_residual:
+                layer.first_share = float(torch.sigmoid(block.attention.attention.value_mix))
             if isinstance(block.mlp, SwiGLU):
                 layer.gate = block.mlp.gate.matrix
 

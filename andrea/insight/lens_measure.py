@@ -36,6 +36,7 @@ class LayerPass:
     scores: Tensor  # (B, H, T, T): -inf where masked
     weights: Tensor  # (B, H, T, T)
     retrieved: Tensor  # (B, H, T, D): z, the weighted sums of the values
+    first_value: Tensor | None  # (B, G, T, D): the first layer's values, where later layers mix them in
     after: Tensor  # (B, T, d_model)
 
     @property
@@ -49,8 +50,9 @@ def walk(model: GPT, tokens: Tensor) -> Iterator[LayerPass]:
     """tokens (B, T) -> each layer in turn. `model.logits(model.final_norm(last.after))` are the model's own logits."""
     place, packing = surroundings(model, tokens)
     x = model.position.add(model.embedding(tokens), 0)
+    first_value = model.blocks[0].values(x) if model.config.value_residual else None
     for block in model.blocks:
-        made = pass_through(block, x, place, packing)
+        made = pass_through(block, x, first_value, place, packing)
         yield made
         x = made.after
 
@@ -63,10 +65,12 @@ def surroundings(model: GPT, tokens: Tensor) -> tuple[Place | None, Mask | None]
     return model.position.placer(tokens.shape[1], 0), packing
 
 
-def pass_through(block: Block, x: Tensor, place: Place | None, packing: Mask | None) -> LayerPass:
+def pass_through(
+    block: Block, x: Tensor, first_value: Tensor | None, place: Place | None, packing: Mask | None
+) -> LayerPass:
     """`Block.forward`, written out. x (B, T, d_model)."""
     attention = block.attention
-    query, key, value, compatibility = attention.project(block.attention_norm(x), None, place)
+    query, key, value, compatibility = attention.project(block.attention_norm(x), None, place, first_value)
     mask = attention.mask if packing is None else packing if attention.mask is None else attention.mask & packing
     scores_of = None
     if isinstance(compatibility, Additive):
@@ -82,6 +86,7 @@ def pass_through(block: Block, x: Tensor, place: Place | None, packing: Mask | N
         scores=made.scores,
         weights=made.weights,
         retrieved=made.output,
+        first_value=first_value,
         after=leave(block, x, made.output),
     )
 
@@ -113,8 +118,11 @@ def without_heads(
         retrieved[range(len(some)), some] = 0
         place, packing = surroundings(model, tokens.expand(len(some), n_token))
         x = leave(model.blocks[layer], layer_pass.before.expand(len(some), -1, -1), retrieved)
+        first_value = layer_pass.first_value
+        if first_value is not None:
+            first_value = first_value.expand(len(some), -1, -1, -1)
         for block in model.blocks[layer + 1 :]:
-            x = block(x, place, packing, None, None)
+            x = block(x, first_value, place, packing, None, None)
         yield from zip(some, next_log_probabilities(model, x), strict=True)
 
 

@@ -49,6 +49,7 @@ class Block(nn.Module):
             n_kv_head=config.n_kv_head,
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
+            value_residual=config.value_residual,
             implementation=attention.implementation,
         )
         self.mlp_norm = make_norm(config)
@@ -57,35 +58,43 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        first_value: Tensor | None,
         place: Place | None,
         packing: Mask | None,
         cache: LayerCache | None,
         observed: list[HeadStatistics] | None,
     ) -> Tensor:
-        normed = self.attention_norm(x)
-        x = x + self.attention(normed, place=place, packing=packing, cache=cache, observed=observed)
+        """x (B, T, d_model), and with value_residual the first layer's values (B, G, T, D) -> (B, T, d_model)."""
+        how = {"first_value": first_value, "place": place, "packing": packing, "cache": cache, "observed": observed}
+        x = x + self.attention(self.attention_norm(x), **how)
         return x + self.mlp(self.mlp_norm(x))
+
+    def values(self, x: Tensor) -> Tensor:
+        """x (B, T, d_model) -> its own values (B, G, T, D)."""
+        return self.attention.values(self.attention_norm(x))
 
 
 def call(
     block: Block,
     x: Tensor,
+    first_value: Tensor | None,
     place: Place | None,
     packing: Mask | None,
     cache: LayerCache | None,
     observed: list[HeadStatistics] | None,
 ) -> Tensor:
     """block(x, …): what training may compile, once for all blocks."""
-    return block(x, place, packing, cache, observed)
+    return block(x, first_value, place, packing, cache, observed)
 
 
-Run = Callable[[Block, Tensor, Place | None, Mask | None, LayerCache | None, list[HeadStatistics] | None], Tensor]
+Run = Callable[..., Tensor]  # as `call`
 
 
 def recomputed(
     run: Run,
     block: Block,
     x: Tensor,
+    first_value: Tensor | None,
     place: Place | None,
     packing: Mask | None,
     observed: list[HeadStatistics] | None,
@@ -95,12 +104,12 @@ def recomputed(
     Statistics leave as a result, which the second computation throws away: each layer is observed once.
     """
 
-    def forward(x: Tensor) -> tuple[Tensor, list[HeadStatistics] | None]:
+    def forward(x: Tensor, first_value: Tensor | None) -> tuple[Tensor, list[HeadStatistics] | None]:
         measured: list[HeadStatistics] | None = None if observed is None else []
-        return run(block, x, place, packing, None, measured), measured
+        return run(block, x, first_value, place, packing, None, measured), measured
 
     # A block draws no random numbers, so that none need be drawn again alike.
-    x, measured = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+    x, measured = checkpoint(forward, x, first_value, use_reentrant=False, preserve_rng_state=False)
     if observed is not None:
         observed.extend(measured)
     return x
@@ -149,14 +158,16 @@ class GPT(nn.Module):
         packing = None
         if self.end_of_text is not None and cache is None:  # what is being generated is one document
             packing = packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
+        # The first block computes them again for itself, and mixes them with themselves, so that all blocks are alike.
+        first_value = self.blocks[0].values(x) if self.config.value_residual else None
         for index, block in enumerate(self.blocks):
             if recompute:
-                x = recomputed(run, block, x, place, packing, observed)
+                x = recomputed(run, block, x, first_value, place, packing, observed)
             else:
-                measured = (
-                    None if observed is None else []
-                )  # a list of its own: alike for all, where a block is compiled
-                x = run(block, x, place, packing, None if cache is None else cache.layer(index), measured)
+                # A list of its own: alike for all, where a block is compiled.
+                measured = None if observed is None else []
+                layer_cache = None if cache is None else cache.layer(index)
+                x = run(block, x, first_value, place, packing, layer_cache, measured)
                 if observed is not None:
                     observed.extend(measured)
         if cache is not None:
@@ -203,6 +214,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | those that write into the residual       | the same / sqrt(2 n_layer), so that depth does not swell x        |
     | the latter and an untied head            | zero, with zero_init_projections: each block starts as identity   |
     | norm weights, biases                     | one, zero                                                         |
+    | share of the first layer's values        | zero, which is a half                                             |
     | of a compatibility function              | what the function says: `Compatibility.initialise`                |
 
     Each times what `transfer` says where the rates were tuned at another width or depth (andrea/model/transfer.py).

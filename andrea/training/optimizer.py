@@ -23,7 +23,7 @@ GROUP_OF_NAME = (
     (re.compile(r"head\.weight"), "head"),
     (re.compile(r"position\.weight"), "head"),
     (re.compile(r"blocks\.\d+\.(attention|mlp)\.\w+\.weight"), "matrix"),
-    (re.compile(r".*(norm\.weight|\.bias)"), "vector"),
+    (re.compile(r".*(norm\.weight|\.bias|\.value_mix)"), "vector"),
     (re.compile(r"blocks\.\d+\.attention\.compatibility\.\w+"), "vector"),  # learned per head: not one matrix
 )
 

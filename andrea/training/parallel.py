@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,6 +172,7 @@ class Sharded(Parallel):
         of_blocks = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in self.model.blocks:
             fully_shard(block, mesh=self.mesh, mp_policy=of_blocks, offload_policy=offload)
+        register_fsdp_forward_method(self.model.blocks[0], "values")
         self.wrapped = fully_shard(loss, mesh=self.mesh, offload_policy=offload)
         self.parts = {
             name: nn.Parameter(parameter.to_local().detach()) for name, parameter in self.model.named_parameters()

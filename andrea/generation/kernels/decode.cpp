@@ -228,7 +228,7 @@ void attend_by_team(
 enum Activation : int64_t { GELU, RELU2, SWIGLU };  // as in native.py
 
 struct Shape {
-    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, n_room, length, activation;
+    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, n_room, length, activation, value_residual;
     float norm_epsilon, qk_epsilon, scale;
 };
 
@@ -238,7 +238,25 @@ struct Layer {
     Matrix<T> project, output;
     const float* mlp_norm;
     Matrix<T> gate, up, down;  // gate: SwiGLU's
+    float first_share;         // of the first layer's values in this layer's, with value_residual
 };
+
+// The values in qkv (n_row, (H + 2G) D), after the queries and keys: the first layer's are kept in `first` (n_row, G D), of
+// which every other mixes its share into its own.
+template <typename T>
+void mix_values_by_team(T* qkv, T* first, const Shape& shape, bool is_first, float share) {
+    const int64_t n_value = shape.n_kv_head * shape.d_head, before = shape.n_head * shape.d_head + n_value;
+    share = rounded<T>(share);
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < shape.n_row; ++m) {
+        T *value = qkv + m * (before + n_value) + before, *kept = first + m * n_value;
+        for (int64_t k = 0; k < n_value; ++k) {
+            const float own = number(value[k]), more = number(kept[k]) - own;
+            if (is_first) kept[k] = value[k];
+            else store(value + k, share < 0.5f ? own + share * more : number(kept[k]) - (1 - share) * more);  // as torch.lerp
+        }
+    }
+}
 
 template <typename T>
 float activated(int64_t activation, float up, float gate) {
@@ -256,7 +274,7 @@ void decode(
     const Shape& shape) {
     const int64_t n_row = shape.n_row, d_model = shape.d_model, d_attended = shape.n_head * shape.d_head;
     std::vector<T> qkv(n_row * (d_attended + 2 * shape.n_kv_head * shape.d_head)), retrieved(n_row * d_attended);
-    std::vector<T> wide(n_row * shape.d_mlp);
+    std::vector<T> wide(n_row * shape.d_mlp), first_value(n_row * shape.n_kv_head * shape.d_head);
 #pragma omp parallel
     {
         std::vector<T> normed(n_row * d_model);
@@ -264,6 +282,7 @@ void decode(
             const Layer<T>& layer = layers[l];
             rms_norm(x, layer.attention_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
             linear_by_team(layer.project, normed.data(), qkv.data(), n_row);
+            if (shape.value_residual) mix_values_by_team(qkv.data(), first_value.data(), shape, l == 0, layer.first_share);
             attend_by_team(
                 qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
                 shape.n_room, shape.length, shape.qk_epsilon, shape.scale);
