@@ -1,15 +1,15 @@
-"""How many tokens the default recipe needs for the loss of nanoGPT's, at equal parameters; what each ingredient is worth.
+"""How many tokens the default recipe needs for the loss of nanoGPT's, at equal shape; what each ingredient is worth.
 
     python bench/recipe.py --data pystdlib
     python bench/recipe.py --data shakespeare --path input.txt
 
 The baseline is `model=gpt2 optimizer=adamw` at the shape of --model: GELU, learned positions, LayerNorm with biases, cosine
-decay to a tenth, with a head of its own (equal parameters). Its learning rate is tuned at the whole budget, in steps of a
-factor of two, until the best has a worse one on either side; there it is run with a tied head too (as GPT-2 is), and where
-that is better its rate is tuned in turn and it counts instead. The best counts over all seeds. Ours is trained at growing
-shares of that budget, each run decayed to its own end, until it passes the baseline's loss; where its line crosses that is
-read off between the last two shares (straight in the logarithm of tokens). Then one ingredient at a time is taken out of
-ours, or put in, at --ablation-share of the budget.
+decay to a tenth, with a head of its own (no fewer parameters than ours). Its learning rate is tuned at the whole budget, in
+steps of a factor of two, until the best has a worse one on either side; there it is run with a tied head too (as GPT-2 is),
+and where that is better its rate is tuned in turn and it counts instead. The best counts over all seeds. Ours is trained at
+growing shares of that budget, each run decayed to its own end, until it passes the baseline's loss; where its line crosses
+that is read off between the last two shares (straight in the logarithm of tokens). Then one ingredient at a time is taken
+out of ours, or put in, at --ablation-share of the budget.
 
 Every figure is the whole held-out split's bits per byte at the end of a `train.py` run. Each finished run is written; a study
 that was cut off goes on after it.
@@ -31,7 +31,7 @@ import yaml
 from common import RESULTS, ROOT, write_record
 
 FIRST_RATES = (0.0012, 0.0024, 0.0048)
-SHARES = (0.2, 0.3, 0.4, 0.55, 1.0)
+SHARES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 1.0)
 QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0"]
 SPARSE = ["train.eval_every=1000000", "train.save_every=1000000", "train.attention_every=1000000"]
 ADAMW = ["optimizer.kind=adamw", "optimizer.momentum=null"]  # all other rates stay; decay then falls on the head too
@@ -45,7 +45,7 @@ INGREDIENTS = {
     "GELU, equal parameters": ["model.mlp=gelu", "model.d_mlp={wide}"],
     "SwiGLU, equal parameters": ["model.mlp=swiglu", "model.d_mlp={narrow}"],
     "zero-initialised projections": ["model.zero_init_projections=true"],
-    "tied head": ["model.tied_head=true"],
+    "head of its own": ["model.tied_head=false"],
     "without softcap": ["model.logit_softcap=null"],
     "no positions": ["model.position=none"],
     "cosine schedule": ["optimizer.schedule=cosine"],

@@ -29,7 +29,7 @@ VARIANTS = {
     "nano": TINY,
     "gpt2": TINY_GPT2,
     "no position": replace(TINY, position="none"),
-    "swiglu": replace(TINY, mlp="swiglu", bias=True, tied_head=True),
+    "swiglu": replace(TINY, mlp="swiglu", bias=True, tied_head=False),
     "first layer's values": replace(TINY, n_layer=3, n_kv_head=1, value_residual=not TINY.value_residual),
 }
 

@@ -42,7 +42,7 @@ def test_activation_checkpointing_reaches_the_blocks() -> None:
 
 
 def test_an_untrained_model_with_a_zero_head_scores_ln_v_on_every_token() -> None:
-    run = configure(TrainingRun, "train", ["model=nano-relu2"])
+    run = configure(TrainingRun, "train", ["model=nano-relu2", "model.tied_head=false"])
     model = GPT(run.model, run.attention, 31)
     initialise(model, torch.Generator().manual_seed(1))
     tokens = torch.zeros(2, 7, dtype=torch.int64)

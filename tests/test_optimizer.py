@@ -62,7 +62,9 @@ def test_a_parameter_of_an_unknown_name_is_an_error() -> None:
 
 
 def test_each_rate_goes_to_its_parameters_and_decay_is_only_for_matrices() -> None:
-    model, optimizer = make("optimizer=muon", "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null")
+    model, optimizer = make(
+        "optimizer=muon", "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null", "model.tied_head=false"
+    )
     peaks = {
         optimizer.names[p]: (g["peak"], g["weight_decay"]) for g in optimizer.adamw.param_groups for p in g["params"]
     }

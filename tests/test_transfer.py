@@ -93,18 +93,18 @@ def a_few_steps(run: TrainingRun, steps: int) -> tuple[GPT, list[float]]:
     return model, [float(activation.abs().mean()) for activation in looked_at]
 
 
-def growth(optimizer: str, along: str, transfer: bool, value_residual: bool) -> list[float]:
+def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list[float]:
     """The coordinate check (Yang et al. 2022, appendix D): the exponents with which activations grow with the size.
 
     That is the slope of log mean |x| over log size, of the middle block, the last, and the logits.
     """
     (tuned_d_model, tuned_n_layer), sizes = SIZES[along][0], SIZES[along]
     words = [
+        *words,
         f"optimizer={optimizer}",
         f"optimizer.tuned_d_model={tuned_d_model if transfer else 'null'}",
         f"optimizer.tuned_n_layer={tuned_n_layer if transfer else 'null'}",
         "model.logit_softcap=null",
-        f"model.value_residual={str(value_residual).lower()}",
         *(["optimizer.learning_rate=0.01"] if optimizer == "adamw" else []),
     ]
     found = [a_few_steps(configured(*words, d_model=d_model, n_layer=n_layer), STEPS)[1] for d_model, n_layer in sizes]
@@ -116,10 +116,12 @@ def growth(optimizer: str, along: str, transfer: bool, value_residual: bool) -> 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("along", SIZES)
-@pytest.mark.parametrize(("value_residual", "nearly"), [(False, 0.1), (True, 0.13)])
-def test_activations_are_flat_over_width_and_depth(
-    along: str, optimizer: str, value_residual: bool, nearly: float
-) -> None:
-    flat, swelling = (growth(optimizer, along, transfer, value_residual) for transfer in (True, False))
+@pytest.mark.parametrize(
+    ("words", "nearly"),
+    [(["model.tied_head=false", "model.value_residual=false"], 0.1), ([], 0.17)],
+    ids=["plain", "default"],
+)
+def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str], nearly: float) -> None:
+    flat, swelling = (growth(optimizer, along, transfer, words) for transfer in (True, False))
     assert max(map(abs, flat)) < nearly, (flat, swelling)
-    assert max(swelling) > 0.15, (flat, swelling)
+    assert max(swelling) > 0.35, (flat, swelling)
