@@ -127,7 +127,10 @@ def test_the_largest_over_all_micro_batches_counts(tiny_run, tmp_path):
     """The same run in micro-batches of 1, 3 and 8 sequences clips the same heads by the same factors."""
     weights = []
     for size in (1, 3, 8):
-        trained(tiny_run, tmp_path, f"by{size}", "attention.qk_clip=3", f"train.micro_batch={size}", "train.steps=5")
+        words = ("attention.qk_clip=3", f"train.micro_batch={size}", "train.steps=5")
+        records = trained(tiny_run, tmp_path, f"by{size}", *words)
+        assert any(record.get("attention/step/clipped_heads") for record in records)
         weights.append(newest_whole(tmp_path / "runs" / f"by{size}").model_tensors()["blocks.1.attention.query.weight"])
-    torch.testing.assert_close(weights[0], weights[2], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(weights[1], weights[2], rtol=1e-3, atol=1e-4)
+    # Five of AdamW's steps move a weight by up to 2.5; where its gradient is small, rounding is some 1e-4 of that.
+    for other in weights[:2]:
+        torch.testing.assert_close(other, weights[2], rtol=0, atol=2.5e-3)
