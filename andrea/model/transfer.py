@@ -11,6 +11,7 @@ head width and one d_mlp / d_model.
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|
 | embedding, learned positions             | 1             | 1            |             | 1 / N           |
+| share of the first layer in its own      | 1             | 0            |             | 1               |
 | in a branch: 1-D, compatibility function | 1             | 1            |             | 1 / (N L)       |
 | in a branch: matrices that read x        | 1             | 1 / N        | 1           | 1 / (N L)       |
 | matrices that write into the residual    | 1 / √L        | 1 / (N L)    | 1 / L       | 1 / N           |
@@ -20,7 +21,8 @@ head width and one d_mlp / d_model.
 | final norm before a tied head            | 1 / N         | 1 / N        |             | 1               |
 
 The first column multiplies what `initialise` draws, which already knows fan-in and 1 / √n_layer: √L times that makes
-1 / L. Weight decay takes the same share of a matrix per step at any size: the share is of the rate before these factors.
+1 / L. The first layer's value_mix mixes its values with themselves: its gradient is what rounding leaves, and must not be
+followed. Weight decay takes the same share of a matrix per step at any size: the share is of the rate before these factors.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ class Transfer:
             return Factors(deeper**-0.5, 1 / (wider * deeper), 1 / deeper, 1 / wider)
         if name.endswith(tuple(weight.replace("weight", "bias") for weight in WRITES_RESIDUAL)):
             return Factors(adamw_rate=1 / deeper, epsilon=1 / wider)
+        if name == "blocks.0.attention.value_mix":
+            return Factors(adamw_rate=0.0)
         if name.startswith("blocks."):
             is_matrix = name.endswith(".weight") and not name.endswith("norm.weight") and ".compatibility." not in name
             return Factors(adamw_rate=1 / wider if is_matrix else 1.0, epsilon=1 / (wider * deeper))

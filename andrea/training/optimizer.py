@@ -73,7 +73,7 @@ class Optimizer:
                     "params": parameters,
                     "lr": peaks[group] * factors.adamw_rate,
                     "peak": peaks[group] * factors.adamw_rate,
-                    "weight_decay": decays[group] / factors.adamw_rate,
+                    "weight_decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,
                     "eps": config.epsilon * factors.epsilon,
                 }
                 for (group, factors), parameters in alike.items()
