@@ -78,10 +78,10 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """x (B, T, d_model), context (B, S, d_context), x itself when left out -> (B, T, d_model).
 
-        first_value: (B, G, S, D), with value_residual. place: applied to the lowered query and key; rotary positions
-        are. packing: a mask of this batch, joined with the
-        module's own. cache: earlier keys and values; with it another implementation than the one named may serve, because
-        T and S then differ from step to step. observed: a list to which the heads' statistics are appended.
+        first_value: the first layer's values (B, G, S, D), with value_residual. place: applied to the lowered query and
+        key; rotary positions are. packing: a mask of this batch, joined with the module's own. cache: earlier keys and
+        values; with it another implementation than the one named may serve, because T and S then differ from step to
+        step. observed: a list to which the heads' statistics are appended.
         """
         retrieved = self.retrieve(
             x, context, first_value=first_value, place=place, packing=packing, cache=cache, observed=observed
