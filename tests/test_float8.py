@@ -72,8 +72,8 @@ def test_a_run_learns_and_its_checkpoint_is_any_models(tiny_run, a_cpu_may, tmp_
 def test_compiled_it_is_the_same_run(tiny_run, a_cpu_may, tmp_path: Path, words: list[str]) -> None:
     for name, more in (("eager", []), ("compiled", words)):
         # A tied head's large first steps would multiply what rounding did.
-        words = ["precision=bf16", "float8=true", "train.steps=4", "model.tied_head=false"]
-        assert tiny_run(f"name={name}", *words, *more) == 0
+        same = ["precision=bf16", "float8=true", "train.steps=4", "model.tied_head=false"]
+        assert tiny_run(f"name={name}", *same, *more) == 0
     eager, compiled = (losses(tmp_path / "runs" / name) for name in ("eager", "compiled"))
     assert compiled[-1] == pytest.approx(eager[-1], rel=0.01)
 

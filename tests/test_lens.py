@@ -91,7 +91,7 @@ def test_weights_are_attention_weights_and_rows_sum_to_one(model: GPT) -> None:
     x = model.position.add(x, 0)
     first = next(iter(walk(model, tokens)))
     attention = model.blocks[0].attention
-    first_value = model.blocks[0].values(x) if model.config.value_residual else None
+    first_value = model.first_value(x)
     query, key, _, compatibility = attention.project(
         model.blocks[0].attention_norm(x), None, model.position.placer(tokens.shape[1], 0), first_value
     )

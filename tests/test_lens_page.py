@@ -67,8 +67,7 @@ def weights_of(model: GPT, layer: int, text: str = PROMPT) -> torch.Tensor:
     tokens = prompt_tokens(text)
     block, before = model.blocks[layer], list(walk(model, tokens))[layer].before
     place = model.position.placer(tokens.shape[1], 0)
-    first_value = model.blocks[0].values(model.position.add(model.embedding(tokens), 0))
-    first_value = first_value if model.config.value_residual else None
+    first_value = model.first_value(model.position.add(model.embedding(tokens), 0))
     query, key, _, compatibility = block.attention.project(block.attention_norm(before), None, place, first_value)
     return attention_weights(query, key, compatibility=compatibility, mask=block.attention.mask)[0]
 

@@ -67,7 +67,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
     with torch.no_grad():
         x = model.embedding(tokens)
         place = model.position.placer(32, 0)
-        first_value = model.blocks[0].values(x) if run.model.value_residual else None
+        first_value = model.first_value(x)
         for block in model.blocks:
             query, key, _, function = block.attention.project(block.attention_norm(x), None, place, first_value)
             weights = attention_weights(query, key, compatibility=function, mask=block.attention.mask)

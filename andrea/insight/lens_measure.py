@@ -50,7 +50,7 @@ def walk(model: GPT, tokens: Tensor) -> Iterator[LayerPass]:
     """tokens (B, T) -> each layer in turn. `model.logits(model.final_norm(last.after))` are the model's own logits."""
     place, packing = surroundings(model, tokens)
     x = model.position.add(model.embedding(tokens), 0)
-    first_value = model.blocks[0].values(x) if model.config.value_residual else None
+    first_value = model.first_value(x)
     for block in model.blocks:
         made = pass_through(block, x, first_value, place, packing)
         yield made

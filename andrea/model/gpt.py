@@ -158,8 +158,7 @@ class GPT(nn.Module):
         packing = None
         if self.end_of_text is not None and cache is None:  # what is being generated is one document
             packing = packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
-        # The first block computes them again for itself, and mixes them with themselves, so that all blocks are alike.
-        first_value = self.blocks[0].values(x) if self.config.value_residual else None
+        first_value = self.first_value(x)
         for index, block in enumerate(self.blocks):
             if recompute:
                 x = recomputed(run, block, x, first_value, place, packing, observed)
@@ -173,6 +172,13 @@ class GPT(nn.Module):
         if cache is not None:
             cache.advance(n_token)
         return self.final_norm(x)
+
+    def first_value(self, x: Tensor) -> Tensor | None:
+        """The embedded tokens x (B, T, d_model) -> the first layer's values (B, G, T, D), where later layers mix them in.
+
+        The first block computes them again for itself, and mixes them with themselves, so that all blocks are alike.
+        """
+        return self.blocks[0].values(x) if self.config.value_residual else None
 
     @property
     def head_weight(self) -> Tensor:

@@ -11,7 +11,7 @@ head width and one d_mlp / d_model.
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|
 | embedding, learned positions             | 1             | 1            |             | 1 / N           |
-| share of the first layer in its own      | 1             | 0            |             | 1               |
+| value_mix of the first layer             | 1             | 0            |             | 1               |
 | in a branch: 1-D, compatibility function | 1             | 1            |             | 1 / (N L)       |
 | in a branch: matrices that read x        | 1             | 1 / N        | 1           | 1 / (N L)       |
 | matrices that write into the residual    | 1 / √L        | 1 / (N L)    | 1 / L       | 1 / N           |
