@@ -2,6 +2,7 @@
 
     python bench/recipe.py --data pystdlib
     python bench/recipe.py --data shakespeare --path input.txt
+    python bench/recipe.py --model andrea-12m --steps 500 --tokens-per-step 4096 --seeds 1337
 
 The baseline is `model=gpt2 optimizer=adamw` at the shape of --model: GELU, learned positions, LayerNorm with biases, cosine
 decay to a tenth, with a head of its own (no fewer parameters than ours). Its learning rate is tuned at the whole budget, in
@@ -9,7 +10,7 @@ steps of a factor of two, until the best has a worse one on either side; there i
 and where that is better its rate is tuned in turn and it counts instead. The best counts over all seeds. Ours is trained at
 growing shares of that budget, each run decayed to its own end, until it passes the baseline's loss; where its line crosses
 that is read off between the last two shares (straight in the logarithm of tokens). Then one ingredient at a time is taken
-out of ours, or put in, at --ablation-share of the budget.
+out of ours, or put in, at --ablation-share of the budget; what the model has already is left out of the table.
 
 Every figure is the whole held-out split's bits per byte at the end of a `train.py` run. Each finished run is written; a study
 that was cut off goes on after it.
@@ -38,18 +39,21 @@ ADAMW = ["optimizer.kind=adamw", "optimizer.momentum=null"]  # all other rates s
 ADAMW_RATES = (0.00075, 0.0015, 0.003)  # for matrices: tried on the first seed
 INGREDIENTS = {
     "default": [],
-    "without value residuals": ["model.value_residual=false"],
     "learned positions instead of rotary": ["model.position=learned"],
     "without QK-norm": ["model.qk_norm=false"],
     "squared ReLU, equal parameters": ["model.mlp=relu2", "model.d_mlp={wide}"],
-    "GELU, equal parameters": ["model.mlp=gelu", "model.d_mlp={wide}"],
     "SwiGLU, equal parameters": ["model.mlp=swiglu", "model.d_mlp={narrow}"],
     "zero-initialised projections": ["model.zero_init_projections=true"],
     "head of its own": ["model.tied_head=false"],
+    "tied head": ["model.tied_head=true"],
     "without softcap": ["model.logit_softcap=null"],
-    "no positions": ["model.position=none"],
+    "without value residuals": ["model.value_residual=false"],
+    "value residuals": ["model.value_residual=true"],
+    "tied head and value residuals": ["model.tied_head=true", "model.value_residual=true"],
     "cosine schedule": ["optimizer.schedule=cosine"],
+    "GELU, equal parameters": ["model.mlp=gelu", "model.d_mlp={wide}"],
     "LayerNorm": ["model.norm=layernorm"],
+    "no positions": ["model.position=none"],
     "without weight decay": ["optimizer.weight_decay=0"],
 }
 
@@ -60,6 +64,7 @@ def main() -> None:
     parser.add_argument("--data", choices=("pystdlib", "shakespeare"), default="pystdlib")
     parser.add_argument("--path", help="the text of shakespeare")
     parser.add_argument("--steps", type=int, help="of the whole budget; default: the model's recipe")
+    parser.add_argument("--tokens-per-step", type=int, help="default: the model's recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339])
     parser.add_argument("--ablation-share", type=float, default=0.4)
     parser.add_argument("--parts", nargs="+", choices=("compare", "ablate"), default=["compare", "ablate"])
@@ -77,11 +82,13 @@ class Study:
         self.chosen = chosen
         self.shape = yaml.safe_load((ROOT / "configs" / "model" / f"{chosen.model}.yaml").read_text(encoding="utf-8"))
         self.steps = chosen.steps or self.shape["recipe_steps"]
+        self.tokens_per_step = chosen.tokens_per_step or self.shape["recipe_tokens_per_step"]
         self.output = chosen.output or RESULTS / f"recipe-{chosen.model}-{chosen.data}.json"
-        self.record: dict = {"steps": self.steps, "model": chosen.model, "data": chosen.data, "runs": {}}
+        budget = {"steps": self.steps, "tokens_per_step": self.tokens_per_step}
+        self.record: dict = {**budget, "model": chosen.model, "data": chosen.data, "runs": {}}
         if self.output.exists():
             self.record = json.loads(self.output.read_text(encoding="utf-8"))
-            assert self.record["steps"] == self.steps, f"{self.output} is of another budget: {self.record['steps']}"
+            assert self.record.items() >= budget.items(), f"{self.output} is of another budget than {budget}"
         self.place = Path(tempfile.gettempdir()) / f"andrea-recipe-{chosen.model}-{chosen.data}"
 
     def figure(self, name: str, words: list[str], steps: int, seed: int) -> float:
@@ -95,7 +102,7 @@ class Study:
             data += [] if self.chosen.data == "pystdlib" else ["tokenizer=byte"]
             places = [f"runs_dir={self.place / 'runs'}", f"data_dir={self.place / 'data'}", "name=run"]
             command = [sys.executable, str(ROOT / "train.py"), "device=cpu", *data, *places, *QUIET, *SPARSE, *words]
-            command += [f"train.steps={steps}", f"train.tokens_per_step={self.shape['recipe_tokens_per_step']}"]
+            command += [f"train.steps={steps}", f"train.tokens_per_step={self.tokens_per_step}"]
             code = subprocess.run([*command, f"seed={seed}"], stdout=subprocess.DEVNULL).returncode
             assert code in (0, 3), f"exit code {code}: {key}"
             lines = (self.place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -173,9 +180,9 @@ class Study:
         best = min(tried, key=lambda name: tried[name])
         rows = {}
         for name, words in (INGREDIENTS | {best: rates[best]}).items():
-            if f"model.mlp={self.shape['mlp']}" in words:
-                continue  # the default's own
             filled = [word.format(wide=wide, narrow=narrow) for word in words]
+            if words and all(map(self.has, filled)):
+                continue
             rows[name] = self.mean(name, [model, *filled], steps)
             print(
                 f"{name:38}{rows[name][0]:.4f} {rows[name][0] - rows['default'][0]:+.4f} spread {rows[name][1]:.4f}",
@@ -183,6 +190,11 @@ class Study:
             )
         self.record["ingredients"] = {"steps": steps, "adamw_rates": tried, "rows": rows}
         self.write()
+
+    def has(self, word: str) -> bool:
+        """Whether the model is so without being told."""
+        key, _, value = word.removeprefix("model.").partition("=")
+        return word.startswith("model.") and self.shape[key] == yaml.safe_load(value)
 
     @property
     def is_gated(self) -> bool:
