@@ -6,6 +6,7 @@ from pathlib import Path
 from andrea.command_line import compose, help_text, read, run
 from andrea.config import TrainingRun, parse
 from andrea.sweep import SWITCHES, sweep
+from andrea.training.compile_ahead import compile_headers_ahead
 
 USAGE = "python train.py [key=value …]     for example: python train.py model=andrea-120m data=text data.path=notes/"
 
@@ -19,6 +20,7 @@ def main(argv: list[str]) -> int:
     line = read(TrainingRun, argv)
     composed = compose(TrainingRun, "train", line)
     config = parse(TrainingRun, composed)  # a wrong command line ends here, before torch is loaded
+    compile_headers_ahead(config, argv)
 
     from andrea.insight.lens import small_lens
     from andrea.training import plan, resume
