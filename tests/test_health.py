@@ -315,6 +315,24 @@ def test_a_model_that_writes_loops_is_named(tiny_run, tmp_path: Path, notes: Pat
         assert set(reference.judge(texts, run.health)[1]) == {name}, texts
 
 
+def test_text_is_judged_from_where_a_model_knows_more_than_frequencies(tmp_path: Path, notes: Path) -> None:
+    run = configure(
+        TrainingRun, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", "optimizer.warmup_steps=5"]
+    )
+    corpus = prepare(run.data, run.tokenizer, tmp_path / "r", lambda line: None)
+    reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
+
+    def findings_at(step: int, loss: float) -> set[str]:
+        health = noted(Health(run, N_VOCAB, DATA, reference), steady(20, loss))
+        figures, found, _ = health.judge(seen(step, {"code": loss, "notes": loss}, texts=["region " * 60] * 5))
+        assert figures["health/text/loop_share"] == 1
+        return set(found)
+
+    assert not findings_at(54, 3.3)
+    assert findings_at(54, 2.5) == {"repeated_word"}
+    assert findings_at(55, 3.3) == {"repeated_word", "loss_above_unigram"}
+
+
 def test_an_alert_in_wandb_offline_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=[])

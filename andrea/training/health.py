@@ -172,6 +172,8 @@ class Health:
         if self.reference is None:
             return {}, {}
         figures, found = self.reference.judge(seen.texts, self.config)
+        if self.young(seen.step) and not self.learned:
+            return figures, {}  # what knows no more than frequencies writes nothing else than poor text
         before = "start again from a checkpoint before it (init_from=…)"
         return figures, {name: f"{message}; {before}, and {self.calmer()}" for name, message in found.items()}
 
