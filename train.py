@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from andrea.command_line import compose, help_text, read, run
+from andrea.compile_ahead import compile_headers_ahead
 from andrea.config import TrainingRun, parse
 from andrea.sweep import SWITCHES, sweep
-from andrea.training.compile_ahead import compile_headers_ahead
 
 USAGE = "python train.py [key=value …]     for example: python train.py model=andrea-120m data=text data.path=notes/"
 

@@ -11,8 +11,8 @@ import pytest
 from conftest import tiny_command
 
 from andrea.command_line import configure
+from andrea.compile_ahead import compile_headers_ahead, kept_headers
 from andrea.config import TrainingRun
-from andrea.training.compile_ahead import compile_headers_ahead, kept_headers
 
 LONG = ["device=cpu", "compile=blocks"]
 

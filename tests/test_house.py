@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "insight": {"training", "generation", "checkpoint", "text", "model", "attention"},
     "command_line": {"insight", "training", "generation", "checkpoint", "text", "model"},
     "sweep": {"command_line"},
+    "compile_ahead": {"command_line", "training", "model"},
     "__main__": {"insight", "command_line", "training", "generation", "checkpoint", "text", "model"},
 }
 MODULES = sorted((ROOT / "andrea").rglob("*.py"))

@@ -18,7 +18,7 @@ from pathlib import Path
 from andrea.command_line import configure
 from andrea.config import TrainingRun
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def compile_headers_ahead(run: TrainingRun, argv: list[str]) -> threading.Thread | None:
@@ -28,7 +28,7 @@ def compile_headers_ahead(run: TrainingRun, argv: list[str]) -> threading.Thread
     if on_card or alone or run.compile == "off" or run.dry_run or not shutil.which("g++") or kept_headers():
         return None
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command, quiet = [sys.executable, "-m", "andrea.training.compile_ahead", *argv], subprocess.DEVNULL
+    command, quiet = [sys.executable, "-m", "andrea.compile_ahead", *argv], subprocess.DEVNULL
     settings = {"stdin": quiet, "stdout": quiet, "stderr": quiet, "env": os.environ | {"PYTHONPATH": paths}}
     thread = threading.Thread(target=subprocess.run, args=(command,), kwargs=settings, daemon=True)
     thread.start()
