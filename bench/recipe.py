@@ -53,8 +53,6 @@ INGREDIENTS = {
     "cosine schedule": ["optimizer.schedule=cosine"],
     "GELU, equal parameters": ["model.mlp=gelu", "model.d_mlp={wide}"],
     "LayerNorm": ["model.norm=layernorm"],
-    "no positions": ["model.position=none"],
-    "without weight decay": ["optimizer.weight_decay=0"],
 }
 
 
@@ -67,6 +65,9 @@ def main() -> None:
     parser.add_argument("--tokens-per-step", type=int, help="default: the model's recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339])
     parser.add_argument("--ablation-share", type=float, default=0.4)
+    parser.add_argument(
+        "--ingredients", nargs="+", choices=list(INGREDIENTS), help="of the table; default: all, and AdamW"
+    )
     parser.add_argument("--parts", nargs="+", choices=("compare", "ablate"), default=["compare", "ablate"])
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
@@ -171,15 +172,23 @@ class Study:
     def ablate(self) -> None:
         steps = round(self.chosen.ablation_share * self.steps)
         wide, narrow = (round(self.shape["d_mlp"] * (f if self.is_gated else g)) for f, g in ((1.5, 1), (1, 2 / 3)))
-        rates = {
-            f"AdamW for matrices, rate {rate}": [*ADAMW, f"optimizer.matrix_learning_rate={rate}"]
-            for rate in ADAMW_RATES
+        model, tried, rows = f"model={self.chosen.model}", {}, {}
+        wanted = {
+            name: words
+            for name, words in INGREDIENTS.items()
+            if name in ("default", *(self.chosen.ingredients or INGREDIENTS))
         }
-        model = f"model={self.chosen.model}"
-        tried = {name: self.figure(name, [model, *words], steps, self.chosen.seeds[0]) for name, words in rates.items()}
-        best = min(tried, key=lambda name: tried[name])
-        rows = {}
-        for name, words in (INGREDIENTS | {best: rates[best]}).items():
+        if not self.chosen.ingredients:
+            rates = {
+                f"AdamW for matrices, rate {rate}": [*ADAMW, f"optimizer.matrix_learning_rate={rate}"]
+                for rate in ADAMW_RATES
+            }
+            tried = {
+                name: self.figure(name, [model, *words], steps, self.chosen.seeds[0]) for name, words in rates.items()
+            }
+            best = min(tried, key=lambda name: tried[name])
+            wanted[best] = rates[best]
+        for name, words in wanted.items():
             filled = [word.format(wide=wide, narrow=narrow) for word in words]
             if words and all(map(self.has, filled)):
                 continue
