@@ -333,6 +333,16 @@ def test_text_is_judged_from_where_a_model_knows_more_than_frequencies(tmp_path:
     assert findings_at(55, 3.3) == {"repeated_word", "loss_above_unigram"}
 
 
+def test_what_looks_ill_is_looked_at_again(tiny_run, tmp_path: Path) -> None:
+    words = ["train.sample_tokens=80", "train.steps=8", "train.eval_every=8", "health.unigram_steps=0"]
+    words += ["optimizer.warmup_steps=0", "health.repetition=0.999"]
+    for name, variety, judged in (("well", 0.001, 5), ("ill", 0.999, 20)):
+        assert tiny_run(f"name={name}", f"health.variety={variety}", *words) == 0
+        record = read_lines(tmp_path / "runs" / name / "metrics.jsonl")[-1]
+        assert record["health/text/judged"] == judged
+        assert record["health/findings/poor_text"] == (name == "ill")
+
+
 def test_an_alert_in_wandb_offline_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=[])

@@ -188,7 +188,8 @@ def test_a_text_too_short_is_not_judged(reference: ReferenceText) -> None:
 def test_each_figure_stands_beside_that_of_validation_text(reference: ReferenceText, real: str) -> None:
     figures, _ = reference.judge([real[:N_TOKEN]], parse(HealthConfig, DEFAULT))
     names = ("loop_share", "distinct_1", "distinct_2", "distinct_3", "vocabulary", "compression")
-    assert figures.keys() == {f"health/text/{name}{of}" for name in names for of in ("", "_validation")}
+    beside = {f"health/text/{name}{of}" for name in names for of in ("", "_validation")}
+    assert figures.keys() == beside | {"health/text/judged"}
     assert figures["health/text/compression_validation"] == pytest.approx(
         np.median([window.compression for window in reference.windows])
     )

@@ -169,13 +169,20 @@ class Health:
         return [name for name in self.active if CHECKS[name]]
 
     def judge_text(self, seen: Evaluation) -> tuple[dict[str, float], dict[str, str]]:
-        if self.reference is None:
-            return {}, {}
-        figures, found = self.reference.judge(seen.texts, self.config)
-        if self.young(seen.step) and not self.learned:
-            return figures, {}  # what knows no more than frequencies writes nothing else than poor text
+        figures, found = self.read(seen.texts, seen.step)
         before = "start again from a checkpoint before it (init_from=…)"
         return figures, {name: f"{message}; {before}, and {self.calmer()}" for name, message in found.items()}
+
+    def suspects(self, texts: Sequence[str], step: int) -> bool:
+        """Whether they look ill. One text in five of a small healthy model is a loop: before it is said, more are read."""
+        return bool(self.read(texts, step)[1])
+
+    def read(self, texts: Sequence[str], step: int) -> tuple[dict[str, float], dict[str, str]]:
+        """(figures, findings) of samples; no findings while the model knows no more than the frequencies of tokens."""
+        if self.reference is None:
+            return {}, {}
+        figures, found = self.reference.judge(texts, self.config)
+        return figures, {} if self.young(step) and not self.learned else found
 
     def judge_optimisation(self, seen: Evaluation) -> tuple[dict[str, float | None], dict[str, str]]:
         config, steps, found = self.config, max(1, self.interval["steps"]), {}

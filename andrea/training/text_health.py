@@ -173,7 +173,8 @@ class ReferenceText:
         judged = [figures for text in texts if (figures := TextFigures.of(text, self.tokenizer)) is not None]
         if not judged or len(judged) < len(texts) / 2 or not self.windows:
             return {}, {}
-        figures = {
+        figures: dict[str, float] = {
+            "health/text/judged": len(judged),
             "health/text/loop_share": float(np.mean([each.loop.share for each in judged])),
             "health/text/loop_share_validation": float(np.mean([each.loop.share for each in self.windows])),
         }

@@ -36,6 +36,8 @@ from andrea.training.schedule import rate_at
 from andrea.training.telemetry import heatmaps, probe, probe_batch, scalars
 from andrea.training.watchdog import Watchdog
 
+SECOND_LOOK = 4  # times as many texts, where the first look ill
+
 
 @dataclass
 class Progress:
@@ -319,7 +321,9 @@ class Trainer:
         self.update_ratios = None
         if model is None:
             return {}
-        texts = [sample["text"] for sample in self.samples(model, self.run.health.samples)]
+        texts = self.texts(model, self.run.health.samples)
+        if self.health.suspects(texts, self.progress.step):
+            texts = self.texts(model, SECOND_LOOK * self.run.health.samples)
         heads = self.probed_heads(model)
         seen = Evaluation(self.progress.step, self.progress.tokens, texts, heads, ratios, self.evaluated)
         figures, begun, ended = self.health.judge(seen)
@@ -346,6 +350,9 @@ class Trainer:
             seed = self.run.seed + self.progress.step
             self.written = self.progress.step, self.write_samples(model, seed, count)
         return self.written[1]
+
+    def texts(self, model: GPT, count: int) -> list[str]:
+        return [sample["text"] for sample in self.samples(model, count)]
 
     def sample(self) -> None:
         model = self.whole_model()
