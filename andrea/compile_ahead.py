@@ -6,7 +6,6 @@ torch.compile waits for what is under way, by a lock of its own; where this proc
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
 import subprocess
@@ -36,8 +35,9 @@ def compile_headers_ahead(run: TrainingRun, argv: list[str]) -> threading.Thread
 
 
 def kept_headers() -> list[Path]:
-    """What torch has kept of them, where it does unless told otherwise."""
-    return sorted(Path(tempfile.gettempdir()).glob(f"torchinductor_{getpass.getuser()}/precompiled_headers/*.gch"))
+    """What torch has kept of them for this user, where it does unless told otherwise."""
+    everyones = Path(tempfile.gettempdir()).glob("torchinductor_*/precompiled_headers/*.gch")
+    return sorted(path for path in everyones if path.stat().st_uid == os.getuid())
 
 
 def main(argv: list[str]) -> None:
