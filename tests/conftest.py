@@ -14,8 +14,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process a core
 os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run here without a card; read when they are imported
 
+import numpy as np
 import pytest
 import torch
+
+try:
+    from triton.runtime import interpreter
+except ImportError:  # no Triton for this system
+    interpreter = None
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +32,28 @@ TINY = [
     "train.steps=12", "train.tokens_per_step=256", "train.log_every=2", "train.eval_every=4", "train.save_every=4",
     "train.sample_tokens=8",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreted_products_are_torchs():
+    """Triton's interpreter multiplies by numpy, whose BLAS sums a product's terms in one chain on some processors.
+
+    A kernel is judged against the readable path in the same precision; both then multiply alike, whatever the processor.
+    """
+    if interpreter is None:
+        yield
+        return
+    by_numpy = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, *settings):
+        if not a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
+            return by_numpy(self, a, b, d, *settings)
+        a_data, b_data = (torch.from_numpy(np.ascontiguousarray(each.data)) for each in (a, b))
+        return interpreter.TensorHandle((a_data @ b_data).numpy() + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    yield
+    interpreter.InterpreterBuilder.create_dot = by_numpy
 
 
 @pytest.fixture(autouse=True)
