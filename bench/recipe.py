@@ -65,9 +65,6 @@ def main() -> None:
     parser.add_argument("--tokens-per-step", type=int, help="default: the model's recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339])
     parser.add_argument("--ablation-share", type=float, default=0.4)
-    parser.add_argument(
-        "--ingredients", nargs="+", choices=list(INGREDIENTS), help="of the table; default: all, and AdamW"
-    )
     parser.add_argument("--parts", nargs="+", choices=("compare", "ablate"), default=["compare", "ablate"])
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
@@ -172,23 +169,15 @@ class Study:
     def ablate(self) -> None:
         steps = round(self.chosen.ablation_share * self.steps)
         wide, narrow = (round(self.shape["d_mlp"] * (f if self.is_gated else g)) for f, g in ((1.5, 1), (1, 2 / 3)))
-        model, tried, rows = f"model={self.chosen.model}", {}, {}
-        wanted = {
-            name: words
-            for name, words in INGREDIENTS.items()
-            if name in ("default", *(self.chosen.ingredients or INGREDIENTS))
+        rates = {
+            f"AdamW for matrices, rate {rate}": [*ADAMW, f"optimizer.matrix_learning_rate={rate}"]
+            for rate in ADAMW_RATES
         }
-        if not self.chosen.ingredients:
-            rates = {
-                f"AdamW for matrices, rate {rate}": [*ADAMW, f"optimizer.matrix_learning_rate={rate}"]
-                for rate in ADAMW_RATES
-            }
-            tried = {
-                name: self.figure(name, [model, *words], steps, self.chosen.seeds[0]) for name, words in rates.items()
-            }
-            best = min(tried, key=lambda name: tried[name])
-            wanted[best] = rates[best]
-        for name, words in wanted.items():
+        model = f"model={self.chosen.model}"
+        tried = {name: self.figure(name, [model, *words], steps, self.chosen.seeds[0]) for name, words in rates.items()}
+        best = min(tried, key=lambda name: tried[name])
+        rows = {}
+        for name, words in (INGREDIENTS | {best: rates[best]}).items():
             filled = [word.format(wide=wide, narrow=narrow) for word in words]
             if words and all(map(self.has, filled)):
                 continue
