@@ -305,9 +305,11 @@ def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, 
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("andrea.training.settle.choose_compile", lambda *asked: Choice("on", "for the test"))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/bin/false"))
     torch._dynamo.reset()
-    assert tiny_run("name=a", "compile=auto", "train.steps=2", "model.d_mlp=60") == 0
+    # torch's own `patch` restores the setting; monkeypatch would leave it deleted, and every later test of this process
+    # without a compiler.
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/bin/false")}):
+        assert tiny_run("name=a", "compile=auto", "train.steps=2", "model.d_mlp=60") == 0
     assert "training goes on without it" in capsys.readouterr().out
     assert (
         json.loads((checkpoints_of(tmp_path / "runs" / "a")[-1] / "state.json").read_text())["config"]["compile"]
