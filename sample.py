@@ -2,8 +2,8 @@
 
 import sys
 
-from andrea.command_line import configure, help_text, run
-from andrea.config import SamplingRun
+from andrea.cli.command_line import configure, help_text, run
+from andrea.config import SampleConfig
 
 USAGE = 'python sample.py [key=value …]     for example: python sample.py prompt="def main(" num_samples=3'
 
@@ -12,10 +12,10 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(help_text("sample", USAGE))
         return 0
-    config = configure(SamplingRun, "sample", argv)
+    config = configure(SampleConfig, "sample", argv)
 
     from andrea.generation.session import sample
-    from andrea.training.device import choose_device, choose_precision, choose_threads, weight_dtype
+    from andrea.runtime.device import choose_device, choose_precision, choose_threads, weight_dtype
 
     device = choose_device(config.device)
     choose_threads(config.threads)

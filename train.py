@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from andrea.command_line import compose, help_text, read, run
-from andrea.compile_ahead import compile_headers_ahead
-from andrea.config import TrainingRun, parse
-from andrea.sweep import SWITCHES, sweep
+from andrea.cli.command_line import compose, help_text, read, run
+from andrea.cli.compile_ahead import compile_headers_ahead
+from andrea.cli.sweep import SWITCHES, sweep
+from andrea.config import RunConfig, parse
 
 USAGE = "python train.py [key=value …]     for example: python train.py model=andrea-120m data=text data.path=notes/"
 
@@ -17,14 +17,15 @@ def main(argv: list[str]) -> int:
         return 0
     if set(SWITCHES) & set(argv):
         return sweep(Path(__file__).resolve(), argv)
-    line = read(TrainingRun, argv)
-    composed = compose(TrainingRun, "train", line)
-    config = parse(TrainingRun, composed)  # a wrong command line ends here, before torch is loaded
+    line = read(RunConfig, argv)
+    composed = compose(RunConfig, "train", line)
+    config = parse(RunConfig, composed)  # a wrong command line ends here, before torch is loaded
     compile_headers_ahead(config, argv)
 
-    from andrea.insight.lens import small_lens
-    from andrea.training import plan, resume
-    from andrea.training.distributed import joined
+    from andrea.insight.lens.lens import small_lens
+    from andrea.training import resume
+    from andrea.training.parallel.ranks import joined
+    from andrea.training.planning import plan
     from andrea.training.start import start
 
     config = plan.complete(config)
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
         print(plan.describe(config))
         return 0
     with joined(config.parallel.watchdog_minutes) as (ranks, watchdog):
-        checkpoint = ranks.told(lambda: resume.find_resume(config))
+        checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         if checkpoint is not None:
             merged, changes = resume.merge(
                 checkpoint.state["config"],
@@ -41,13 +42,13 @@ def main(argv: list[str]) -> int:
                 line.values,
                 checkpoint.state.get("ranks", 1) != ranks.size,
             )
-            config = plan.complete(parse(TrainingRun, merged))
+            config = plan.complete(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
-                ranks.told(lambda: resume.show_done(checkpoint, config.steps))
+                ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
                 return 0
-            ranks.told(lambda: resume.show_resume(checkpoint, changes))
+            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes))
         elif config.resume:
-            ranks.told(lambda: print("nothing to resume yet: starting"))
+            ranks.from_rank_0(lambda: print("nothing to resume yet: starting"))
         return start(config, checkpoint, ranks, watchdog, observe=small_lens)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from andrea.command_line import configure, help_text, run
-from andrea.config import CompareRun, ConsolidateRun, DashboardRun, LensRun, TrainingRun, UserError, nearest
+from andrea.cli.command_line import configure, help_text, run
+from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig, UserError, nearest
 
 
 def prepare(words: list[str]) -> int:
     """Write the token shards of data=… with tokenizer=…, as train.py does by itself on first use."""
     from pathlib import Path
 
-    from andrea.text.prepare import prepare
+    from andrea.text.corpus import prepare
 
-    config = configure(TrainingRun, "train", words)
+    config = configure(RunConfig, "train", words)
     corpus = prepare(config.data, config.tokenizer, Path(config.data_dir), print)
     for source in corpus.sources:
         print(
@@ -30,7 +30,7 @@ def consolidate(words: list[str]) -> int:
 
     from andrea.checkpoint import consolidate, locate
 
-    config = configure(ConsolidateRun, "consolidate", words)
+    config = configure(ConsolidateConfig, "consolidate", words)
     checkpoint = locate(config.checkpoint, Path(config.runs_dir))
     consolidate(checkpoint.path)
     print(f"{checkpoint.path} {'is now' if checkpoint.is_sharded else 'was already'} in the single-folder format")
@@ -39,10 +39,10 @@ def consolidate(words: list[str]) -> int:
 
 def lens(words: list[str]) -> int:
     """Write a page that shows what every head does with prompt=…, and the arithmetic behind it."""
-    config = configure(LensRun, "lens", words)
+    config = configure(LensConfig, "lens", words)
 
-    from andrea.insight.lens import lens
-    from andrea.training.device import choose_device, choose_threads
+    from andrea.insight.lens.lens import lens
+    from andrea.runtime.device import choose_device, choose_threads
 
     device = choose_device(config.device)
     choose_threads(config.threads)
@@ -51,10 +51,10 @@ def lens(words: list[str]) -> int:
 
 def compare(words: list[str]) -> int:
     """Compare run folders: a page, a picture, a table, and a scaling fit where the runs carry one."""
-    from andrea.insight.compare import compare, run_words
+    from andrea.insight.compare.compare import compare, run_words
 
-    config = configure(CompareRun, "compare", run_words(words))
-    size = configure(TrainingRun, "train", [f"model={config.predict}"]).model if config.predict else None
+    config = configure(CompareConfig, "compare", run_words(words))
+    size = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
     return compare(config, size)
 
 
@@ -62,7 +62,7 @@ def dashboard(words: list[str]) -> int:
     """Save a wandb workspace that shows the runs of project=… side by side; offline, print what it would send."""
     from andrea.insight.dashboard import dashboard, option_words
 
-    return dashboard(configure(DashboardRun, "dashboard", option_words(words)))
+    return dashboard(configure(DashboardConfig, "dashboard", option_words(words)))
 
 
 COMMANDS = {"prepare": prepare, "consolidate": consolidate, "lens": lens, "compare": compare, "dashboard": dashboard}

@@ -52,13 +52,13 @@ def work(chosen: argparse.Namespace) -> None:
     """What each rank does."""
     import torch
 
+    from andrea.runtime.device import choose_device, choose_precision, keep_freed_memory, weight_dtype
     from andrea.text.tokenizer import ByteTokenizer
-    from andrea.training.device import choose_device, choose_precision, keep_freed_memory, weight_dtype
-    from andrea.training.distributed import joined
-    from andrea.training.loss import MicroLoss
-    from andrea.training.optimizer import Optimizer
-    from andrea.training.parallel import Sharded
-    from andrea.training.saver import ShardSaver
+    from andrea.training.loss.loss import MicroLoss
+    from andrea.training.optimizer.optimizer import Optimizer
+    from andrea.training.parallel.ranks import joined
+    from andrea.training.parallel.saver import ShardSaver
+    from andrea.training.parallel.strategy import Sharded
 
     def group(kind: type, name: str):
         return parse(kind, yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")), name)
@@ -122,7 +122,7 @@ def work(chosen: argparse.Namespace) -> None:
                 {"synchronous_s": synchronous, "call_s": call, "durable_s": durable, "steps": len(beside),
                  "usual_step_s": usual, "excess_s": call + sum(beside) - usual * len(beside)}
             )  # fmt: skip
-        if ranks.first:
+        if ranks.is_rank_0:
             folder = next((place / "async" / "checkpoints").glob("step-*"))
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             result = {"device": str(device), "precision": precision, "quiet_step_s": statistics.median(quiet)}

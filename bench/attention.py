@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import RESULTS, write_record
 
-from andrea.attention import DotProduct, attend, causal, triton_path
-from andrea.attention.torch_paths import SDPA_BACKENDS
+from andrea.attention import DotProduct, attend, causal
+from andrea.attention.implementations import triton as triton_path
+from andrea.attention.implementations.sdpa import SDPA_BACKENDS
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of the FlashAttention-3 repository

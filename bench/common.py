@@ -20,7 +20,7 @@ import yaml
 
 from andrea.config import AttentionConfig, ModelConfig, OptimizerConfig, parse
 from andrea.model.gpt import GPT, initialise
-from andrea.training.device import peak_memory_bytes
+from andrea.runtime.device import peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -23,10 +23,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from oracle import MASKS, Case, judge
 
-from andrea.attention import DotProduct, refusal, triton_path
+from andrea.attention import DotProduct, refusal
+from andrea.attention.implementations import triton as triton_path
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.model.layers import softcap
-from andrea.training.fused_loss import IGNORED, fused_nats
+from andrea.training.loss.fused import IGNORED, fused_nats
 
 #         B  H  G   T    S   d_k  d_v
 SHAPES = [
@@ -87,7 +88,7 @@ def model_row(precision: str, device: str) -> dict:
 def compiled_row(precision: torch.dtype, device: str) -> dict:
     """One compiled training step through our kernel, statistics included, against the eager one."""
     from andrea.attention import HeadStatistics
-    from andrea.training.loss import loss_sum
+    from andrea.training.loss.loss import loss_sum
 
     model = make_andrea(model_config("andrea-nano"), 4096, device)
     for block in model.blocks:

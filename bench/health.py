@@ -19,16 +19,16 @@ from common import RESULTS, ROOT, write_record
 
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
-from andrea.command_line import configure
-from andrea.config import HealthConfig, TrainingRun, parse
+from andrea.cli.command_line import configure
+from andrea.config import HealthConfig, RunConfig, parse
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
+from andrea.text.corpus import Corpus, prepare
 from andrea.text.loader import Loader
-from andrea.text.prepare import Corpus, prepare
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
-from andrea.training.health import Data, Evaluation, Health
-from andrea.training.loggers import read_lines
-from andrea.training.text_health import ReferenceText
+from andrea.training.health.health import Data, Evaluation, Health
+from andrea.training.health.text import ReferenceText
+from andrea.training.records.loggers import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()
 MARKS = list("'\"-=*#.,;:!?()[]{}/\\|_~^&@$%+<>`") + ["'''''", "...", "--", "),", "==", "//", '"""']
@@ -129,7 +129,7 @@ def grouped(texts: list[str], size: int) -> list[list[str]]:
 def samples(checkpoint: Path, count: int, n_token: int, prompt: str) -> tuple[int, list[str]]:
     saved = read_checkpoint(checkpoint)
     config, tokenizer = saved.state["config"], saved.tokenizer()
-    run = configure(TrainingRun, "train", ["logger=none"])
+    run = configure(RunConfig, "train", ["logger=none"])
     keep = {name: config[name] for name in ("model", "attention")}
     model = GPT(parse(type(run.model), keep["model"]), parse(type(run.attention), keep["attention"]), tokenizer.n_vocab,
                 tokenizer.end_of_text)  # fmt: skip
@@ -138,7 +138,7 @@ def samples(checkpoint: Path, count: int, n_token: int, prompt: str) -> tuple[in
     return saved.step, Engine(model, tokenizer).write(prompt, request)
 
 
-def replayed(folder: Path, run: TrainingRun, corpus: Corpus) -> dict[str, list[str]]:
+def replayed(folder: Path, run: RunConfig, corpus: Corpus) -> dict[str, list[str]]:
     """Step of each evaluation in the run's records -> what is found in its losses, gradients and heads, without text."""
     loader = Loader(corpus.sources, run.model.sequence_length, run.seed)
     health = Health(run, corpus.tokenizer.n_vocab, Data.of(corpus, loader), None)
@@ -178,7 +178,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     config = parse(HealthConfig, yaml.safe_load((ROOT / "configs/health/default.yaml").read_text(encoding="utf-8")))
-    run = configure(TrainingRun, "train", [f"data_dir={chosen.data_dir}"])
+    run = configure(RunConfig, "train", [f"data_dir={chosen.data_dir}"])
     corpus = prepare(run.data, run.tokenizer, Path(run.data_dir), print)
     held_out = corpus.sources[0].val
     text = corpus.tokenizer.decode(held_out[:])

@@ -26,8 +26,8 @@ from triton.compiler import ASTSource
 
 from andrea.attention.kernels import fused
 from andrea.attention.kernels.fused import Blocks, padded, tuning
-from andrea.training.fused_loss import IGNORED
-from andrea.training.kernels import nats
+from andrea.training.loss.fused import IGNORED
+from andrea.training.loss.kernels import nats
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODES = {"none": fused.NONE.value, "causal": fused.CAUSAL.value, "interval": fused.INTERVAL.value}

@@ -20,8 +20,8 @@ from common import Worker, arguments, interleave, model_config, report, serve
 from torch.nn import functional
 
 from andrea.model.layers import softcap
-from andrea.training.device import keep_freed_memory, peak_memory_bytes
-from andrea.training.fused_loss import fused_nats
+from andrea.runtime.device import keep_freed_memory, peak_memory_bytes
+from andrea.training.loss.fused import fused_nats
 
 WAYS = ("written-out", "fused", "fused-compiled")
 

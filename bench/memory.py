@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from common import RESULTS, ROOT, write_record
 
-from andrea.command_line import configure
-from andrea.config import TrainingRun
-from andrea.training.plan import GIB, memory_of, planned_vocabulary
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig
+from andrea.training.planning.plan import GIB, memory_of, planned_vocabulary
 
 TOKENIZERS = {"andrea-nano": "bpe", "andrea-12m": "byte", "andrea-120m": "gpt2"}
 MICRO_BATCHES = (1, 2, 4)
@@ -59,7 +59,7 @@ def main() -> None:
 
 def words_of(model: str, precision: str, compile_: str, recompute: bool, micro_batch: int, device: str) -> list[str]:
     """A run whose steps are two micro-batches, so that gradients are there when the second one begins."""
-    run = configure(TrainingRun, "train", [f"model={model}"])
+    run = configure(RunConfig, "train", [f"model={model}"])
     return [
         f"model={model}", f"tokenizer={TOKENIZERS[model]}", f"device={device}",
         f"precision={precision}", f"compile={compile_}", f"train.activation_checkpointing={str(recompute).lower()}",
@@ -86,7 +86,7 @@ def prepare(*words: str) -> None:
 
 
 def planned(words: list[str]) -> dict:
-    run = configure(TrainingRun, "train", words)
+    run = configure(RunConfig, "train", words)
     micro_batch = run.train.micro_batch
     assert isinstance(micro_batch, int)
     memory = memory_of(run, planned_vocabulary(run), micro_batch, torch.device(run.device), run.precision)

@@ -20,9 +20,9 @@ from andrea.checkpoint import read_checkpoint
 from andrea.config import DataConfig, TokenizerConfig, parse
 from andrea.generation import Engine
 from andrea.generation.session import load_model
+from andrea.text.corpus import prepare
 from andrea.text.loader import validation_batches
-from andrea.text.prepare import prepare
-from andrea.training.loss import IGNORED
+from andrea.training.loss.loss import IGNORED
 
 WAYS = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "int8": (torch.bfloat16, True)}
 

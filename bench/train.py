@@ -31,13 +31,13 @@ from common import (
 )
 
 from andrea.attention import causal
-from andrea.attention.fastest import measure
+from andrea.attention.implementations.fastest import measure
 from andrea.config import ModelConfig
-from andrea.training.device import autocast, choose_precision, keep_freed_memory, weight_dtype
+from andrea.runtime.device import autocast, choose_precision, keep_freed_memory, weight_dtype
 from andrea.training.float8 import check_float8, to_float8
-from andrea.training.loss import MicroLoss
-from andrea.training.optimizer import Optimizer
-from andrea.training.parallel import Alone
+from andrea.training.loss.loss import MicroLoss
+from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.parallel.strategy import Alone
 
 PEERS = ("fp32", "bf16", "bf16-compiled", "bf16-compiled-kept")
 

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from common import ROOT, machine
 
-from andrea.command_line import configure
-from andrea.config import TrainingRun
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig
 from andrea.model.gpt import GPT, initialise
 from andrea.model.transfer import Transfer
+from andrea.text.corpus import Corpus, prepare
 from andrea.text.loader import Loader, validation_batches
-from andrea.text.prepare import Corpus, prepare
-from andrea.training.loss import evaluate, loss_sum
-from andrea.training.optimizer import Optimizer
-from andrea.training.parallel import Alone
-from andrea.training.schedule import rate_at
+from andrea.training.loss.loss import evaluate, loss_sum
+from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.optimizer.schedule import rate_at
+from andrea.training.parallel.strategy import Alone
 
 WIDTHS = (32, 80, 192)
 D_HEAD = 16
@@ -43,7 +43,7 @@ START = {"adamw": 0.004, "muon": 0.02, "muon-adamw-part": 0.01}
 MATRIX_RATE = 0.05
 
 
-def configured(optimizer: str, width: int, transfer: bool, rate: float) -> TrainingRun:
+def configured(optimizer: str, width: int, transfer: bool, rate: float) -> RunConfig:
     words = [
         f"optimizer={optimizer.partition('-')[0]}", "tokenizer=byte", f"model.d_model={width}", f"model.n_head={width // D_HEAD}",
         f"model.n_layer={N_LAYER}", f"model.d_mlp={3 * width}", f"model.sequence_length={SEQUENCE_LENGTH}",
@@ -65,10 +65,10 @@ def configured(optimizer: str, width: int, transfer: bool, rate: float) -> Train
             f"optimizer.learning_rate={rate}",
             f"optimizer.embedding_learning_rate={rate * 5}",
         ]
-    return configure(TrainingRun, "train", words)
+    return configure(RunConfig, "train", words)
 
 
-def train(run: TrainingRun, corpus: Corpus, seed: int) -> float:
+def train(run: RunConfig, corpus: Corpus, seed: int) -> float:
     """Nats per token on held-out text after the run; infinite where it diverged."""
     torch.manual_seed(seed)
     model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab)

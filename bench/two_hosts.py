@@ -4,7 +4,7 @@
 
 Each host sees its own network alone; the ranks meet by torchrun's c10d rendezvous over TCP and add up over gloo. For DDP
 and for FSDP2 every figure of the run is compared with that of a single process. Exit code 1 where one differs by more
-than the tolerance of tests/test_ranks.py, 3 where the machine allows no network namespaces.
+than the tolerance of tests/system/test_ranks.py, 3 where the machine allows no network namespaces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import ROOT, write_record
 
-from andrea.training.loggers import read_lines
+from andrea.training.records.loggers import read_lines
 
 NO_NAMESPACES = 3
 TOLERANCE = 1e-5

@@ -2,7 +2,7 @@
 
 Anything else is a finding: another exception, more than SECONDS or WAITING_SECONDS for one input, more than MEGABYTES of
 memory.
-`tests/test_fuzz.py` tries a few hundred of them, `bench/fuzz.py` a hundred thousand.
+`tests/system/test_fuzz.py` tries a few hundred of them, `bench/fuzz.py` a hundred thousand.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from andrea.checkpoint import write_checkpoint
-from andrea.command_line import CommandLine, compose, lay_over, one_line, read
+from andrea.cli.command_line import CommandLine, compose, lay_over, one_line, read
+from andrea.cli.sweep import read_values, split
 from andrea.config import (
     AttentionConfig,
-    CompareRun,
-    DashboardRun,
+    CompareConfig,
+    DashboardConfig,
     DataConfig,
-    LensRun,
+    LensConfig,
     ModelConfig,
-    SamplingRun,
+    RunConfig,
+    SampleConfig,
     Text,
     TokenizerConfig,
-    TrainingRun,
     UserError,
     parse,
     to_plain,
@@ -53,12 +54,11 @@ from andrea.config import (
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.generation.session import describe, load_model, read_prompt
-from andrea.insight.compare import run_words
+from andrea.insight.compare.compare import run_words
 from andrea.insight.dashboard import option_words
 from andrea.model.gpt import GPT, initialise
-from andrea.sweep import read_values, split
+from andrea.text.corpus import prepare
 from andrea.text.loader import Loader
-from andrea.text.prepare import prepare
 from andrea.text.shards import MAGIC, ShardWriter
 from andrea.text.tokenizer import (
     ByteTokenizer,
@@ -69,7 +69,7 @@ from andrea.text.tokenizer import (
     train_bpe,
     without_surrogates,
 )
-from andrea.training import plan
+from andrea.training.planning import plan
 
 SECONDS = 5.0  # of the processor
 WAITING_SECONDS = 30.0  # of the clock: for what waits, and computes nothing
@@ -316,11 +316,11 @@ def replaced(tree: Any, value: Any, chance: random.Random) -> Any:
 # ------------------------------------------------------------------------------------------------------ configuration
 
 KINDS: dict[type, str] = {
-    TrainingRun: "train",
-    SamplingRun: "sample",
-    LensRun: "lens",
-    CompareRun: "compare",
-    DashboardRun: "dashboard",
+    RunConfig: "train",
+    SampleConfig: "sample",
+    LensConfig: "lens",
+    CompareConfig: "compare",
+    DashboardConfig: "dashboard",
 }
 
 
@@ -404,7 +404,7 @@ def number_text(number: float) -> str:
 configurations = st.one_of(
     [
         st.tuples(st.just(kind), st.lists(word_of(kind), min_size=1, max_size=5), st.integers(0, 99))
-        for kind in (TrainingRun, TrainingRun, TrainingRun, SamplingRun, LensRun, CompareRun, DashboardRun)
+        for kind in (RunConfig, RunConfig, RunConfig, SampleConfig, LensConfig, CompareConfig, DashboardConfig)
     ]
 )
 
@@ -414,24 +414,22 @@ def composed(kind: type, groups: tuple[tuple[str, str], ...]) -> dict:
     return compose(kind, KINDS[kind], CommandLine(dict(groups), {}))
 
 
-def is_small(run: TrainingRun) -> bool:
+def is_small(run: RunConfig) -> bool:
     """Cheap to count: what a large model costs to count is no matter of the border."""
     sizes = (run.model.d_model, run.model.d_mlp, run.model.sequence_length)
     return run.model.n_layer <= 8 and max(sizes) <= 4096 and run.sequences_per_step <= 4096
 
 
 def make_configurations(folder: Path) -> Survive:
-    plan.describe(
-        parse(TrainingRun, copy.deepcopy(composed(TrainingRun, ())))
-    )  # what is loaded once is no input's time
+    plan.describe(parse(RunConfig, copy.deepcopy(composed(RunConfig, ()))))  # what is loaded once is no input's time
 
     def survive(tried: tuple[type, list[str], int]) -> None:
         kind, words, lot = tried
-        if kind is TrainingRun and lot % 10 == 0:
+        if kind is RunConfig and lot % 10 == 0:
             read_values(split(words)[0])
-        if kind is CompareRun:
+        if kind is CompareConfig:
             words = run_words(words)
-        if kind is DashboardRun:
+        if kind is DashboardConfig:
             words = option_words(words)
         line = read(kind, words)
         if lot == 1:
@@ -439,9 +437,9 @@ def make_configurations(folder: Path) -> Survive:
         else:
             plain = lay_over(copy.deepcopy(composed(kind, tuple(sorted(line.groups.items())))), line.values)
         run = parse(kind, plain)
-        if kind is CompareRun:
+        if kind is CompareConfig:
             assert len(run.size_pixels) == 2
-        if kind is TrainingRun and is_small(run):
+        if kind is RunConfig and is_small(run):
             run = plan.complete(run)
             if 1 < lot < 6:
                 plan.describe(run)
@@ -663,7 +661,7 @@ def fitting_bytes(tensors: list[tuple[str, str, list[int], int]]) -> bytes:
 
 def tiny_model(n_vocab: int, end_of_text: int, **changes: Any) -> GPT:
     words = ["model.d_model=16", "model.n_layer=2", "model.n_head=2", "model.d_mlp=32", "model.sequence_length=32"]
-    values = lay_over(copy.deepcopy(composed(TrainingRun, ())), read(TrainingRun, words).values)
+    values = lay_over(copy.deepcopy(composed(RunConfig, ())), read(RunConfig, words).values)
     model = GPT(
         parse(ModelConfig, values["model"] | changes, "model"),
         parse(AttentionConfig, values["attention"], "attention"),
@@ -679,7 +677,7 @@ def make_checkpoints(folder: Path) -> Survive:
 
     tokenizer = train_bpe(["the quick brown fox jumps over the lazy dog"] * 3, 270)
     model = tiny_model(tokenizer.n_vocab, tokenizer.end_of_text)
-    attention = parse(AttentionConfig, composed(TrainingRun, ())["attention"], "attention")
+    attention = parse(AttentionConfig, composed(RunConfig, ())["attention"], "attention")
     state = {
         "step": 7,
         "tokens": 1792,
@@ -908,8 +906,8 @@ def make_prompts(folder: Path) -> Survive:
         name, text, given = tried
         engine = engines.get(name, engines["byte"])
         words = [f"prompt={text}", *(f"{key}={value}" for key, value in given.items())]
-        line = read(SamplingRun, words)
-        run = parse(SamplingRun, lay_over(copy.deepcopy(composed(SamplingRun, ())), line.values))
+        line = read(SampleConfig, words)
+        run = parse(SampleConfig, lay_over(copy.deepcopy(composed(SampleConfig, ())), line.values))
         assert run.prompt == text
         if text != "-":  # which reads standard input
             read_prompt(run.prompt)

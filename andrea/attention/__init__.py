@@ -12,9 +12,9 @@ from andrea.attention.compatibility import (
     ScaledDotProduct,
     make_compatibility,
 )
+from andrea.attention.implementations.reference import Intermediates, attend_reference
 from andrea.attention.mask import Mask, causal, documents_of, key_padding, packed_documents, sliding_window
 from andrea.attention.multihead import MultiHeadAttention, Place
-from andrea.attention.reference import Intermediates, attend_reference
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 
 __all__ = [

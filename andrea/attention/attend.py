@@ -21,14 +21,14 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from andrea.attention.chunked import additive_scores
 from andrea.attention.compatibility import Additive, Compatibility, ScaledDotProduct
+from andrea.attention.implementations.chunked import additive_scores
+from andrea.attention.implementations.native import attend_native, refusal_of_native
+from andrea.attention.implementations.reference import attend_reference
+from andrea.attention.implementations.sdpa import SDPA_BACKENDS, attend_flex, attend_sdpa
+from andrea.attention.implementations.triton import attend_fused, refusal_of_triton
 from andrea.attention.mask import Causal, Mask
-from andrea.attention.native_path import attend_native, refusal_of_native
-from andrea.attention.reference import attend_reference
 from andrea.attention.statistics import AttentionStatistics, statistics_of_scores
-from andrea.attention.torch_paths import SDPA_BACKENDS, attend_flex, attend_sdpa
-from andrea.attention.triton_path import attend_fused, refusal_of_triton
 
 SCALED_DOT_PRODUCT = ScaledDotProduct()
 IMPLEMENTATIONS = ("reference", "chunked", "native", "sdpa", *SDPA_BACKENDS, "flex", "triton")

@@ -31,7 +31,7 @@ from andrea.generation.kernels.native import ACTIVATIONS, NAMES, Layer, Matrix, 
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm, SwiGLU, gelu, relu_squared, softcap
 from andrea.model.positions import Position, RotaryPosition
-from andrea.native import LargePages, address
+from andrea.runtime.native import LargePages, address
 
 LONGEST_SUM = 2**31 // (127 * 255)  # products of a byte and an int8 that surely fit our kernel's 32 bits
 FEW_ROWS = 8  # up to so many, a product reads its weights at most as often as it computes with them

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; None and 1.0 leave a rule out. Limits are checked by `config.SamplingRun`."""
+    """How a token is chosen; None and 1.0 leave a rule out. Limits are checked by `config.SampleConfig`."""
 
     temperature: float = 1.0
     top_k: int | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from andrea.checkpoint import Checkpoint, Damaged, locate
-from andrea.config import MOST_SAMPLED_TOKENS, AttentionConfig, ModelConfig, SamplingRun, UserError, parse
+from andrea.config import MOST_SAMPLED_TOKENS, AttentionConfig, ModelConfig, SampleConfig, UserError, parse
 from andrea.generation.engine import Engine, Piece, Request
 from andrea.generation.kernels.native import library
 from andrea.generation.sampling import Sampling
@@ -22,7 +22,7 @@ from andrea.text.tokenizer import Tokenizer
 WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def sample(run: SamplingRun, device: torch.device, dtype: torch.dtype) -> int:
+def sample(run: SampleConfig, device: torch.device, dtype: torch.dtype) -> int:
     """Print what was loaded, then the samples; the exit code. Raises UserError."""
     prompt = read_prompt(run.prompt)
     checkpoint = locate(run.checkpoint, Path(run.runs_dir), report=lambda line: print(line, file=sys.stderr))

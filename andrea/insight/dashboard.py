@@ -12,8 +12,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from andrea.config import DashboardRun, UserError
-from andrea.training.loggers import AXES, choose_wandb_mode
+from andrea.config import DashboardConfig, UserError
+from andrea.training.records.loggers import AXES, choose_wandb_mode
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -39,7 +39,7 @@ ATTENTION = {
     "attention/previous_token_mass": "weight on the token before",
     "attention/highest_previous_token_mass": "weight on the token before, highest head",
 }
-HEALTH = {  # a pattern a panel: which checks exist is the business of andrea/training/health.py
+HEALTH = {  # a pattern a panel: which checks exist is the business of andrea/training/health/health.py
     "^health/findings/.*": "findings: 1 where a check failed",
     "^health/text/.*": "samples, beside the same figures of validation text",
     "^health/(loss|gradient)_spikes$|^health/clipped_share$|^health/update_ratio": "optimisation",
@@ -64,7 +64,7 @@ def option_words(words: list[str]) -> list[str]:
     return found
 
 
-def dashboard(config: DashboardRun) -> int:
+def dashboard(config: DashboardConfig) -> int:
     """Save the workspace and print where it is; without a login print what would be sent. Returns the exit code."""
     workspace = make_workspace(config)
     if choose_wandb_mode("auto")[0] != "online":
@@ -81,7 +81,7 @@ def dashboard(config: DashboardRun) -> int:
     return 0
 
 
-def make_workspace(config: DashboardRun) -> Workspace:
+def make_workspace(config: DashboardConfig) -> Workspace:
     """The workspace with its sections, not yet sent. Raises UserError where the package is missing."""
     try:
         import wandb_workspaces.reports.v2 as reports

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole, read_small_json
-from andrea.config import TrainingRun, UserError
-from andrea.training import elastic
-from andrea.training.loggers import read_lines
+from andrea.config import RunConfig, UserError
+from andrea.runtime import torchrun
+from andrea.training.records.loggers import read_lines
 
 # What makes a run this run: with another value it would be a different one.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",
@@ -20,13 +20,13 @@ OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_d
 OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 
-def find_resume(run: TrainingRun) -> Checkpoint | None:
+def find_resume(run: RunConfig) -> Checkpoint | None:
     """The checkpoint that `resume` means, or None for a fresh start. Raises UserError where one was named and is not there."""
     if not run.resume:
         return None
     if run.resume != "auto":
         found = locate(run.resume, Path(run.runs_dir), key="resume")
-        if elastic.is_restart():  # the run has gone on from there already
+        if torchrun.is_restart():  # the run has gone on from there already
             return newest_whole(run_folder_of(found)) or found
         return found
     folder = Path(run.runs_dir) / run.name if run.name else newest_run(Path(run.runs_dir))

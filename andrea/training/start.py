@@ -23,37 +23,37 @@ from andrea.checkpoint import (
     replace_text,
     set_aside_after,
 )
-from andrea.config import Text, TrainingRun, UserError, to_plain
+from andrea.config import RunConfig, Text, UserError, to_plain
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise
 from andrea.model.size import flops_per_token
 from andrea.model.transfer import Transfer
-from andrea.text.loader import Loader
-from andrea.text.prepare import Corpus, prepare
-from andrea.text.tokenizer import Tokenizer
-from andrea.training.console import Console
-from andrea.training.device import (
+from andrea.runtime.device import (
     choose_threads,
     keep_freed_memory,
     peak_flops,
     shorten_compiling,
     weight_dtype,
 )
-from andrea.training.distributed import Ranks
+from andrea.text.corpus import Corpus, prepare
+from andrea.text.loader import Loader
+from andrea.text.tokenizer import Tokenizer
 from andrea.training.float8 import to_float8
-from andrea.training.health import Data, Health
-from andrea.training.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
-from andrea.training.loss import MicroLoss
-from andrea.training.micro_batch import with_tried_micro_batch
-from andrea.training.optimizer import Optimizer
-from andrea.training.parallel import Alone, Parallel, Replicated, Sharded
+from andrea.training.health.health import Data, Health
+from andrea.training.health.text import ReferenceText
+from andrea.training.loss.loss import MicroLoss
+from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.saver import Saver, make_saver
+from andrea.training.parallel.strategy import Alone, Parallel, Replicated, Sharded
+from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.planning.micro_batch import with_tried_micro_batch
+from andrea.training.planning.settle import choose_device_of_rank, measures_every_step, room_of_a_rank, settle
+from andrea.training.records.console import Console
+from andrea.training.records.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
 from andrea.training.resume import run_folder_of
-from andrea.training.saver import Saver, make_saver
-from andrea.training.scaler import LossScale
-from andrea.training.settle import choose_device_of_rank, measures_every_step, room_of_a_rank, settle
-from andrea.training.text_health import ReferenceText
 from andrea.training.trainer import Progress, Trainer
-from andrea.training.watchdog import Watchdog
 
 SAMPLE_TEMPERATURE = 0.8  # of the samples written during training
 LENS_TOKENS = 40  # of held-out text, drawn at each evaluation where no prompt is given
@@ -62,29 +62,29 @@ Observe = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> HT
 
 
 def start(
-    run: TrainingRun, checkpoint: Checkpoint | None, ranks: Ranks, watchdog: Watchdog, observe: Observe | None = None
+    run: RunConfig, checkpoint: Checkpoint | None, ranks: Ranks, watchdog: Watchdog, observe: Observe | None = None
 ) -> int:
     """Train `run`, from `checkpoint` where one is given; returns the process's exit code. Raises UserError.
 
     Every rank calls it. observe: draws the page of a fixed prompt at each evaluation; what rooms above this one show, the
     script hands over.
     """
-    console = Console(run.steps, quiet=not ranks.first)
-    device = ranks.first_then_others(lambda: choose_device_of_rank(run.device, ranks))
-    folder = run_folder_of(checkpoint) if checkpoint else ranks.told(lambda: new_run_folder(run))
+    console = Console(run.steps, quiet=not ranks.is_rank_0)
+    device = ranks.rank_0_first(lambda: choose_device_of_rank(run.device, ranks))
+    folder = run_folder_of(checkpoint) if checkpoint else ranks.from_rank_0(lambda: new_run_folder(run))
     may_do_without_compile = run.compile == "auto"
-    corpus = ranks.first_then_others(lambda: prepare(run.data, run.tokenizer, Path(run.data_dir), console.say))
+    corpus = ranks.rank_0_first(lambda: prepare(run.data, run.tokenizer, Path(run.data_dir), console.say))
     room = room_of_a_rank(device, ranks)
     tries_micro_batch = device.type == "cuda" and run.train.micro_batch == "auto"
     named = dataclasses.replace(run, name=Text(folder.name))
-    run, parallel_kind = ranks.told(lambda: settle(named, device, ranks, room, corpus, console))
+    run, parallel_kind = ranks.from_rank_0(lambda: settle(named, device, ranks, room, corpus, console))
     choose_threads(run.threads)
     if device.type == "cpu":
         keep_freed_memory()
     torch.use_deterministic_algorithms(bool(run.deterministic))
-    weights = ranks.first_then_others(lambda: read_weights(run, corpus, checkpoint))
+    weights = ranks.rank_0_first(lambda: read_weights(run, corpus, checkpoint))
     with contextlib.ExitStack() as held:
-        ranks.told(lambda: held.enter_context(run_folder_held(folder, checkpoint, console)) and None)
+        ranks.from_rank_0(lambda: held.enter_context(run_folder_held(folder, checkpoint, console)) and None)
         console.say(f"run: {folder.resolve()}")
 
         watchdog.at(0, "building the model")
@@ -106,7 +106,7 @@ def start(
         watchdog.at(0, "reading the checkpoint")
         progress = restore(checkpoint, saver, scale) if checkpoint else Progress()
 
-        ranks.told(lambda: write_config(folder, run))
+        ranks.from_rank_0(lambda: write_config(folder, run))
         per_token = flops_per_token(run.model, run.attention, corpus.tokenizer.n_vocab)
         derived = {
             "parameters": sum(shape.numel() for shape in parallel.shapes.values()),
@@ -116,7 +116,7 @@ def start(
             "data_fingerprint": corpus.fingerprint,
             "ranks": ranks.size,
         }
-        loggers, run_id = open_loggers(run, folder, checkpoint, console, derived) if ranks.first else ([], None)
+        loggers, run_id = open_loggers(run, folder, checkpoint, console, derived) if ranks.is_rank_0 else ([], None)
         facts = {"config": to_plain(run), "data": corpus.fingerprint, "wandb_id": run_id, "ranks": ranks.size}
 
         health = make_health(run, corpus, checkpoint)
@@ -140,7 +140,7 @@ def start(
 
 
 def make_parallel(
-    kind: str, run: TrainingRun, ranks: Ranks, model: GPT, corpus: Corpus, device: torch.device
+    kind: str, run: RunConfig, ranks: Ranks, model: GPT, corpus: Corpus, device: torch.device
 ) -> Parallel:
     """kind: none, ddp, fsdp."""
     if kind == "fsdp":
@@ -150,7 +150,7 @@ def make_parallel(
     return Replicated(model, ranks) if ranks.size > 1 else Alone(model)
 
 
-def make_model(run: TrainingRun, corpus: Corpus) -> GPT:
+def make_model(run: RunConfig, corpus: Corpus) -> GPT:
     model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
     if run.float8:
         to_float8(model.blocks)
@@ -158,8 +158,8 @@ def make_model(run: TrainingRun, corpus: Corpus) -> GPT:
 
 
 def make_loss(
-    parallel: Parallel, run: TrainingRun, device: torch.device, console: Console, may_do_without: bool
-) -> tuple[nn.Module, TrainingRun]:
+    parallel: Parallel, run: RunConfig, device: torch.device, console: Console, may_do_without: bool
+) -> tuple[nn.Module, RunConfig]:
     """The loss of a micro-batch as training calls it: over all ranks, and compiled when asked, now, before the clock starts.
 
     A machine that cannot compile trains without where compile was left `auto`, and is told so; the choice is the run's.
@@ -194,7 +194,7 @@ def make_loss(
 # ---------------------------------------------------------------------------------------------- what is there already
 
 
-def read_weights(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
+def read_weights(run: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
     """The weights to start a run from, after checking that they belong to this model and tokenizer; the data of a resumed one."""
     if checkpoint is not None:
         if checkpoint.state["data"] != corpus.fingerprint:
@@ -235,7 +235,7 @@ def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
 # --------------------------------------------------------------------------------------------------- the run folder
 
 
-def new_run_folder(run: TrainingRun) -> Path:
+def new_run_folder(run: RunConfig) -> Path:
     name = run.name or f"{run.model.name}-{run.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(run.runs_dir) / name
     begun_without_checkpoint = run.resume == "auto" and not checkpoints_of(folder)  # killed before its first save
@@ -271,7 +271,7 @@ def run_folder_held(folder: Path, checkpoint: Checkpoint | None, console: Consol
         yield
 
 
-def write_config(folder: Path, run: TrainingRun) -> None:
+def write_config(folder: Path, run: RunConfig) -> None:
     """The resolved configuration, from which the run can be started again."""
     import yaml
 
@@ -288,7 +288,7 @@ def plain_text(value: Any) -> Any:
 
 
 def open_loggers(
-    run: TrainingRun, folder: Path, checkpoint: Checkpoint | None, console: Console, derived: dict[str, Any]
+    run: RunConfig, folder: Path, checkpoint: Checkpoint | None, console: Console, derived: dict[str, Any]
 ) -> tuple[list[Logger], str | None]:
     """The run folder first, then the console, then wandb; with wandb's run id, kept in checkpoints for a resume."""
     run_folder = RunFolder(folder)
@@ -305,7 +305,7 @@ def open_loggers(
     return loggers, run_id
 
 
-def make_health(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None) -> Health:
+def make_health(run: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> Health:
     """The judge of the run, who remembers what it had seen before the checkpoint."""
     reference = None
     if run.health.samples and run.train.sample_tokens:
@@ -318,7 +318,7 @@ def make_health(run: TrainingRun, corpus: Corpus, checkpoint: Checkpoint | None)
     return health
 
 
-def drawer(run: TrainingRun, corpus: Corpus, observe: Observe | None) -> Callable[[GPT], str] | None:
+def drawer(run: RunConfig, corpus: Corpus, observe: Observe | None) -> Callable[[GPT], str] | None:
     """What draws the attention of train.lens_prompt, or else of the first held-out tokens."""
     prompt, tokenizer = run.train.lens_prompt, corpus.tokenizer
     if prompt is None:
@@ -329,7 +329,7 @@ def drawer(run: TrainingRun, corpus: Corpus, observe: Observe | None) -> Callabl
     return lambda model: observe(model, tokenizer, prompt)
 
 
-def sampler(run: TrainingRun, corpus: Corpus) -> WriteSamples:
+def sampler(run: RunConfig, corpus: Corpus) -> WriteSamples:
     """What writes samples during training: the generation engine on the model as it is."""
 
     def write(model: GPT, seed: int, count: int) -> list[dict[str, str]]:

@@ -18,23 +18,23 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, step_name
-from andrea.config import TrainingRun, UserError
+from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
+from andrea.runtime.device import peak_memory_bytes
+from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader, validation_batches
-from andrea.text.prepare import Corpus
-from andrea.training.console import Console
-from andrea.training.device import peak_memory_bytes
-from andrea.training.health import Evaluation, Health, sampled_weights, update_ratios
-from andrea.training.loggers import Logger, RunFolder
-from andrea.training.loss import IGNORED, evaluate, summary
-from andrea.training.optimizer import Optimizer
-from andrea.training.parallel import Parallel
-from andrea.training.qk_clip import clip_logits
-from andrea.training.saver import Saver
-from andrea.training.scaler import LossScale
-from andrea.training.schedule import rate_at
-from andrea.training.telemetry import heatmaps, probe, probe_batch, scalars
-from andrea.training.watchdog import Watchdog
+from andrea.training.heads import heatmaps, probe, probe_batch, scalars
+from andrea.training.health.health import Evaluation, Health, sampled_weights, update_ratios
+from andrea.training.loss.loss import IGNORED, evaluate, summary
+from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.optimizer.qk_clip import clip_logits
+from andrea.training.optimizer.schedule import rate_at
+from andrea.training.parallel.saver import Saver
+from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.records.console import Console
+from andrea.training.records.loggers import Logger, RunFolder
 
 SECOND_LOOK = 4  # times as many texts, where the first look ill
 
@@ -56,7 +56,7 @@ class Progress:
 class Trainer:
     """Everything a run needs, made by `andrea.training.start`; `train()` returns the exit code."""
 
-    run: TrainingRun
+    run: RunConfig
     folder: Path
     corpus: Corpus
     parallel: Parallel
@@ -186,7 +186,7 @@ class Trainer:
                 nats, heads = torch.zeros((), device=self.device), None
                 pieces = list(micro_batches(tokens, targets, self.micro_batch, rows))
                 for index, (micro_tokens, micro_targets) in enumerate(pieces):
-                    with self.parallel.adding_up(last=index == len(pieces) - 1):
+                    with self.parallel.sync_gradients(last=index == len(pieces) - 1):
                         micro_nats, measured = self.loss_sum(
                             *(each.to(self.device, non_blocking=True) for each in (micro_tokens, micro_targets))
                         )
@@ -276,7 +276,7 @@ class Trainer:
     def whole_model(self) -> GPT | None:
         """The model as it is, to look at, on rank 0; None on the others, which must ask too."""
         if self.looked_at is None or self.looked_at[0] != self.progress.step:
-            self.looked_at = self.progress.step, self.parallel.whole()
+            self.looked_at = self.progress.step, self.parallel.gathered_model()
         return self.looked_at[1]
 
     def observe(self) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class Trainer:
         self.working("evaluating")
         parts = {}
         # Compiled code is made for one gradient mode: with gradients on, the training graph serves here too.
-        with torch.set_grad_enabled(self.run.compile != "off"), self.parallel.adding_up(last=False):
+        with torch.set_grad_enabled(self.run.compile != "off"), self.parallel.sync_gradients(last=False):
             for source in self.corpus.sources:
                 length, ranks = self.run.model.sequence_length, self.ranks
                 batches = validation_batches(source.val, length, self.micro_batch, most_tokens, ranks.rank, ranks.size)
@@ -339,7 +339,7 @@ class Trainer:
 
     def failed(self) -> list[str]:
         """The failures that health, which judges on rank 0, stops all ranks for."""
-        return self.ranks.told(lambda: self.health.failed() if self.run.health.on_failure == "stop" else [])
+        return self.ranks.from_rank_0(lambda: self.health.failed() if self.run.health.on_failure == "stop" else [])
 
     def samples(self, model: GPT, count: int) -> list[dict[str, str]]:
         """At least `count` samples of the model as it is, written once a step; none where their length is 0."""
@@ -384,7 +384,7 @@ class Trainer:
 
     def is_finite(self) -> bool:
         """Whether weights and optimizer state are, on all ranks, which must all ask."""
-        kept = self.parallel.parts | self.optimizer.state_tensors()
+        kept = self.parallel.local_parameters | self.optimizer.state_tensors()
         finite = torch.stack([tensor.detach().isfinite().all().to(self.device) for tensor in kept.values()])
         wrong = [name for name, fine in zip(kept, finite.tolist(), strict=True) if not fine]
         if bool(self.ranks.least(torch.tensor(float(not wrong), device=self.device))):

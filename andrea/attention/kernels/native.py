@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from andrea.native import COUNT, POINTER, address, compiled
+from andrea.runtime.native import COUNT, POINTER, address, compiled
 
 SOURCE = Path(__file__).with_name("attend.cpp")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from andrea.native import COUNT, NUMBER, POINTER, compiled
+from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 ACTIVATIONS = ("gelu", "relu2", "swiglu")  # in the order of decode.cpp's

@@ -1,0 +1,1 @@
+"""Every way attention is computed, one file each."""

@@ -1,0 +1,1 @@
+"""The command line: Hydra's border, sweeps, help."""

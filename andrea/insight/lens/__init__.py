@@ -1,0 +1,1 @@
+"""The lens: what every head does with one prompt, as a page."""

@@ -1,0 +1,1 @@
+"""The machine: devices, compiling, C++, torchrun, files."""

@@ -1,0 +1,1 @@
+"""A run that fails says so by name."""

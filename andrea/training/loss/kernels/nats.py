@@ -1,0 +1,79 @@
+"""The Triton kernel of `fused_loss`: a row of logits is read twice, its loss written, its gradient put in its place.
+
+n rows, V vocabulary. A program takes a row: first its log-sum-exp, kept up to date block by block, then the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from andrea.training.loss.fused import IGNORED
+
+BLOCK, WARPS = 4096, 8  # columns at a time
+
+
+@triton.jit
+def capped(logit, cap, CAPPED: tl.constexpr):
+    """z = cap · tanh(logit / cap), fp32; tanh by the exponential that cannot overflow."""
+    z = logit.to(tl.float32)
+    if CAPPED:
+        decay = tl.exp(-2 * tl.abs(z) / cap)
+        z = tl.where(z < 0, -cap, cap) * (1 - decay) / (1 + decay)
+    return z
+
+
+@triton.jit
+def row_kernel(
+    logits, targets, nats, stride, n_vocab, cap,
+    CAPPED: tl.constexpr, GRADIENTS: tl.constexpr, SKIPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    logits += row * stride
+    largest, total, of_target = -float("inf"), 0.0, 0.0
+    for start in range(0, n_vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        there = column < n_vocab
+        z = tl.where(there, capped(tl.load(logits + column, mask=there, other=0.0), cap, CAPPED), -float("inf"))
+        of_target += tl.sum(tl.where(column == target, z, 0.0))
+        larger = tl.maximum(largest, tl.max(z))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(z - larger))
+        largest = larger
+    log_sum_exp = largest + tl.log(total)
+    counted = target != SKIPPED
+    tl.store(nats + row, tl.where(counted, log_sum_exp - of_target, 0.0))
+    if GRADIENTS:
+        for start in range(0, n_vocab, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            there = column < n_vocab
+            logit = tl.load(logits + column, mask=there, other=0.0)
+            z = capped(logit, cap, CAPPED)
+            d_z = tl.exp(z - log_sum_exp) - tl.where(column == target, 1.0, 0.0)
+            if CAPPED:
+                d_z *= 1 - (z / cap) * (z / cap)
+            tl.store(logits + column, tl.where(counted, d_z, 0.0).to(logit.dtype), mask=there)
+
+
+@torch.library.custom_op("andrea::nats_of_rows", mutates_args={"logits"})
+def nats_of_rows(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
+    """logits (n, V), targets (n,) int64 -> -ln p(target) of each row (n,) fp32, 0 where it is IGNORED.
+
+    cap: the soft cap, 0 for none. With `gradients` those of the sum, by logit, take the logits' place.
+    """
+    n_row, n_vocab = logits.shape
+    assert logits.stride(1) == 1, "a row's logits lie side by side"
+    nats = torch.empty(n_row, dtype=torch.float32, device=logits.device)
+    row_kernel[(n_row,)](
+        logits, targets, nats, logits.stride(0), n_vocab, cap,
+        CAPPED=cap > 0, GRADIENTS=gradients, SKIPPED=IGNORED, BLOCK=min(BLOCK, triton.next_power_of_2(n_vocab)),
+        num_warps=WARPS,
+    )  # fmt: skip
+    return nats
+
+
+@nats_of_rows.register_fake
+def _(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""Muon and AdamW, their schedule, loss scale and QK-clip."""

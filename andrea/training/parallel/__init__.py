@@ -1,0 +1,1 @@
+"""Many ranks: joining, sharing the model, the watchdog, saving."""

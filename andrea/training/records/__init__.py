@@ -1,0 +1,1 @@
+"""Where a run's figures go: run folder, wandb, console."""

@@ -1,0 +1,237 @@
+"""The public function: every implementation against the oracle, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import MASKS as WRITTEN_MASKS
+from oracle import Case, judge
+
+from andrea.attention import (
+    Additive,
+    Compatibility,
+    DotProduct,
+    Mask,
+    ScaledDotProduct,
+    attend,
+    attend_reference,
+    attention_weights,
+    causal,
+    choose,
+    key_padding,
+    packed_documents,
+)
+from andrea.attention.implementations.sdpa import attend_flex
+
+
+class Checkered(Mask):
+    """A mask of the user's own: no interval."""
+
+    def visible(self, query_position, key_position):
+        return (query_position + key_position) % 2 == 0
+
+
+MASKS = {"none": None, "causal": causal(), "padding": causal() & key_padding(torch.tensor([[5], [0]]))}
+
+
+def tensors(n_query, n_key, dtype, lead=(2, 3), requires_grad=False):
+    torch.manual_seed(n_query)
+    shapes = ((n_query, 7), (n_key, 7), (n_key, 11))
+    return [torch.randn(*lead, *shape, dtype=torch.float64).to(dtype).requires_grad_(requires_grad) for shape in shapes]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("n_query", "n_key"), [(13, 13), (5, 13), (1, 13), (13, 5)])
+@pytest.mark.parametrize("compatibility", [DotProduct(), ScaledDotProduct()])
+def test_sdpa_agrees_with_the_reference_in_output_and_gradients(compatibility, n_query, n_key, mask):
+    inputs = tensors(n_query, n_key, torch.float64, requires_grad=True)
+    results = []
+    for implementation in ("reference", "sdpa"):
+        output = attend(*inputs, compatibility=compatibility, mask=MASKS[mask], implementation=implementation)
+        results.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("triton", marks=pytest.mark.untraced)])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_implementation_agrees_with_the_reference(implementation, data):
+    """Values and gradients under the rule of oracle.py: odd lengths, T < block, one key, grouped heads, every mask."""
+    groups = data.draw(st.sampled_from([1, 2, 3]), "G")
+    n_query = data.draw(st.integers(1, 40), "T")
+    n_key = data.draw(st.one_of(st.just(n_query), st.integers(1, 40)), "S")
+    case = Case(
+        data.draw(st.integers(1, 3), "B"), groups * data.draw(st.sampled_from([1, 2, 5]), "H / G"), groups,
+        n_query, n_key,
+        data.draw(st.sampled_from([16, 17, 32, 64, 100, 128, 256]), "d_k"),
+        data.draw(st.sampled_from([16, 24, 64, 128]), "d_v"),
+        data.draw(st.sampled_from(WRITTEN_MASKS), "mask"),
+        data.draw(st.sampled_from([torch.float32, torch.float16 if implementation == "triton" else torch.bfloat16]), "type"),
+    )  # fmt: skip
+    judge(case, implementation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [*WRITTEN_MASKS, "checkered"])
+@torch.no_grad()
+def test_flex_agrees_with_the_reference_in_values(mask, dtype):
+    """FlexAttention's gradients and compiled form need a card (bench/gpu_checks.py); the masks and shapes do not."""
+    for shape in ((2, 6, 3, 13, 13, 16, 16), (1, 2, 2, 5, 37, 32, 32)):
+        case = Case(*shape, "none" if mask == "checkered" else mask, dtype)
+        made = Checkered() if mask == "checkered" else case.made_mask()
+        exact, eager, fast = (
+            attend_by(*(tensor for tensor in case.inputs(precision)[:3]), mask=made)
+            for attend_by, precision in ((readable, torch.float64), (readable, dtype), (flexible, dtype))
+        )
+        last_place = torch.finfo(dtype).eps * exact.abs().max()
+        assert (fast - exact).abs().max() <= 2 * (eager - exact).abs().max() + last_place
+
+
+def readable(query, key, value, mask):
+    return attend(query, key, value, mask=mask, implementation="reference")
+
+
+def flexible(query, key, value, mask):
+    """The way of implementation="flex", which on the CPU has no backward and is therefore refused there."""
+    return attend_flex(*ScaledDotProduct().lowered(query, key), value, mask, key.shape[-2] - query.shape[-2])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 3, 5)])
+def test_any_leading_dimensions(lead, implementation):
+    query, key, value = tensors(5, 13, torch.float32, lead)
+    output = attend(query, key, value, mask=causal(), implementation=implementation)
+    assert output.shape == (*lead, 5, 11)
+    last = tuple(n - 1 for n in lead)
+    alone = attend(query[last], key[last], value[last], mask=causal(), implementation=implementation)
+    torch.testing.assert_close(output[last], alone)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+@pytest.mark.parametrize("n_query", [1, 3])
+def test_start_says_where_the_queries_stand_in_a_longer_memory(n_query, implementation):
+    """Keys after the queries are there and not seen; an int and a tensor mean the same."""
+    query, key, value = tensors(n_query, 13, torch.float64)
+    stop = 4 + n_query
+    expected = attend(query, key[:, :, :stop], value[:, :, :stop], mask=causal(), implementation="reference")
+    for start in (4, torch.tensor(4)):
+        got = attend(query, key, value, mask=causal(), start=start, implementation=implementation)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+def test_a_blind_query_gets_zeros_and_finite_gradients(implementation):
+    """Figure 7, on every implementation."""
+    inputs = tensors(5, 5, torch.float32, requires_grad=True)
+    output = attend(*inputs, mask=key_padding(torch.tensor([[0], [3]])), implementation=implementation)
+    assert (output[0] == 0).all() and (output[1] != 0).all()
+    output.square().sum().backward()
+    assert all(tensor.grad.isfinite().all() and (tensor.grad[0] == 0).all() for tensor in inputs)
+
+
+def test_weights_times_values_is_the_output():
+    query, key, value = tensors(5, 13, torch.float64)
+    for start in (None, 3, torch.tensor(3)):
+        weights = attention_weights(query, key, mask=causal(), start=start)
+        torch.testing.assert_close(weights @ value, attend(query, key, value, mask=causal(), start=start))
+
+
+def test_weights_are_the_references_own():
+    query, key, value = tensors(5, 13, torch.float32)
+    expected = attend_reference(query, key, value, ScaledDotProduct(), causal(), 13 - 5).weights
+    assert torch.equal(attention_weights(query, key, mask=causal()), expected)
+
+
+def test_choose_tells_what_runs_and_why():
+    inputs = tensors(5, 13, torch.float32)
+    assert choose("auto", *inputs) == ("sdpa", "torch's fused kernels serve every compatibility function that lowers")
+    for name in ("sdpa", "reference"):
+        assert choose(name, *inputs) == (name, "asked for by name")
+    assert choose("auto", *inputs, statistics=True) == ("reference", "only the readable path measures here")
+    additive = Additive(7, 7, 5)
+    assert choose("auto", *inputs, additive)[0] == choose("auto", *inputs, additive, statistics=True)[0] == "chunked"
+
+    class ScoresAlone(Compatibility):
+        def scores(self, query, key):
+            return (query @ key.mT).relu()
+
+    assert choose("auto", *inputs, ScoresAlone()) == ("reference", "ScoresAlone has no lowered form")
+    assert choose("auto", *inputs, compiled=True)[0] == "sdpa"  # nothing trains here: no gradient is wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("sdpa", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form, which every fused kernel needs"),
+        ("triton", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form"),
+        ("chunked", {}, "it is made for the additive function alone"),
+        ("sdpa", {"statistics": True}, "it returns no statistics; use triton or reference"),
+        ("flex", {}, "it needs a CUDA card, got device=cpu"),
+        ("sdpa_cudnn", {}, "it needs a CUDA card, got device=cpu"),
+        ("triton", {"mask": Checkered()}, "the mask Checkered does not say which interval of keys a query sees"),
+        ("triton", {"mask": causal() & Checkered()}, "the mask Both does not say which interval"),
+    ],
+)
+def test_a_named_implementation_that_cannot_serve_raises_with_the_reason(name, options, reason):
+    with pytest.raises(ValueError, match=f"implementation='{name}' cannot serve this: {reason}"):
+        attend(*tensors(5, 5, torch.float32), implementation=name, **options)
+
+
+def test_a_mask_of_ones_own_needs_the_predicate_alone():
+    query, key, value = tensors(5, 13, torch.float64)
+    weights = attention_weights(query, key, mask=causal() & Checkered())
+    position = torch.arange(8, 13)[:, None]
+    allowed = (torch.arange(13) <= position) & ((torch.arange(13) + position) % 2 == 0)
+    assert torch.equal(weights[0, 0] > 0, allowed)
+    for implementation in ("auto", "sdpa"):
+        got = attend(query, key, value, mask=causal() & Checkered(), implementation=implementation)
+        torch.testing.assert_close(got, weights @ value)
+
+
+@pytest.mark.parametrize(
+    ("n_key", "training", "expected"),
+    [(512, True, "reference"), (513, True, "sdpa"), (512, False, "sdpa")],
+)
+def test_short_training_compiled_for_a_cpu_is_written_out(n_key, training, expected):
+    @torch.compile(backend="eager", fullgraph=True, dynamic=False)
+    def is_reference(query, key):
+        return query.new_zeros(()) + (choose("auto", query, key, key)[0] == "reference")
+
+    query, key, _ = tensors(3, n_key, torch.float32, lead=(), requires_grad=training)
+    assert is_reference(query, key).item() == (expected == "reference")
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(
+        ValueError, match="implementation='flash' is unknown; allowed: auto, reference, chunked, native"
+    ):
+        attend(*tensors(5, 5, torch.float32), implementation="flash")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((5, 7), (5, 3), (5, 7)), r"same width for a dot product, got query \(5, 7\) and key \(5, 3\)"),
+        (((5, 7), (5, 7), (3, 7)), r"each key needs one value, got key \(5, 7\) and value \(3, 7\)"),
+        (((2, 1, 5, 7), (3, 1, 5, 7), (3, 1, 5, 7)), r"leading dimensions must be equal, got query \(2, 1, 5, 7\)"),
+        (((5, 7), (3, 5, 7), (3, 5, 7)), r"leading dimensions must be equal, got query \(5, 7\)"),
+        (((2, 6, 5, 7), (2, 3, 5, 7), (2, 2, 5, 7)), "leading dimensions must be equal"),
+        (((2, 6, 5, 7), (2, 4, 5, 7), (2, 4, 5, 7)), "key/value heads must divide the query heads, got query"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        attend(*(torch.zeros(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("mask", [key_padding(torch.tensor([3, 1])), causal() & packed_documents(torch.zeros(2, 5))])
+def test_a_mask_that_would_meet_the_heads_instead_of_the_batch_is_refused(mask):
+    """Where B = H, lengths (B,) would broadcast over the heads and be silently wrong."""
+    tensor = torch.randn(2, 2, 5, 7)
+    with pytest.raises(
+        ValueError, match=r"the mask has 1 leading dimensions and query \(2, 2, 5, 7\) has 2: .*lengths"
+    ):
+        attend(tensor, tensor, tensor, mask=mask)
+    assert attend(tensor[0], tensor[0], tensor[0], mask=mask).shape == (2, 5, 7)

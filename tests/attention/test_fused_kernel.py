@@ -1,0 +1,231 @@
+"""Our kernel under Triton's interpreter: values, gradients and statistics against float64, and its place in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import MASKS, Case, everything, judge
+from torch.utils.checkpoint import checkpoint
+
+from andrea.attention import ScaledDotProduct, attend, causal, packed_documents
+from andrea.attention.implementations import triton as path
+
+pytestmark = pytest.mark.untraced
+
+fused = pytest.importorskip("andrea.attention.kernels.fused", reason="triton is not installed")
+if not fused.triton.knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)
+
+#         B  H  G   T    S   d_k  d_v
+SHAPES = [
+    (2, 2, 2, 13, 13, 16, 16), (1, 3, 3, 31, 31, 24, 24), (2, 4, 2, 37, 37, 32, 32), (2, 2, 1, 7, 7, 17, 19),
+    (1, 2, 2, 1, 29, 64, 64), (2, 2, 2, 5, 41, 40, 16), (1, 2, 2, 43, 11, 16, 40), (2, 3, 1, 1, 1, 16, 16),
+    (1, 2, 1, 131, 131, 64, 64), (1, 1, 1, 67, 139, 128, 128), (1, 1, 1, 23, 23, 256, 256), (3, 6, 2, 17, 17, 48, 80),
+]  # fmt: skip
+OF_EACH_KIND = ("none", "causal", "window", "window & documents & padding")
+CASES = [Case(*shape, mask) for index, shape in enumerate(SHAPES) for mask in MASKS[index % 2 :: 2]]
+
+
+@pytest.fixture(params=["tuned", "small"])
+def tiles(request, monkeypatch):
+    """The tiles a card gets, and small ones that make many blocks of few numbers."""
+    if request.param == "small":
+        blocks = fused.Blocks(32, 16, 4, 1)
+        small = fused.Tuning(blocks, fused.Blocks(16, 32, 4, 1), blocks)
+        monkeypatch.setattr(fused, "tuning", lambda *card: small)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_gradients_and_statistics_against_float64(case, dtype):
+    judge(Case(*list(vars(case).values())[:8], dtype), "triton", measured=True)
+
+
+@pytest.mark.parametrize("atomics", [False, True])
+@pytest.mark.parametrize("mask", OF_EACH_KIND)
+def test_both_backward_passes_and_many_small_tiles(mask, atomics, tiles, monkeypatch):
+    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", atomics)
+    judge(Case(2, 4, 2, 71, 71, 24, 40, mask), "triton")
+    judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
+
+
+@pytest.mark.parametrize("mask", OF_EACH_KIND)
+def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
+    """From Hopper on, 16-bit tiles come through tensor descriptors; their bounds are the tensor's own."""
+    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    used, described = [], fused.described
+    monkeypatch.setattr(fused, "described", lambda *given: used.append(described(*given)) or used[-1])
+    judge(Case(2, 4, 2, 71, 71, 24, 40, mask, torch.float16), "triton", measured=True)
+    judge(Case(1, 2, 2, 19, 147, 64, 64, mask, torch.float16), "triton")
+    assert [fits for *_, fits in used] == 6 * [True]
+
+
+def test_what_the_copy_engine_cannot_read_is_read_by_address(monkeypatch):
+    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    fits = torch.randn(1, 2, 5, 16).half()
+    odd_stride, misaligned = torch.randn(1, 2, 5, 17).half()[..., :16], torch.randn(161).half()[1:].view(1, 2, 5, 16)
+    assert fused.described(fits, fits, 16)[2]
+    for tensor in (fits.float(), odd_stride, misaligned, fits[:1, :1, :1].expand(1, 2, 5, 16)):
+        one, other, described = fused.described(fits.to(tensor.dtype), tensor, 16)
+        assert other is tensor and not described
+    output = attend(odd_stride, misaligned, fits, mask=causal(), implementation="triton")
+    torch.testing.assert_close(
+        output, attend(odd_stride, misaligned, fits, mask=causal(), implementation="reference"), atol=2e-3, rtol=2e-3
+    )
+
+
+def test_deterministic_code_never_uses_atomics(monkeypatch):
+    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", True)
+    asked = []
+    monkeypatch.setattr(fused, "fused_attention", lambda *inputs: asked.append(inputs[-1]) or fused_attention(*inputs))
+    fused_attention = torch.ops.andrea.fused_attention
+    query = torch.randn(1, 1, 3, 16)
+    attend(query, query, query, implementation="triton")
+    torch.use_deterministic_algorithms(True)
+    attend(query, query, query, implementation="triton")
+    assert asked == [False, True]
+
+
+def test_statistics_change_nothing_and_carry_no_gradient():
+    query, key, value = torch.randn(3, 2, 2, 19, 16).requires_grad_()
+    alone = attend(query, key, value, mask=causal(), implementation="triton")
+    output, measured = attend(query, key, value, mask=causal(), implementation="triton", statistics=True)
+    assert torch.equal(alone, output)
+    assert not any(getattr(measured, name).requires_grad for name in vars(measured))
+
+
+@pytest.mark.parametrize("level", [1e4, -1e4])
+def test_large_scores_cost_entropy_nothing(level):
+    """A constant added to every score of a row: the naive lse - Σ p s would lose four digits, this form loses none."""
+    query, key, value = torch.randn(3, 1, 1, 64, 16)
+    shifted_query = torch.cat((query, torch.ones(1, 1, 64, 1)), -1)
+    exact = None
+    for offset in (0.0, level):
+        shifted_key = torch.cat((key, torch.full((1, 1, 64, 1), 4.125 * offset)), -1)  # sqrt(17) is about 4.123
+        _, measured = attend(shifted_query, shifted_key, value, implementation="triton", statistics=True)
+        truth = attend(
+            shifted_query.double(), shifted_key.double(), value.double(), implementation="reference", statistics=True
+        )
+        _, exact = truth
+        # The scores themselves are known to 2^-11 at 1e4 in fp32; what matters is that no more is lost.
+        torch.testing.assert_close(
+            measured.entropy_nats, exact.entropy_nats.float(), rtol=0, atol=2e-3 if offset else 2e-6
+        )
+        naive = exact.log_sum_exp.float() - (exact.log_sum_exp - exact.entropy_nats).float()
+        if offset:
+            assert (naive - exact.entropy_nats).abs().max() > 2e-4
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "causal & documents"])
+def test_the_operator_obeys_torchs_rules(mask, statistics):
+    """Schema, fake tensors, autograd registration and AOT dispatch: torch.library.opcheck."""
+    case = Case(2, 4, 2, 13, 13, 16, 24, mask)
+    query, key, value, _ = (tensor.requires_grad_() for tensor in case.inputs(torch.float32))
+    first = stop = None
+    if mask != "causal":
+        position = torch.arange(13)
+        first, stop = (end.expand(2, 1, 13).int().contiguous() for end in (position // 5 * 5, position + 1))
+    torch.library.opcheck(fused.fused_attention, (query, key, value, first, stop, first is None, 0, statistics, True))
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "causal & documents"])
+def test_compiles_into_one_graph(mask):
+    case = Case(2, 4, 2, 37, 37, 16, 16, mask)
+
+    def step(query, key, value):
+        output, rows = attend(query, key, value, mask=case.made_mask(), implementation="triton", statistics=True)
+        return output, rows.entropy_nats, rows.largest_logit, rows.previous_token_mass
+
+    *leaves, upstream = case.inputs(torch.float32)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=False)):
+        output, *measured = run(*leaves)
+        results.append((output, *measured, *torch.autograd.grad(output, leaves, upstream)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_inductor_compiles_it_too():
+    query, key, value = torch.randn(3, 1, 2, 13, 16).requires_grad_()
+
+    def loss(query, key, value):
+        return attend(2 * query, key, value, mask=causal(), implementation="triton").square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=False)
+    expected, got = (torch.autograd.grad(run(query, key, value), query)[0] for run in (loss, compiled))
+    torch.testing.assert_close(got, expected)
+
+
+def test_autocast_decides_the_type_as_it_does_for_torchs_own():
+    query, key, value = torch.randn(3, 1, 2, 13, 16).requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        output = attend(query, key, value, mask=causal(), implementation="triton")
+    assert output.dtype == torch.float16
+    output.float().square().sum().backward()
+    torch.testing.assert_close(
+        output.float(), attend(query, key, value, mask=causal(), implementation="reference"), atol=2e-3, rtol=2e-3
+    )
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    case = Case(1, 2, 2, 19, 19, 16, 16, "causal")
+    plain = everything(case, "triton", torch.float32, False)
+
+    def checkpointed(*inputs, **how):
+        return checkpoint(lambda *leaves: attend(*leaves, **how), *inputs, use_reentrant=False)
+
+    again = everything(case, "triton", torch.float32, False, checkpointed)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_tensors_as_a_fused_projection_leaves_them():
+    """Strided views of one (B, T, 3 H D) matrix, and the output laid out as the next projection wants it."""
+    packed = torch.randn(2, 13, 3 * 4 * 16)
+    query, key, value = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in packed.chunk(3, -1))
+    output = attend(query, key, value, mask=causal(), implementation="triton")
+    assert output.transpose(1, 2).is_contiguous()
+    expected = attend(query, key, value, mask=causal(), implementation="reference")
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(
+        attend(query.mT.contiguous().mT, key, value, mask=causal(), implementation="triton"), expected
+    )
+
+
+@pytest.mark.parametrize(("lead", "n_query"), [((0, 2), 3), ((2, 2), 0)])
+def test_nothing_in_nothing_out(lead, n_query):
+    query, key = torch.randn(*lead, n_query, 16, requires_grad=True), torch.randn(*lead, 5, 16, requires_grad=True)
+    output = attend(query, key, key, implementation="triton")
+    assert output.shape == (*lead, n_query, 16)
+    output.sum().backward()
+    assert (key.grad == 0).all()
+
+
+def test_blocks_that_nobody_sees_are_not_visited(monkeypatch):
+    """Keys of documents that no query belongs to are poisoned: one look at them would spread."""
+    documents = torch.arange(256) // 64
+    query, key, value = (torch.randn(1, 1, n, 16) for n in (64, 256, 256))
+    key[..., :192, :] = value[..., :192, :] = torch.nan  # three documents before the one of the queries
+    output = attend(query, key, value, mask=causal() & packed_documents(documents[None, None]), implementation="triton")
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.bfloat16}, "interpreter computes bf16 wrongly"),
+        ({"dtype": torch.float64}, "computes in fp32, fp16 and bf16, got torch.float64"),
+        ({"width": 264}, "widest head is 256, got 264"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(change, reason):
+    tensor = torch.randn(1, 1, 3, change.get("width", 16), dtype=change.get("dtype", torch.float32))
+    with pytest.raises(ValueError, match=f"implementation='triton' cannot serve this: .*{reason}"):
+        attend(tensor, tensor, tensor, compatibility=ScaledDotProduct(), implementation="triton")
+
+
+def test_without_a_card_it_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    tensor = torch.randn(1, 1, 3, 16)
+    with pytest.raises(ValueError, match="it needs a CUDA card, got device=cpu"):
+        attend(tensor, tensor, tensor, implementation="triton")

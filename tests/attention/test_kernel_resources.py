@@ -1,0 +1,43 @@
+"""The kernels compiled for real cards, here: what is tuned spills nothing, and everything compiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.untraced
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compiled(tmp_path: Path, *words: str) -> list[dict]:
+    """Rows of bench/kernel_resources.py; its own process, because interpreted kernels cannot be compiled."""
+    out = tmp_path / "resources.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "bench" / "kernel_resources.py"), *words, "--json", str(out)]
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())["rows"]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_tuned_kernels_spill_nothing(width, tmp_path):
+    rows = compiled(tmp_path, "--widths", str(width), "--types", "bf16", "fp16", "--targets", "80", "90", "100")
+    # types, targets; forward with and without statistics, three of the backward pass; the loss with a soft cap and without
+    assert len(rows) == 2 * 3 * (5 + 2)
+    for row in rows:
+        assert row["spilled_bytes"] == 0 and row["registers"] > 16 and row["occupancy"] >= 1, row
+
+
+def test_the_other_modes_a_padded_width_and_fp32_compile(tmp_path):
+    rows = compiled(
+        tmp_path, "--widths", "24", "--types", "bf16", "fp32", "--targets", "90", "--modes", "none", "interval"
+    )
+    assert all(row["occupancy"] >= 1 for row in rows), rows

@@ -1,0 +1,141 @@
+"""The border: what is typed arrives byte for byte, what is wrong is one line and exit code 2."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import run_script
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andrea.cli.command_line import CommandLine, compose, configure, help_text, lay_over, one_line, read, run
+from andrea.config import RunConfig, SampleConfig, UserError, parse
+
+any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
+BASE = {
+    kind: compose(kind, name, CommandLine({}, {})) for kind, name in ((RunConfig, "train"), (SampleConfig, "sample"))
+}
+
+
+def quick(kind: type, words: list[str]):
+    """`configure`, but for composing the YAML anew each time."""
+    return parse(kind, lay_over(copy.deepcopy(BASE[kind]), read(kind, words).values))
+
+
+@given(any_text)
+def test_a_prompt_arrives_as_it_was_typed(text: str) -> None:
+    assert quick(SampleConfig, [f"prompt={text}"]).prompt == text
+
+
+# What a terminal can hand over: bytes, of which those that are no UTF-8 arrive as half of a surrogate pair, and no NUL.
+path_text = st.binary(max_size=60).map(lambda typed: os.fsdecode(typed.replace(b"\0", b"")))
+
+
+@given(path_text)
+def test_paths_and_stops_arrive_as_they_were_typed(text: str) -> None:
+    typed = quick(RunConfig, [f"data.path=x{text}", f"tokenizer.path=./{text}"])
+    assert (typed.data.path, typed.tokenizer.path) == ("x" + text, "./" + text)
+    assert quick(SampleConfig, [f"stop=a{text}", "stop=b"]).stop == ["a" + text, "b"]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["def main(", "привет", "it's", "a, b", "12", "null", "${x}", "{a: b", "🦊", "a\nb", "x" * 10_000, ""]
+)
+def test_prompts_that_hydras_grammar_would_refuse_or_change(prompt: str) -> None:
+    assert configure(SampleConfig, "sample", [f"prompt={prompt}"]).prompt == prompt
+
+
+def test_null_means_on_the_command_line_what_it_means_in_the_yaml() -> None:
+    keys = ("resume", "init_from", "name", "train.lens_prompt", "train.max_minutes")
+    run = configure(RunConfig, "train", [f"{key}=null" for key in keys])
+    assert (run.resume, run.init_from, run.name, run.train.lens_prompt, run.train.max_minutes) == (None,) * 5
+    assert configure(RunConfig, "train", ["resume=None"]).resume == "None"
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture) -> None:
+    def main(words: list[str]) -> int:
+        raise UserError("first\nsecond \ud800")
+
+    code, out, err = run_script(main, [], capsys)
+    assert (code, out, err) == (2, "", "error: first\\nsecond \\ud800\n")
+
+
+def test_ctrl_c_before_training_is_quiet(capsys: pytest.CaptureFixture) -> None:
+    def main(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert run_script(main, [], capsys)[::2] == (130, "interrupted\n")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    program = (
+        "from andrea.cli.command_line import run; run(lambda words: [print('x' * 99) for _ in range(9999)] and 0, [])"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    writer.stdout.read(1)
+    writer.stdout.close()
+    assert (writer.wait(), writer.stderr.read()) == (0, b"")
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def main(words: list[str]) -> int:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        run(main, [])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train", "not of the form key=value"),
+        ("+train.steps=3", "neither added"),
+        ("~data=x", "neither added"),
+        ("logger.tags=[a", "cannot be read"),
+        ("data.sources={a", "cannot be read"),
+        ("model.depth=3", "unknown key model.depth"),
+        ("model=../gpt2", "not known"),
+        ("seed.x=3", "unknown key"),
+    ],
+)
+def test_words_that_are_refused(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read(RunConfig, [word])
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["&a [*a]", "[&a [x], &b [*a, *a], [*b, *b]]", "{<<: *a}", "2001-99-99", "!!bool x", "!!int ''", "!!timestamp x", "[" * 3000,
+     "0x" + "f" * 5000, "9" * 5000, "{a: {weight: " + "9" * 400 + "}}", "[a, " * 20_000],
+)  # fmt: skip
+def test_hostile_yaml_is_refused_in_one_line(value: str) -> None:
+    with pytest.raises(UserError, match="data.sources") as refused:
+        quick(RunConfig, ["data=mixture", f"data.sources={value}"])
+    assert len(one_line(str(refused.value))) < 2100
+
+
+def test_lists_may_be_written_or_repeated() -> None:
+    assert configure(RunConfig, "train", ["logger.tags=[a, b]"]).logger.tags == ["a", "b"]
+    assert configure(RunConfig, "train", ["logger.tags=a", "logger.tags=b"]).logger.tags == ["a", "b"]
+
+
+def test_a_broken_yaml_of_the_users_own_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.yaml").write_text("defaults:\n  - model: [\n")
+    monkeypatch.setattr("andrea.cli.command_line.CONFIGS", tmp_path)
+    with pytest.raises(UserError, match="train.yaml"):
+        configure(RunConfig, "train", [])
+
+
+def test_help_shows_every_group_and_key() -> None:
+    text = help_text("train", "usage")
+    assert "model.d_model:" in text and "andrea-2b" in text and "train:" in text
+
+
+@given(any_text)
+def test_one_line_is_one_line(text: str) -> None:
+    line = one_line(text)
+    assert len(line.splitlines()) <= 1 and line.isprintable()

@@ -1,0 +1,83 @@
+"""Many runs from one command line, each of the length that its size asks for, named by what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import run_script, tiny_words
+
+from andrea.cli.command_line import configure
+from andrea.cli.sweep import run_name
+from andrea.config import RunConfig, UserError
+from andrea.model.size import count_parameters, flops_per_token
+from andrea.training.planning.plan import complete
+
+BYTE_VOCABULARY = 257
+
+
+def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
+    tmp_path: Path, notes: Path, script, capfd
+) -> None:
+    words = tiny_words(tmp_path, notes, "train.steps=1,0,2", "seed=7", "logger.group=mine", "train.sample_tokens=0")
+    code, out, _ = run_script(script("train"), ["-m", *words], capfd)
+    assert code == 2 and out.splitlines()[-1] == "sweep: 2 of 3 runs done; failed: train.steps=0 (exit code 2)"
+    runs = {path.parent.name: yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/config.yaml")}
+    assert sorted(runs) == [f"andrea-nano-{tokens}-seed7-steps={n}-mine" for tokens, n in ((256, 1), (512, 2))]
+    assert {config["logger"]["group"] for config in runs.values()} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["model=andrea-nano,andrea-12"], "model=andrea-12 "),
+        (["train.stps=1,2"], "train.steps"),
+        (["name=a", "seed=1,2"], "name="),
+        (["seed"], "key=value"),
+        (["data.path={a", "seed=1,2"], "data.path={a"),
+        (["hydra.nonsense=1", "seed=1,2"], "hydra.nonsense=1 is not something Hydra can do"),
+        (["hydra/launcher=nope", "seed=1,2"], "hydra/launcher=nope"),
+        (["hydra.sweep.dir=${nope}", "seed=1,2"], "hydra.sweep.dir"),
+        (["train.eval_every=glob(*)"], "train.eval_every=glob(*) has no values"),
+        (["logger.group=../..", "seed=1,2"], "logger.group='../..' is not a folder name"),
+        (["optimizer.weight_decay=" + "[" * 3000, "seed=1,2"], "optimizer.weight_decay="),
+        (["optimizer.weight_decay=" + "1," * 3000, "seed=1,2"], "6000 characters"),
+    ],
+)
+def test_a_wrong_sweep_is_one_line_and_starts_nothing(
+    words: list[str], named: str, tmp_path: Path, script, capsys
+) -> None:
+    code, out, error = run_script(script("train"), ["--multirun", f"runs_dir={tmp_path / 'runs'}", *words], capsys)
+    assert (code, out) == (2, "") and named in error and error.count("\n") == 1
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
+    name = run_name(["model=andrea-12m", "optimizer.learning_rate=0.1", "data.path=a/b"], "g")
+    assert name == "{model}-{tokens}-seed{seed}-learning_rate=0.1-path=a_b-g"
+    run = complete(configure(RunConfig, "train", [f"name={name}", "seed=3", "train.steps=50"]))
+    assert run.name == "andrea-nano-205k-seed3-learning_rate=0.1-path=a_b-g"
+
+
+@pytest.mark.parametrize("model", ["andrea-nano", "andrea-12m"])
+def test_steps_follow_from_tokens_a_parameter_or_from_flops(model: str) -> None:
+    words = [f"model={model}", "tokenizer=byte", "train.tokens_per_step=2048"]
+    by_ratio = complete(configure(RunConfig, "train", [*words, "train.tokens_per_parameter=10"]))
+    parameters = count_parameters(by_ratio.model, by_ratio.attention, BYTE_VOCABULARY).total
+    assert abs(by_ratio.steps * 2048 - 10 * parameters) <= 1024
+    by_flops = complete(configure(RunConfig, "train", [*words, "train.flops=1e15"]))
+    per_token = flops_per_token(by_flops.model, by_flops.attention, BYTE_VOCABULARY)
+    assert abs(by_flops.steps * 2048 * per_token - 1e15) <= 1024 * per_token
+
+
+def test_a_length_is_given_once() -> None:
+    def completed(*words: str) -> RunConfig:
+        return complete(configure(RunConfig, "train", ["tokenizer=byte", *words]))
+
+    with pytest.raises(UserError, match="leave one out"):
+        completed("train.flops=1e15", "train.tokens_per_parameter=10")
+    with pytest.raises(UserError, match="train.steps=7 and train.flops=1e"):
+        completed("train.flops=1e15", "train.steps=7")
+    settled = completed("train.flops=1e15")  # what config.yaml keeps, met again on resume
+    assert completed("train.flops=1e15", f"train.steps={settled.steps}") == settled

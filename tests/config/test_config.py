@@ -1,0 +1,200 @@
+"""The strict parse: names, types, limits, and one line that tells what to do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andrea.cli.command_line import CONFIGS, CommandLine, compose, configure, keys, lay_over, read
+from andrea.config import CompareConfig, OptimizerConfig, RunConfig, SampleConfig, UserError, convert, parse, to_plain
+
+
+def make(*words: str) -> RunConfig:
+    return configure(RunConfig, "train", list(words))
+
+
+def test_every_shipped_config_parses() -> None:
+    for group in ("model", "attention", "data", "tokenizer", "optimizer", "logger", "health"):
+        for path in (CONFIGS / group).glob("*.yaml"):
+            extra = {"text": ["data.path=x"], "shards": ["data.path=x"]}.get(path.stem, [])
+            extra = ["data.sources={a: {kind: pystdlib}}"] if path.stem == "mixture" else extra
+            extra = {"additive": ["model.position=learned"], "qk_clip": ["model.qk_norm=false"]}.get(path.stem, extra)
+            make(f"{group}={path.stem}", *extra)
+    configure(SampleConfig, "sample", [])
+
+
+def test_every_key_is_written_in_yaml_with_a_comment() -> None:
+    for path in CONFIGS.rglob("*.yaml"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.strip() and not line.lstrip().startswith(("#", "- _self_")) and not line.rstrip().endswith(":"):
+                assert "# " in line, f"{path.name}: {line!r} has no comment"
+
+
+def test_a_round_trip_through_plain_mappings_changes_nothing() -> None:
+    run = make("model=gpt2", "optimizer=adamw", "data=mixture", "data.sources={a: {kind: text, path: b, weight: 0.5}}")
+    assert parse(RunConfig, to_plain(run)) == run
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "expected"),
+    [
+        (int, "12", 12),
+        (int, "1e3", 1000),
+        (int, 5, 5),
+        (float, "1e-3", 0.001),
+        (float, 3, 3.0),
+        (bool, "true", True),
+        (int | typing.Literal["auto"], "auto", "auto"),
+        (int | typing.Literal["auto"], "7", 7),
+        (float | None, "null", None),
+        (list[str], "a", ["a"]),
+    ],
+)
+def test_values_of_the_right_type(hint: typing.Any, value: typing.Any, expected: typing.Any) -> None:
+    assert convert(hint, value, "key") == expected
+
+
+@pytest.mark.parametrize(
+    ("hint", "value"),
+    [
+        (int, "1.5"),
+        (int, True),
+        (int, "inf"),
+        (float, "x"),
+        (float, True),
+        (bool, 1),
+        (int, None),
+        (str, {}),
+        (dict[str, str], 3),
+    ],
+)
+def test_values_of_a_wrong_type_name_the_key(hint: typing.Any, value: typing.Any) -> None:
+    with pytest.raises(UserError, match="some.key"):
+        convert(hint, value, "some.key")
+
+
+def test_the_nearest_spelling_is_offered() -> None:
+    with pytest.raises(UserError, match="did you mean train.steps"):
+        make("train.setps=3")
+    with pytest.raises(UserError, match="did you mean andrea-nano"):
+        make("model=andrea-nnao")
+
+
+def test_a_head_width_that_is_not_whole_offers_one_that_is() -> None:
+    with pytest.raises(UserError, match="n_head=5 does not divide .*d_model=256.*n_head=4"):
+        make("model.d_model=256", "model.n_head=5")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.d_model=6", "model.n_head=2"],
+        ["train.tokens_per_step=100"],
+        ["train.tokens_per_step=1000"],
+        ["model.logit_softcap=-1"],
+        ["data=text"],
+        ["data=mixture"],
+        ["data.sources={a: {kind: pystdlib}}"],
+        ["data=mixture", "data.sources={a: {kind: text}}"],
+        ["data=mixture", "data.sources={a: {kind: pystdlib, weight: 0}}"],
+        ["tokenizer.vocab_size=256"],
+        ["tokenizer.vocab_size=null"],
+        ["optimizer.beta1=1"],
+        ["optimizer.momentum=null"],
+        ["optimizer.decay_fraction=null"],
+        ["optimizer.decay_fraction=2"],
+        ["optimizer.weight_decay=-1"],
+        ["train.max_minutes=0"],
+        ["train.max_minutes=inf"],
+        ["name=a/b"],
+        ["name=wandb"],
+        ["resume=auto", "init_from=x"],
+        ["device=gpu"],
+        ["device=auto:1"],
+        ["threads=0"],
+        ["train.eval_tokens=0"],
+    ],
+)
+def test_impossible_combinations_are_refused(words: list[str]) -> None:
+    with pytest.raises(UserError):
+        make(*words)
+
+
+@pytest.mark.parametrize(
+    "words", [["top_p=0"], ["top_p=2"], ["stop="], ["num_samples=0"], ["temperature=-1"], ["top_k=0"]]
+)
+def test_impossible_sampling_is_refused(words: list[str]) -> None:
+    with pytest.raises(UserError):
+        configure(SampleConfig, "sample", words)
+
+
+def test_a_missing_key_and_a_group_that_is_no_group() -> None:
+    with pytest.raises(UserError, match="optimizer.kind is missing"):
+        parse(OptimizerConfig, {}, "optimizer")
+    with pytest.raises(UserError, match="is not a set of keys"):
+        parse(OptimizerConfig, "adam", "optimizer")
+    with pytest.raises(UserError, match="unknown key optimizer.lr"):
+        parse(OptimizerConfig, {"lr": 1}, "optimizer")
+
+
+BASE = compose(RunConfig, "train", CommandLine({}, {}))
+
+
+@given(st.sampled_from([key for key in keys(RunConfig)]), st.text(max_size=20))
+def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None:
+    try:
+        run = parse(RunConfig, lay_over(copy.deepcopy(BASE), read(RunConfig, [f"{key}={value}"]).values))
+    except UserError as error:
+        assert str(error)
+    else:
+        assert dataclasses.is_dataclass(run)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.d_model=10000000000000", "model.d_model=10000000000000 must be from 1 to 131072"),
+        ("model.n_layer=1000000", "must be from 1 to 4096"),
+        ("model.sequence_length=1048576", "angles that model.position=rotary keeps"),
+        ("seed=18446744073709551616", "too large"),
+        ("seed=9223372036854775807", "must be from 0"),
+        ("threads=1000000", "must be from 1 to 1024"),
+        ("train.steps=1" + "0" * 300, "train.steps"),
+        ("train.flops=1e300", "at most 1e+30"),
+        ("device=cuda:²", "not a device"),
+        ("name=../x", "not a folder name"),
+        ("name=" + "x" * 201, "not a folder name"),
+        ("model.name=../../x", "model.name='../../x' is not a folder name"),
+        ("data.path=" + "x" * 256, "cannot be the name"),
+        ("data.path=" + "x/" * 1100, "cannot be the name"),
+        ("data.path=\0", "cannot be the name"),
+        ("data.path=\ud800", "cannot be the name"),
+        ("model.name=a\udcff", "is not text in UTF-8"),
+        ("data.path=~nobody-of-this-name/x", "no user here is named 'nobody-of-this-name'"),
+        ('data.sources={a: {kind: text, path: "\\0"}}', "data.sources.a.path"),
+    ],
+)
+def test_what_no_machine_could_do_is_refused_at_the_border(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        make("data=mixture" if "sources" in word else "data=text", "data.path=x", word)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("max_new_tokens=1000000000000", "held at a time"), ("seed=18446744073709551615", "too large")]
+)
+def test_samples_that_no_memory_holds_are_refused(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        configure(SampleConfig, "sample", [word])
+
+
+def test_a_picture_s_size_is_of_plain_digits() -> None:
+    for size in ("²x²", "９００x９００", "9" * 5000 + "x9", "1600x1000x3"):
+        with pytest.raises(UserError, match="not a picture's size"):
+            configure(CompareConfig, "compare", ["runs=a", f"size={size}"])
+    assert configure(CompareConfig, "compare", ["runs=a", "size=400x300"]).size_pixels == (400, 300)

@@ -1,0 +1,351 @@
+"""Weights laid out for decoding: each kernel against its readable twin, and the packed model against the model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from test_engine import ATTENTION, CONFIG, LIKE_GPT2, TOKENIZER, make_model
+from torch import Tensor
+from torch.nn import functional
+
+from andrea.generation import Engine, Request, Sampling, next_logits_uncached
+from andrea.generation.engine import Window, step
+from andrea.generation.kernels import native
+from andrea.generation.packing import (
+    FEW_ROWS,
+    Int8Linear,
+    NativeAttention,
+    NativeLinear,
+    NativeRMSNorm,
+    OneDNNLinear,
+    PackedGPT,
+    has_onednn,
+    pack,
+    quantised,
+)
+from andrea.model.gpt import GPT
+from andrea.model.layers import RMSNorm
+from andrea.runtime.native import LargePages, compiled
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHARED_KEYS = dataclasses.replace(CONFIG, d_model=48, n_head=6, n_kv_head=2)  # heads of 8
+CONFIGS = {
+    "andrea": dataclasses.replace(
+        CONFIG, d_model=60, n_head=3, d_mlp=67
+    ),  # heads of 20: more than the lanes of a vector
+    "gpt2": LIKE_GPT2,
+    "shared keys": SHARED_KEYS,
+    "gelu": dataclasses.replace(CONFIG, mlp="gelu", bias=True, qk_norm=False),
+    "swiglu": dataclasses.replace(SHARED_KEYS, mlp="swiglu", position="none", logit_softcap=None),
+    "first layer's values": dataclasses.replace(SHARED_KEYS, n_layer=3, value_residual=True),
+    "first layer's values, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3, value_residual=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def there_is_a_compiler():
+    assert native.library() is not None, "g++ makes the kernels that are tested here; install it"
+
+
+def judge(ours: Tensor, readable: Tensor, exact: Tensor) -> None:
+    """At most twice the readable path's error, both against float64, plus one unit in the last place of the largest."""
+    unit = exact.abs().max() * torch.finfo(readable.dtype).eps
+    error, allowed = (ours.double() - exact).abs().max(), (readable.double() - exact).abs().max()
+    assert error <= 2 * allowed + unit, (float(error), float(allowed), float(unit))
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# -------------------------------------------------------------------------------------------------- kernel by kernel
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 7, 3), (1, 16, 5), (3, 67, 131), (1, 197, 11), (FEW_ROWS, 64, 2)])
+def test_linear(dtype, bias, shape):
+    n_row, n_in, n_out = shape
+    x, weight = draw(n_row, n_in).to(dtype), draw(n_out, n_in).to(dtype)
+    added = draw(n_out).to(dtype) if bias else None
+    exact = functional.linear(x.double(), weight.double(), None if added is None else added.double())
+    layer = NativeLinear(weight, added)
+    judge(layer(x), functional.linear(x, weight, added), exact)
+    judge(layer(x[None, :, None])[0, :, 0], functional.linear(x, weight, added), exact)
+    judge(layer.rows(1, n_out)(x), functional.linear(x, weight, added)[:, 1:], exact[:, 1:])
+
+
+def test_int8_is_the_nearest_of_255_steps_of_each_row():
+    weight = draw(13, 41) * torch.logspace(-6, 3, 13)[:, None]
+    weight[4] = 0
+    in_8_bits, scale = quantised(weight)
+    assert in_8_bits.dtype == torch.int8 and (in_8_bits.abs().amax(1)[torch.arange(13) != 4] == 127).all()
+    assert ((in_8_bits * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all() and not in_8_bits[4].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 7, 3), (3, 67, 131), (1, 3072, 17), (FEW_ROWS, 130, 9)])
+def test_int8_linear(dtype, bias, shape):
+    """Of the same 8-bit weights. Our kernel rounds x to a 32767th of its largest entry, and then sums exactly."""
+    n_row, n_in, n_out = shape
+    x, weight = draw(n_row, n_in).to(dtype), draw(n_out, n_in).to(dtype)
+    added = draw(n_out).to(dtype) if bias else None
+    layer = Int8Linear(weight, added, native=True)
+    kept = layer.weight.double() * layer.scale.double()[:, None]
+    exact = functional.linear(x.double(), kept, None if added is None else added.double())
+    judge(layer.written_out(x), layer.readable(x), exact)
+    judge(layer.rows(1, n_out).readable(x), layer.readable(x)[:, 1:], exact[:, 1:])
+    half_step = x.double().abs().amax(1, keepdim=True) / 32767 / 2 * 1.001
+    in_16_bits = half_step * kept.abs().sum(1)  # (rows, d_out): the most that rounding x can do
+    last_places = 4 * torch.finfo(dtype).eps * exact.abs().max()
+    for ours, part in ((layer(x), slice(None)), (layer.rows(1, n_out)(x), slice(1, None))):
+        assert ((ours.double() - exact[:, part]).abs() <= in_16_bits[:, part] + last_places).all()
+    if dtype == torch.bfloat16:
+        judge(layer(x), layer.readable(x), exact)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_visible_in_8_bits(bad):
+    layer = Int8Linear(draw(5, 67), None, native=True)
+    x = draw(3, 67)
+    x[1, 13] = bad
+    x[2] = 0
+    y = layer(x)
+    assert y[0].isfinite().all() and y[1].isnan().all() and torch.equal(y[2], torch.zeros(5))
+
+
+def test_sums_too_long_for_32_bits_are_torch_s():
+    for n_in, by_kernel in ((66311, True), (66312, False)):
+        layer = Int8Linear(torch.ones(1, n_in), None, native=True)
+        assert (layer.kernel is not None) == by_kernel
+        torch.testing.assert_close(layer(torch.ones(1, n_in)), torch.full((1, 1), float(n_in)), rtol=1e-4, atol=0)
+
+
+def test_the_smallest_numbers_keep_their_signs_in_8_bits():
+    layer = Int8Linear(torch.eye(4), None, native=True)
+    x = torch.tensor([[1e-38, -1e-38, 3e-41, 0.0]])
+    assert (layer(x).sign() * x.sign() >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [7, 16, 131])
+def test_rms_norm(dtype, n):
+    norm = RMSNorm(n, 1e-6)
+    norm.weight.data = draw(n)
+    norm, x = norm.to(dtype).requires_grad_(False), (3 * draw(2, 3, n)).to(dtype)
+    exact = copy.deepcopy(norm).double()(x.double())
+    judge(NativeRMSNorm(norm)(x), norm(x), exact)
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+def rounded(model: GPT, int8: bool) -> GPT:
+    """The model in float64 with the weights that the packed one really has."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if int8 and parameter.ndim == 2 and "position" not in name and name != "embedding.weight":
+                in_8_bits, scale = quantised(parameter)
+                parameter.copy_(in_8_bits * scale[:, None])
+    return model.double()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_text", [1, 3])
+def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
+    """The packed model errs no more than the plain one of the same precision does, over all steps."""
+    model = make_model(CONFIGS[name]).to(dtype)
+    packed = pack(copy.deepcopy(model).requires_grad_(False), int8=False, compiled=False)
+    assert isinstance(packed, PackedGPT) and isinstance(packed.model.blocks[0].attention, NativeAttention)
+    tokens = torch.randint(0, 257, (n_text, 31), generator=torch.Generator().manual_seed(3))
+    windows = [Window(each, step, n_text, fixed_shapes=False, ragged=False) for each in (packed, model)]
+    double, results = rounded(model, int8=False), ([], [], [])
+    for n_token in range(1, 31):
+        texts = tokens[:, :n_token].tolist()
+        for window, each in zip(windows, results, strict=False):
+            each.append(window.next_logits(texts)[0][:, 0])
+        results[2].append(next_logits_uncached(double, tokens[:, :n_token]))
+    judge(*(torch.stack(each) for each in results))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("n_text", "n_thread"), [(1, 1), (1, 3), (3, 1), (FEW_ROWS, 3)])
+def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_text, n_thread):
+    """The same products and the same roundings, so the same numbers but for torch's own exponentials and sums."""
+    packed = pack(make_model(CONFIGS[name]).to(dtype).requires_grad_(False), int8=int8, compiled=False)
+    if CONFIGS[name].norm == "layernorm":
+        assert packed.blocks is None
+        return
+    torch.set_num_threads(n_thread)
+    caches = [packed.make_cache(n_text, 8) for _ in range(2)]
+    tokens = torch.randint(0, 257, (n_text, 8), generator=torch.Generator().manual_seed(3))
+    for each in tokens.split(1, dim=1):
+        assert packed.blocks.fits(each, caches[0])
+        ours, twin = packed(each, caches[0]), packed.model(each, caches[1])
+        torch.testing.assert_close(ours, twin)
+    assert caches[0].length == caches[1].length == 8
+    for kept, of_twin in zip(caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True):
+        torch.testing.assert_close(kept, of_twin)
+    assert not packed.blocks.fits(tokens[:, :2], caches[0])
+    assert not packed.blocks.fits(torch.zeros(FEW_ROWS + 1, 1, dtype=torch.int64), caches[0])
+    with pytest.raises(AssertionError, match="9 tokens do not fit a cache with room for 8"):
+        packed(each, caches[0])
+
+
+@pytest.mark.parametrize("name", ["andrea", "shared keys"])
+def test_int8_model_is_the_model_of_its_rounded_weights(name):
+    model = make_model(CONFIGS[name])
+    packed = pack(copy.deepcopy(model).requires_grad_(False), int8=True, compiled=False)
+    tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(3))
+    double = rounded(model, int8=True)
+    window = Window(packed, step, 1, fixed_shapes=False, ragged=False)
+    for n_token in range(1, 10):
+        logits, _ = window.next_logits(tokens[:, :n_token].tolist())
+        exact = next_logits_uncached(double, tokens[:, :n_token])
+        assert (logits[:, 0].double() - exact).abs().max() <= 2e-3 * exact.abs().max()  # x in 16 bits
+
+
+def test_a_tied_head_and_the_embedding_are_one_memory():
+    packed = pack(make_model(LIKE_GPT2).to(torch.bfloat16).requires_grad_(False), int8=False, compiled=False)
+    assert packed.model.embedding.weight.data_ptr() == packed.head.weight.data_ptr()
+
+
+def test_memory_is_shared_by_the_stacked_projections_and_their_parts():
+    for int8 in (False, True):
+        packed = pack(make_model(SHARED_KEYS).requires_grad_(False), int8=int8, compiled=False)
+        attention = packed.model.blocks[1].attention
+        stacked = attention.project.weight
+        parts = [getattr(attention.attention, name).weight for name in ("query", "key", "value")]
+        assert [len(part) for part in parts] == [48, 16, 16] and len(stacked) == 80
+        assert {part.untyped_storage().data_ptr() for part in parts} == {stacked.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("guess", [0, 3])
+def test_what_is_written_alone_is_written_in_a_batch(int8, guess):
+    """One row goes through the attention kernel, several texts of different lengths through torch's."""
+    engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, int8=int8)
+    prompts = [[1, 2, 3], [7, 8, 7, 8, 7], [5]]
+    request = Request(max_new_tokens=23, sampling=Sampling(temperature=0), guess=guess)
+    alone = [[piece.token for piece in engine.stream(prompt, request)] for prompt in prompts]
+    together: list[list[int]] = [[] for _ in prompts]
+    for piece in engine.stream_all(prompts, request):
+        together[piece.sample].append(piece.token)
+    assert together == alone
+    if not int8:
+        plain = Engine(make_model(), TOKENIZER)
+        assert alone == [[piece.token for piece in plain.stream(prompt, request)] for prompt in prompts]
+
+
+@pytest.mark.untraced
+def test_compiled_int8_writes_what_the_kernel_writes():
+    request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
+    texts = []
+    for on in (False, True):
+        engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, int8=True, compiled=on)
+        texts.append([piece.token for piece in engine.stream([1, 2], request)])
+    assert texts[0] == texts[1]
+
+
+def test_attention_that_no_kernel_serves_keeps_torch_s():
+    for changed in (
+        dataclasses.replace(ATTENTION, implementation="reference"),
+        dataclasses.replace(ATTENTION, window=3),
+        dataclasses.replace(ATTENTION, compatibility="bilinear"),
+    ):
+        model = GPT(CONFIG, changed, TOKENIZER.n_vocab)
+        packed = pack(model.requires_grad_(False), int8=False, compiled=False)
+        assert not isinstance(packed.model.blocks[0].attention, NativeAttention)
+        assert isinstance(packed.model.blocks[0].attention.query, NativeLinear)
+
+
+def test_large_pages_hold_what_is_placed_in_them():
+    tensors = [draw(5, 3), torch.arange(7, dtype=torch.int8), draw(0), draw(64).bfloat16()]
+    pages = LargePages(sum(LargePages.room_for(tensor.nbytes) for tensor in tensors))
+    placed = [pages.place(tensor) for tensor in tensors]
+    for tensor, copied in zip(tensors, placed, strict=True):
+        assert torch.equal(tensor, copied) and copied.data_ptr() % LargePages.ALIGNED == 0
+    with pytest.raises(AssertionError, match="do not fit"):
+        pages.place(draw(1))
+    del pages
+    assert torch.equal(placed[3], tensors[3])
+
+
+# ------------------------------------------------------------------------------------------------------- the compiler
+
+
+@pytest.fixture
+def fresh_library():
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    native.library.cache_clear()
+    compiled.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+@pytest.mark.filterwarnings("ignore:decode.cpp was not compiled")
+def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    assert native.library() is None
+    request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
+    for dtype in DTYPES:
+        engine = Engine(make_model(), TOKENIZER, dtype=dtype)
+        plain = Engine(make_model().to(dtype), TOKENIZER)
+        onednn = dtype == torch.bfloat16 and has_onednn(plain.model.embedding.weight)
+        assert isinstance(engine.model, PackedGPT) == onednn
+        assert not onednn or isinstance(engine.model.head, OneDNNLinear)
+        assert engine.write("ab", request) == plain.write("ab", request)
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+def test_what_the_compiler_said_is_passed_on(fresh_library, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++ -fno-such-option")
+    with pytest.warns(UserWarning, match="decode.cpp was not compiled, torch's kernels serve: .*no-such-option"):
+        assert native.library() is None
+
+
+def test_it_is_compiled_once_and_kept(fresh_library, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is not None
+    (kept,) = tmp_path.rglob("*.so")
+    written = kept.stat().st_mtime_ns
+    forget()
+    monkeypatch.setattr(subprocess, "run", only_the_version(subprocess.run))
+    assert native.library() is not None and kept.stat().st_mtime_ns == written
+
+
+def only_the_version(run):
+    def checked(command: list[str], **options):
+        assert "--version" in command, f"compiled again: {command}"
+        return run(command, **options)
+
+    return checked
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(fresh_library, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native.library() is not None
+    layer = NativeLinear(draw(5, 3), None)
+    torch.testing.assert_close(layer(draw(1, 3)), draw(1, 3) @ draw(5, 3).mT)
+
+
+def test_the_source_travels_with_the_package():
+    told = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert native.SOURCE.exists() and '"andrea.generation.kernels" = ["*.cpp"]' in told

@@ -1,0 +1,231 @@
+"""The session: what is printed, which prompts arrive, which checkpoints are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from andrea.checkpoint import read_checkpoint, write_checkpoint
+from andrea.config import AttentionConfig, ModelConfig, SampleConfig, Text, UserError, to_plain
+from andrea.generation.session import load_model, read_prompt, sample
+from andrea.model.gpt import GPT, initialise
+from andrea.text.tokenizer import ByteTokenizer
+
+CONFIG = ModelConfig(
+    name="tiny", d_model=10, n_layer=1, n_head=1, d_mlp=13, sequence_length=23, position="rotary", rotary_base=10000.0,
+    norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=False, qk_norm=True, logit_softcap=15.0,
+    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=23,
+)  # fmt: skip
+ATTENTION = AttentionConfig("scaled_dot", "auto")
+
+
+def write(runs: Path, **changes) -> Path:
+    """A checkpoint of a model that always writes 'a'; returns its folder."""
+    model = GPT(CONFIG, ATTENTION, 257)
+    initialise(model, torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embedding.weight[:, 0] = 1.0
+        model.final_norm.weight.fill_(1.0)
+        model.head.weight[ord("a"), 0] = 3.0
+    tensors = changes.pop("tensors", model.state_dict())
+    config = {"model": to_plain(CONFIG), "attention": to_plain(ATTENTION)} | changes.pop("config", {})
+    state = {"step": 60, "tokens": 1380, "config": config, "val_bpb": 1.25} | changes
+    return write_checkpoint(runs / "one" / "checkpoints", state, tensors, {}, ByteTokenizer())
+
+
+def run_of(runs: Path, **changes) -> SampleConfig:
+    defaults = SampleConfig(
+        checkpoint=None, runs_dir=Text(runs), prompt=Text("def "), max_new_tokens=5, temperature=0.0, top_k=None,
+        top_p=None, min_p=None, repetition_penalty=1.0, prompts=None, guess=0, num_samples=1, seed=1, stop=[],
+        interactive=False, device="cpu",
+        threads=1, precision="fp32", compile="off",
+    )  # fmt: skip
+    return dataclasses.replace(defaults, **changes)
+
+
+def output(run: SampleConfig, capsys, dtype=torch.float32) -> str:
+    assert sample(run, torch.device("cpu"), dtype) == 0
+    return capsys.readouterr().out
+
+
+def stdin(monkeypatch, content: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def test_says_what_it_loaded_before_the_text(tmp_path, capsys):
+    write(tmp_path)
+    head, text = output(run_of(tmp_path), capsys).split("\n\n", 1)
+    for fact in ("step-00000060", "tiny", "step 60", "validation 1.2500 bits per byte", "byte-257-", "cpu, float32"):
+        assert fact in head
+    assert text == "def aaaaa\n"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_in_8_bits_are_said_to_be(tmp_path, capsys, dtype):
+    write(tmp_path)
+    head, text = output(run_of(tmp_path, precision="int8"), capsys, dtype).split("\n\n", 1)
+    assert head.endswith(f"cpu, {str(dtype).removeprefix('torch.')} with matrices in int8") and text == "def aaaaa\n"
+
+
+def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
+    write(tmp_path)
+    with pytest.raises(UserError, match="compile=on is for a CUDA card, got device=cpu"):
+        sample(run_of(tmp_path, compile="on"), torch.device("cpu"), torch.float32)
+
+
+def test_8_bits_without_a_compiler_are_refused(tmp_path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.setattr("andrea.generation.session.library", lambda: None)
+    with pytest.raises(UserError, match="precision=int8 needs a C.. compiler on a CPU; install g"):
+        sample(run_of(tmp_path, precision="int8"), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_are_labelled_and_follow_each_other(tmp_path, capsys, dtype):
+    write(tmp_path, val_bpb=None)
+    text = output(run_of(tmp_path, num_samples=3), capsys, dtype)
+    assert "not validated yet" in text
+    body = text.split("\n\n", 1)[1]
+    assert body == "".join(f"--- sample {number} ---\ndef aaaaa\n" for number in (1, 2, 3))
+
+
+def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
+    write(tmp_path)
+    (tmp_path / "prompts").write_text("def \n\nclass A:\n")
+    run = run_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"))
+    expected = "--- sample 1 ---\ndef aaaaa\n--- sample 2 ---\nclass A:aaaaa\n"
+    for guess in (0, 3):
+        assert output(dataclasses.replace(run, guess=guess), capsys).split("\n\n", 1)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), (b"\n\n", "no prompt in it"), (b"\xff\xfe", "not UTF-8"), (b"a\nb\nc\n", "lower one")],
+)
+def test_a_file_of_prompts_that_cannot_serve_is_named(tmp_path, content, said):
+    write(tmp_path)
+    if content is not None:
+        (tmp_path / "prompts").write_bytes(content)
+    run = run_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"), max_new_tokens=2**25)
+    with pytest.raises(UserError, match=f"prompts=.*{said}"):
+        sample(run, torch.device("cpu"), torch.float32)
+
+
+def test_a_file_of_prompts_leaves_no_room_for_another_prompt(tmp_path):
+    with pytest.raises(UserError, match="leave out prompt"):
+        run_of(tmp_path, prompts=Text("file")).check("")
+
+
+def test_stop_strings_reach_the_engine(tmp_path, capsys):
+    write(tmp_path)
+    assert output(run_of(tmp_path, stop=[Text("aaa")]), capsys).endswith("\n\ndef \n")
+
+
+@pytest.mark.parametrize("prompt", ["", "привет", "it's", "a, b", "🙂", "a\nb", "\udcff"])
+def test_prompts_arrive_as_they_are(tmp_path, capsys, prompt):
+    write(tmp_path)
+    shown = prompt.encode("utf-8", "replace").decode()
+    assert output(run_of(tmp_path, prompt=Text(prompt)), capsys).endswith(f"\n\n{shown}aaaaa\n")
+
+
+def test_prompt_from_a_file_or_standard_input(tmp_path, monkeypatch):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("déf\r\n".encode())
+    assert read_prompt(f"@{path}") == "déf\r\n"
+    stdin(monkeypatch, "déf\r\n".encode())
+    assert read_prompt("-") == "déf\r\n"
+
+
+def test_unreadable_prompts_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    with pytest.raises(UserError, match=r"prompt=@.*is not UTF-8 text \(byte 2\)"):
+        read_prompt(f"@{tmp_path / 'binary'}")
+    with pytest.raises(UserError, match="there is no file"):
+        read_prompt("@" + str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="there is no file"):
+        read_prompt(f"@{tmp_path}")
+    stdin(monkeypatch, b"\xff")
+    with pytest.raises(UserError, match="standard input is not UTF-8"):
+        read_prompt("-")
+
+
+def test_prompt_too_long_is_refused_before_anything_is_shown(tmp_path, capsys):
+    write(tmp_path)
+    with pytest.raises(UserError, match="prompt has 24 tokens"):
+        sample(run_of(tmp_path, prompt=Text("x" * 24)), torch.device("cpu"), torch.float32)
+    assert capsys.readouterr().out == ""
+
+
+def test_interactive_answers_line_by_line_and_survives_a_long_one(tmp_path, capsys, monkeypatch):
+    write(tmp_path)
+    stdin(monkeypatch, b"one\n" + b"x" * 99 + b"\ntwo\n")
+    assert sample(run_of(tmp_path, interactive=True, prompt=Text("zero")), torch.device("cpu"), torch.float32) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith(
+        "\n\neach line is a prompt of its own; Ctrl-D ends\nzeroaaaaa\nprompt> oneaaaaa\nprompt> prompt> twoaaaaa\nprompt> \n"
+    )
+    assert captured.err.startswith("error: prompt has 99 tokens")
+
+
+# --------------------------------------------------------------------------------------------- foreign checkpoints
+
+
+def refuse(folder: Path, match: str) -> None:
+    checkpoint = read_checkpoint(folder)
+    with pytest.raises(UserError, match=match) as refused:
+        load_model(checkpoint, checkpoint.tokenizer())
+    assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
+    refuse(write(tmp_path, tensors={"embedding.weight": torch.zeros(257, 9)}), "does not fit its configuration")
+
+
+def test_configuration_of_another_version_is_refused(tmp_path):
+    refuse(write(tmp_path, config={"model": {**to_plain(CONFIG), "d_modell": 3}}), "of a version")
+    refuse(write(tmp_path, config={"attention": None}), "of a version")
+
+
+def test_tokenizer_of_another_checkpoint_is_refused(tmp_path):
+    folder = write(tmp_path)
+    checkpoint = read_checkpoint(folder)
+    other = dataclasses.replace(
+        checkpoint, state=json.loads(json.dumps({**checkpoint.state, "tokenizer": "bpe-999-0"}))
+    )
+    with pytest.raises(UserError, match="was trained with tokenizer bpe-999-0, its folder holds byte-257"):
+        load_model(other, other.tokenizer())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(wrong: float, tmp_path):
+    model = GPT(CONFIG, ATTENTION, 257)
+    initialise(model, torch.Generator().manual_seed(7))
+    tensors = model.state_dict()
+    tensors["blocks.0.mlp.up.weight"][0, 0] = wrong
+    path = write(tmp_path, tensors=tensors)
+    with pytest.raises(UserError, match="blocks.0.mlp.up.weight holds numbers that are not finite"):
+        load_model(read_checkpoint(path), ByteTokenizer())
+
+
+def test_a_model_of_far_more_layers_than_its_file_is_refused_before_it_is_made(tmp_path):
+    path = write(tmp_path, config={"model": to_plain(CONFIG) | {"n_layer": 4096}})
+    with pytest.raises(UserError, match="too few for model.n_layer=4096"):
+        load_model(read_checkpoint(path), ByteTokenizer())
+
+
+def test_a_prompt_file_of_an_impossible_name_is_refused():
+    with pytest.raises(UserError, match="there is no file"):
+        read_prompt("@" + "a" * 5000)
+
+
+def test_a_line_that_is_no_utf_8_is_a_prompt_like_any_other(tmp_path, capsys, monkeypatch):
+    write(tmp_path)
+    stdin(monkeypatch, b"a\xff\nb\n")
+    assert output(run_of(tmp_path, prompt=Text(""), interactive=True), capsys).count("aaaaa") == 2

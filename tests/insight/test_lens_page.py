@@ -1,0 +1,252 @@
+"""The lens's page in a real browser: opened from disk, used by hand, its numbers read back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_lens import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
+
+from andrea.attention import Cosine, ScaledDotProduct, attention_weights
+from andrea.insight.lens.lens import small_lens
+from andrea.insight.lens.measure import walk, without_heads
+from andrea.insight.lens.page import Facts, Page, measure
+from andrea.model.gpt import GPT
+
+CHROMIUM = Path("/usr/bin/chromium")
+SWITCHES = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM.exists(), reason=f"no browser at {CHROMIUM} (Debian: apt install chromium)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    api = pytest.importorskip("playwright.sync_api", reason='needs playwright: pip install "andrea[dev]"')
+    with api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=str(CHROMIUM), args=SWITCHES)
+        yield launched
+        launched.close()
+
+
+class Opened:
+    """A page opened from disk; what it complains of and asks the network for is kept."""
+
+    def __init__(self, browser, path: Path, address: str = "", **context) -> None:
+        self.page = browser.new_page(**context)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri() + address)
+        self.page.wait_for_selector("html[data-ready=yes]")
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text().replace("−", "-")
+
+    def is_quiet(self) -> bool:
+        return not self.complaints and all(url.startswith("file:") for url in self.requests)
+
+
+def page_of(model: GPT, path: Path, text: str = PROMPT, detail: bool = True, full: int = 99) -> Path:
+    measured = measure(model, TOKENIZER, prompt_tokens(text)[0].tolist())
+    page = Page(model, TOKENIZER, measured, Facts("tiny · step 60", 60, "runs/one", TOKENIZER.identity), detail=detail)
+    path.write_text(page.write(measured.by_interest()[:full]), encoding="utf-8")
+    return path
+
+
+def weights_of(model: GPT, layer: int, text: str = PROMPT) -> torch.Tensor:
+    """(H, T, T) by the public function, from what the layer reads."""
+    tokens = prompt_tokens(text)
+    block, before = model.blocks[layer], list(walk(model, tokens))[layer].before
+    place = model.position.placer(tokens.shape[1], 0)
+    first_value = model.first_value(model.position.add(model.embedding(tokens), 0))
+    query, key, _, compatibility = block.attention.project(block.attention_norm(before), None, place, first_value)
+    return attention_weights(query, key, compatibility=compatibility, mask=block.attention.mask)[0]
+
+
+def assert_shown(text: str, expected: float) -> None:
+    """The number is right to the digits shown: off by at most half a unit of the last one, and fp32's own error."""
+    mantissa, _, exponent = text.partition("e")
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    assert abs(float(text) - expected) <= 0.5 * unit + 4e-6 * abs(expected), (text, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_random_cells_show_the_attention_weights(browser, tmp_path: Path, case: str) -> None:
+    model = make(*CASES[case])
+    path = page_of(model, tmp_path / "lens.html")
+    n_token = prompt_tokens().shape[1]
+    generator = torch.Generator().manual_seed(len(case))
+    opened = Opened(browser, path)
+    for _ in range(3):
+        layer, head, query = (int(torch.randint(top, (1,), generator=generator)) for top in (3, 5, n_token))
+        key = int(torch.randint(query + 1, (1,), generator=generator))
+        opened.page.evaluate(f"location.hash = '#h={layer}.{head}&q={query}&k={key}'")
+        opened.page.wait_for_function(
+            f"document.getElementById('chosen').textContent.startsWith('head {layer}.{head} · {query} ')"
+        )
+        expected = weights_of(model, layer)[head, query, key].item()
+        assert_shown(opened.text("#cell-weight"), expected)
+        assert opened.text("#row-sum") == "1.000000"
+        if expected > 0:
+            assert opened.text("#weight-shown") == opened.text("#cell-weight")
+        else:
+            assert opened.text("#cell-masked") == "-∞"
+    assert opened.is_quiet(), (opened.complaints, opened.requests)
+
+
+def lines_before_the_mask(model: GPT, score: torch.Tensor) -> list[torch.Tensor]:
+    """What each compatibility function says on its way to the score of head 1.3."""
+    function = model.blocks[1].attention.compatibility
+    if isinstance(function, ScaledDotProduct):
+        return [score * CONFIG.d_head**0.5, score]
+    if isinstance(function, Cosine):
+        return [score / function.log_sharpness[3].exp(), score]
+    return [score]
+
+
+@pytest.mark.parametrize("case", ["scaled_dot", "dot", "bilinear", "cosine", "additive"])
+def test_the_arithmetic_leads_from_score_to_weight(browser, tmp_path: Path, case: str) -> None:
+    model = make(*CASES[case])
+    with torch.no_grad():
+        if case == "cosine":
+            model.blocks[1].attention.compatibility.log_sharpness.copy_(torch.arange(5.0))
+    opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.3&q=9&k=4")
+    layer = list(walk(model, prompt_tokens()))[1]
+    score, row = layer.scores[0, 3, 9, 4].double(), layer.scores[0, 3, 9, :10].double()
+    results = [text.replace("−", "-") for text in opened.page.locator("#steps .result > span").all_inner_texts()]
+    of_head = model.blocks[1].attention.output_by_head[3]
+    value, weight = layer.value[0, 3, 4], layer.weights[0, 3, 9, 4]
+    expected = [
+        *lines_before_the_mask(model, score),
+        score,
+        (score - row.max()).exp(),
+        weight,
+        weight * value.norm(),
+        weight * (of_head @ value).norm(),
+        (of_head @ layer.retrieved[0, 3, 9]).norm(),
+    ]
+    assert len(results) == len(expected)
+    for text, number in zip(results, expected, strict=True):
+        assert_shown(text, float(number))
+
+
+def test_a_visitor_clicks_hovers_types_and_presses_keys(browser, tmp_path: Path) -> None:
+    opened = Opened(browser, page_of(hand_made(), tmp_path / "lens.html"))
+    page = opened.page
+    assert page.locator("#maps .card").count() == 6
+    page.fill("#filter", "induction")
+    assert page.locator("#maps .card").count() == 1 and opened.text("#count") == "1 of 6 heads"
+    page.locator("#maps .card").click()
+    assert opened.text("#head-name") == "Head 1.0, induction"
+    page.fill("#filter", "")
+    page.select_option("#sort", "previous_token")
+    assert page.locator("#maps .card").first.get_attribute("data-head") == "0.0"
+    page.locator("#maps .card").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")
+    assert opened.text("#head-name") == "Head 0.0, previous-token"
+
+    page.locator("#token-7").click()  # the b of the first (abc: the a before it gets nearly all
+    assert "7 b → 6 a" in re.sub(r"\s+", " ", opened.text("#chosen")), opened.text("#chosen")
+    page.locator("#tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert "8 c → 7 b" in re.sub(r"\s+", " ", opened.text("#chosen"))
+    page.keyboard.press("ArrowUp")
+    assert "8 c → 6 a" in re.sub(r"\s+", " ", opened.text("#chosen"))
+    page.locator("#token-3").hover()
+    assert opened.text("#looks-title").endswith("(3) looks")
+    page.locator("#cell-title").hover()
+    assert opened.text("#looks-title").endswith("(8) looks")
+
+    box = page.locator("#map").bounding_box()
+    before = opened.text("#readout")
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.97 * box["height"])
+    hovered = opened.text("#readout")
+    assert hovered != before and "query" in hovered
+    page.mouse.click(box["x"] + 0.3 * box["width"], box["y"] + 0.97 * box["height"])
+    chosen = opened.text("#chosen")
+    page.locator("#map").focus()
+    page.keyboard.press("ArrowUp")
+    assert opened.text("#chosen") != chosen
+    assert opened.is_quiet(), (opened.complaints, opened.requests)
+
+
+def test_switches_change_shades_and_never_numbers(browser, tmp_path: Path) -> None:
+    opened = Opened(browser, page_of(make(), tmp_path / "lens.html"), "#h=2.1&q=15&k=3")
+    page = opened.page
+
+    def shades() -> list[str]:
+        return page.evaluate(
+            "[...document.querySelectorAll('#tokens [role=option]')].map(token => token.style.background)"
+        )
+
+    plain, numbers = shades(), opened.text("#looks")
+    page.locator("#log").check()
+    assert shades() != plain and opened.text("#looks") == numbers and opened.text("#legend").startswith("10")
+    page.locator("#log").uncheck()
+    page.locator("#hide").check()
+    hidden = shades()
+    page.locator("#token-0").hover()
+    assert hidden[0] == shades()[0] != plain[0]  # the shade of nothing: all that the first token's own row then has
+    page.locator("#cell-title").hover()
+    assert hidden != plain and opened.text("#looks") == numbers
+    assert "First token hidden" in opened.text("#head-note") and "hide=1" in page.url
+    page.locator("#hide").uncheck()
+    assert shades() == plain
+    page.locator("#theme").click()
+    assert page.get_attribute("html", "data-theme") == "dark" and shades() != plain
+    assert opened.is_quiet()
+
+
+def test_the_next_token_with_and_without_a_head(browser, tmp_path: Path) -> None:
+    model, tokens = make(), prompt_tokens()
+    opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.2&q=6&k=2")
+    on = model.logits(model(tokens)).softmax(-1)[0, 6]
+    ((_, without),) = without_heads(model, tokens, 1, list(walk(model, tokens))[1], [2])
+    best = int(on.argmax())
+    cells = opened.page.locator(f'#next-bars tr[data-token="{best}"] td.n').all_inner_texts()
+    shown = [float(cell.removesuffix(" %")) / 100 for cell in cells[:2]]
+    assert shown == pytest.approx([on[best].item(), without[6].exp()[best].item()], abs=6e-4)
+    effects = opened.page.locator("#effects tbody tr")
+    assert effects.count() == 7
+    probabilities = [
+        float(cell.split()[0]) for cell in opened.page.locator("#effects td:nth-child(2)").all_inner_texts()
+    ]
+    assert probabilities == sorted(probabilities)
+
+
+def test_a_long_prompt_has_a_window_and_heads_that_are_not_there_in_full(browser, tmp_path: Path) -> None:
+    model = make({"sequence_length": 401})
+    text = "the cat (that sat) " * 20
+    path = page_of(model, tmp_path / "lens.html", text, detail=False, full=2)
+    opened = Opened(browser, path, viewport={"width": 390, "height": 800})
+    page = opened.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    box = page.locator("#whole").bounding_box()
+    page.locator("#whole").scroll_into_view_if_needed()
+    page.locator("#whole").click(position={"x": 0.25 * box["width"], "y": 0.75 * box["height"]})
+    query, key = map(int, re.findall(r"(?:·|→)\s+(\d+)", opened.text("#chosen")))
+    assert (query, key) == pytest.approx((0.75 * 381, 0.25 * 381), abs=3)
+    heads = [card.get_attribute("data-head") for card in page.locator("#maps .card").all()]
+    reduced = next(head for head in heads if page.locator(f'[id="data-{head}"]').count() == 0)
+    page.locator(f'.card[data-head="{reduced}"]').click()
+    assert "python -m andrea lens heads=" in opened.text("#head-note") and opened.text("#steps") == ""
+    assert opened.is_quiet()
+
+
+def test_the_small_lens_opens(browser, tmp_path: Path) -> None:
+    path = tmp_path / "small.html"
+    path.write_text(small_lens(make(), TOKENIZER, PROMPT), encoding="utf-8")
+    opened = Opened(browser, path, color_scheme="dark")
+    assert opened.text("#row-sum") == "1.000000" and not opened.page.locator("#effects-box").is_visible()
+    assert opened.is_quiet()

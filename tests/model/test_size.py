@@ -1,0 +1,201 @@
+"""Sizes: parameters against the model itself, FLOPs against torch's counter, bytes against tensors that exist."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from andrea.cli.command_line import configure
+from andrea.config import AttentionConfig, ModelConfig, RunConfig, parse
+from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
+from andrea.training.heads import probe
+from andrea.training.loss.loss import nats_of
+from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.parallel.strategy import Alone
+from andrea.training.planning.memory import Memory, plan_memory
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
+ATTENTION = AttentionConfig("scaled_dot", "auto")
+REFERENCE = AttentionConfig("scaled_dot", "reference")
+
+
+def read_config(name):
+    return parse(ModelConfig, yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), "model")
+
+
+TINY = replace(read_config("andrea-nano"), d_model=30, n_layer=2, n_head=3, d_mlp=44, sequence_length=23)
+V = 37
+
+
+def test_gpt2_small_has_the_published_count():
+    parameters = count_parameters(read_config("gpt2"), ATTENTION, 50257)
+    assert parameters.total == 124_439_808
+    assert parameters.embedding == (50257 + 1024) * 768
+    assert parameters.head == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"value_residual": False},
+        {"position": "learned", "tied_head": True},
+        {"mlp": "swiglu", "bias": True, "norm": "layernorm"},
+    ],
+)
+def test_parts_add_up_to_the_model(changes):
+    config = replace(TINY, **changes)
+    parameters = count_parameters(config, ATTENTION, V)
+    assert parameters.total == sum(parameter.numel() for parameter in GPT(config, ATTENTION, V).parameters())
+    assert parameters.head == (0 if config.tied_head else V * 30)
+    assert parameters.attention == 2 * (4 * (30 * 30 + 30 * config.bias) + config.value_residual)
+    assert parameters.norm == 5 * 30 * (2 if config.norm == "layernorm" and config.bias else 1)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_shipped_size_answers(name):
+    config = read_config(name)
+    parameters = count_parameters(config, ATTENTION, 50257)
+    memory = plan_memory(config, ATTENTION, 50257, micro_batch=1, precision="bf16", optimizer="muon")
+    assert memory.weights == memory.gradients == 4 * parameters.total
+    assert memory.optimizer <= 8 * parameters.total and memory.gathered == memory.program == 0
+    # each matrix costs 6 FLOPs a parameter, and the embedding is only looked up
+    matrices = parameters.total - parameters.embedding - parameters.norm
+    assert flops_per_token(config, ATTENTION, 50257) >= 5.9 * matrices
+
+
+@pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
+def test_flops_are_what_torch_counts(mlp):
+    """torch counts every score; the causal mask halves that part. And the first layer's values twice, as eager code makes them."""
+    config = replace(TINY, mlp=mlp)
+    model, tokens = GPT(config, REFERENCE, V), torch.zeros(1, config.sequence_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(tokens))
+    masked = 2 * config.n_layer * config.d_model * config.sequence_length
+    per_token = forward_flops_per_token(config, REFERENCE, V)
+    again = 2 * config.d_model**2 * config.value_residual
+    assert counter.get_total_flops() == (per_token + masked + again) * config.sequence_length
+    assert flops_per_token(config, REFERENCE, V) == 3 * per_token
+
+
+def test_optimizer_state_is_what_torch_allocates():
+    model = GPT(TINY, ATTENTION, V)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.logits(model(torch.zeros(1, 5, dtype=torch.int64))).sum().backward()
+    optimizer.step()
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    plan = {
+        kind: plan_memory(TINY, ATTENTION, V, micro_batch=1, precision="fp32", optimizer=kind)
+        for kind in ("adamw", "muon")
+    }
+    assert plan["adamw"].optimizer == sum(4 * moment.numel() for moment in moments)
+    matrices = 2 * (4 * 30 * 30 + 3 * 30 * 44)  # blocks · (q, k, v, output; gate, up, down)
+    assert plan["adamw"].optimizer - plan["muon"].optimizer == 4 * matrices
+
+
+def allocated_at_most(run):
+    """Bytes that torch's CPU allocator had handed out at the fullest moment of run(), above those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        profiled.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    events = [event["args"] for event in events if event.get("name") == "[memory]"]
+    before = events[0]["Total Allocated"] - events[0]["Bytes"]
+    return max(event["Total Allocated"] for event in events) - before
+
+
+@pytest.mark.parametrize("qk_clip", [None, 100.0])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_what_the_allocator_really_hands_out(precision, recompute, qk_clip):
+    config = replace(TINY, d_model=96, d_mlp=256, n_layer=3, sequence_length=127)
+    model = GPT(config, ATTENTION, V)
+    tokens = torch.zeros(7, config.sequence_length, dtype=torch.int64)
+
+    def passes():
+        observed = None if qk_clip is None else []
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            nats = nats_of(model, model(tokens, observed=observed, recompute=recompute), tokens, precision)
+        nats.backward()
+
+    passes()  # gradients are there from now on
+    how = {"micro_batch": 7, "precision": precision, "optimizer": "adamw", "recompute": recompute, "on_cpu": True}
+    plan = plan_memory(config, replace(ATTENTION, qk_clip=qk_clip), V, **how)
+    assert plan.activations == pytest.approx(allocated_at_most(passes), rel=0.1)
+
+
+@pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_muons_temporaries_are_what_the_allocator_really_hands_out(precision, mlp):
+    run = configure(RunConfig, "train", ["model.d_model=96", "model.d_mlp=384", "model.n_layer=5", f"model.mlp={mlp}"])
+    model = GPT(run.model, ATTENTION, V)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = Optimizer(Alone(model), run.optimizer, bf16=precision == "bf16")
+    real = allocated_at_most(lambda: optimizer.muon.step(1.0, torch.tensor(True)))
+    plan = plan_memory(run.model, ATTENTION, V, micro_batch=1, precision=precision, optimizer="muon")
+    assert plan.update == pytest.approx(real, rel=0.15)
+
+
+def test_activations_grow_with_the_batch_and_shrink_with_precision_and_with_recomputation():
+    def activations(micro_batch, precision, recompute=False):
+        return plan_memory(
+            TINY, ATTENTION, V, micro_batch=micro_batch, precision=precision, optimizer="muon", recompute=recompute
+        ).activations
+
+    assert activations(4, "fp32") == pytest.approx(4 * activations(1, "fp32"), rel=0.05)
+    assert activations(4, "bf16") < activations(4, "fp32")
+    assert activations(4, "fp16") < activations(4, "fp32")
+    assert activations(4, "fp32", recompute=True) < activations(4, "fp32")
+
+
+def test_on_a_cpu_the_program_counts_and_its_compiler_saves():
+    how = {"micro_batch": 2, "precision": "fp32", "optimizer": "adamw"}
+    card, eager, compiled = (
+        plan_memory(TINY, ATTENTION, V, on_cpu=on_cpu, compiled=compiled, **how)
+        for on_cpu, compiled in ((False, True), (True, False), (True, True))
+    )
+    assert card.program == 0 < eager.program < compiled.program
+    assert compiled.activations < card.activations == eager.activations
+
+
+def test_the_peak_is_the_fuller_of_two_moments():
+    memory = Memory(weights=2, gradients=3, optimizer=5, gathered=7, activations=11, update=13, look=19, program=17)
+    assert memory.total == 2 + 3 + 5 + 17 + 19 + (7 + 11)
+    assert replace(memory, update=23).total == 2 + 3 + 5 + 17 + 19 + 23
+
+
+@pytest.mark.parametrize("compatibility", ["scaled_dot", "bilinear"])
+def test_a_look_at_the_heads_is_what_the_allocator_really_hands_out(compatibility):
+    config = replace(TINY, n_layer=3, sequence_length=127)
+    attention = AttentionConfig(compatibility, "auto")
+    model, tokens = GPT(config, attention, V), torch.zeros(5, 127, dtype=torch.int64)
+    real = allocated_at_most(lambda: probe(model, tokens))
+    how = {"micro_batch": 1, "precision": "bf16", "optimizer": "muon", "on_cpu": True}
+    # a kernel's own copy of the scores, one of about six, is not seen from outside
+    assert plan_memory(config, attention, V, **how).look == pytest.approx(real, rel=0.2)
+    assert plan_memory(config, attention, V, **how | {"on_cpu": False}).look == 0
+
+
+def test_a_share_of_what_is_kept_and_a_few_whole_blocks():
+    """By hand: 4 bytes a parameter over 7 ranks; blocks of B parameters in bf16, three of them and one in fp32."""
+    config = read_config("andrea-120m")
+    how = {"micro_batch": 1, "precision": "bf16", "optimizer": "adamw"}
+    whole, share = (plan_memory(config, ATTENTION, V, ranks=7, sharded=sharded, **how) for sharded in (False, True))
+    total = count_parameters(config, ATTENTION, V).total
+    in_blocks = sum(parameter.numel() for parameter in GPT(config, ATTENTION, V).blocks.parameters())
+    assert share.weights == 4 * total // 7 and share.optimizer == 8 * total // 7
+    assert share.gradients == whole.gradients  # summed over ranks once a step
+    assert share.gathered == 10 * in_blocks // config.n_layer + 8 * (total - in_blocks)
+    assert whole.gathered == 0
+    copies = 2 * sum(p.numel() for p in GPT(config, ATTENTION, V).blocks.parameters() if p.dim() == 2)
+    assert share.activations == pytest.approx(whole.activations - copies, rel=0.01)  # they come in bf16

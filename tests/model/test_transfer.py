@@ -1,0 +1,127 @@
+"""What is tuned small holds large: factors by hand, and activations that stay the same size at any width and depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig, UserError
+from andrea.model.gpt import GPT, initialise
+from andrea.model.transfer import Factors, Transfer
+from andrea.training.loss.loss import loss_sum
+from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.parallel.strategy import Alone
+
+N_VOCAB, N_TOKEN, N_BATCH, STEPS = 7, 11, 3, 6
+D_HEAD = 16
+SIZES = {  # (d_model, n_layer), the first being the one that the rates are tuned at
+    "width": [(64, 2), (128, 2), (256, 2), (512, 2)],
+    "depth": [(32, 4), (32, 8), (32, 16), (32, 32)],
+}
+
+
+def configured(*words: str, d_model: int = 32, n_layer: int = 2) -> RunConfig:
+    return configure(
+        RunConfig,
+        "train",
+        [
+            f"model.d_model={d_model}",
+            f"model.n_layer={n_layer}",
+            f"model.n_head={d_model // D_HEAD}",
+            f"model.d_mlp={2 * d_model}",
+            f"model.sequence_length={N_TOKEN}",
+            f"train.tokens_per_step={N_TOKEN}",
+            "optimizer.warmup_steps=0",
+            *words,
+        ],
+    )
+
+
+def test_factors_by_hand() -> None:
+    """Four times wider, twice deeper: the table of andrea/model/transfer.py, line by line."""
+    transfer = Transfer(wider=4.0, deeper=2.0)
+    assert transfer.factors("embedding.weight") == Factors(1, 1, 1, 1 / 4)
+    assert transfer.factors("blocks.1.attention_norm.weight") == Factors(1, 1, 1, 1 / 8)
+    assert transfer.factors("blocks.1.attention.compatibility.matrix") == Factors(1, 1, 1, 1 / 8)
+    assert transfer.factors("blocks.1.mlp.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
+    assert transfer.factors("blocks.1.mlp.down.weight") == Factors(2**-0.5, 1 / 8, 1 / 2, 1 / 4)
+    assert transfer.factors("blocks.1.attention.output.bias") == Factors(1, 1 / 2, 1, 1 / 4)
+    assert transfer.factors("final_norm.weight") == Factors(1, 1, 1, 1 / 4)
+    assert transfer.factors("head.weight") == Factors(1 / 4, 1 / 4, 1, 1)
+    assert Transfer(4.0, 2.0, tied_head=True).factors("final_norm.weight") == Factors(1 / 4, 1 / 4, 1, 1)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("model", ["andrea-nano", "gpt2", "nano-llama"])
+def test_at_the_tuned_size_nothing_changes(model: str, optimizer: str) -> None:
+    words = [f"model={model}", f"optimizer={optimizer}", "model.n_kv_head=null"]
+    here = configured(*words, "optimizer.tuned_d_model=32", "optimizer.tuned_n_layer=2")
+    plain = configured(*words, "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null")
+    assert all(torch.equal(one, two) for one, two in zip(trained(here), trained(plain), strict=True))
+
+
+def test_the_rates_are_of_the_size_named_or_of_none() -> None:
+    with pytest.raises(UserError, match="optimizer.tuned_n_layer"):
+        configured("optimizer.tuned_d_model=null")
+
+
+def trained(run: RunConfig) -> list[torch.Tensor]:
+    model, _ = a_few_steps(run, steps=2)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def a_few_steps(run: RunConfig, steps: int) -> tuple[GPT, list[float]]:
+    """The model after `steps` on one batch, and mean |x| of what it then computes: middle and last block, logits."""
+    model = GPT(run.model, run.attention, N_VOCAB)
+    initialise(model, torch.Generator().manual_seed(0), Transfer.of(run.model, run.optimizer))
+    optimizer = Optimizer(Alone(model), run.optimizer, bf16=False)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(N_VOCAB, (N_BATCH, N_TOKEN), generator=generator)
+    targets = (3 * tokens + 1) % N_VOCAB  # something to learn: noise that is memorised would hide the sizes
+    for _ in range(steps):
+        (loss_sum(model, tokens, targets) / targets.numel()).backward()
+        optimizer.clip()
+        optimizer.step(1.0, torch.tensor(True))
+        optimizer.parallel.zero_gradients()
+    outputs: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with torch.no_grad():
+        logits = model.logits(model(tokens))
+    looked_at = (outputs[len(outputs) // 2 - 1], outputs[-1], logits)
+    return model, [float(activation.abs().mean()) for activation in looked_at]
+
+
+def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list[float]:
+    """The coordinate check (Yang et al. 2022, appendix D): the exponents with which activations grow with the size.
+
+    That is the slope of log mean |x| over log size, of the middle block, the last, and the logits.
+    """
+    (tuned_d_model, tuned_n_layer), sizes = SIZES[along][0], SIZES[along]
+    words = [
+        *words,
+        f"optimizer={optimizer}",
+        f"optimizer.tuned_d_model={tuned_d_model if transfer else 'null'}",
+        f"optimizer.tuned_n_layer={tuned_n_layer if transfer else 'null'}",
+        "model.logit_softcap=null",
+        *(["optimizer.learning_rate=0.01"] if optimizer == "adamw" else []),
+    ]
+    found = [a_few_steps(configured(*words, d_model=d_model, n_layer=n_layer), STEPS)[1] for d_model, n_layer in sizes]
+    log_size = torch.tensor([size[0] * size[1] for size in sizes], dtype=torch.float64).log()
+    log_size -= log_size.mean()
+    log_activation = torch.tensor(found, dtype=torch.float64).log().T  # (3, sizes)
+    return (log_activation @ log_size / log_size.square().sum()).tolist()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("along", SIZES)
+@pytest.mark.parametrize(
+    ("words", "nearly"),
+    [(["model.tied_head=false", "model.value_residual=false"], 0.1), ([], 0.17)],
+    ids=["plain", "default"],
+)
+def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str], nearly: float) -> None:
+    flat, swelling = (growth(optimizer, along, transfer, words) for transfer in (True, False))
+    assert max(map(abs, flat)) < nearly, (flat, swelling)
+    assert max(swelling) > 0.35, (flat, swelling)

@@ -1,0 +1,398 @@
+"""The whole of training, on a tiny model and real text: it learns, stops, saves, resumes, refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run_script, tiny_command, tiny_words, with_own_mounts
+
+from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
+from andrea.runtime.device import Choice
+from andrea.training.loss.loss import IGNORED
+from andrea.training.records.loggers import read_lines
+from andrea.training.trainer import Trainer, micro_batches
+
+# Of the machine rather than of the run: these may differ between equal runs.
+TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes"}
+
+
+def metrics(run: Path) -> list[dict]:
+    return [
+        {key: value for key, value in record.items() if key not in TIMINGS}
+        for record in read_lines(run / "metrics.jsonl")
+    ]
+
+
+def tensors_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def only_run(tmp_path: Path) -> Path:
+    return next(path for path in (tmp_path / "runs").iterdir() if (path / "config.yaml").exists())
+
+
+def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Path) -> None:
+    assert tiny_run("name=a", "train.steps=30") == 0
+    run = tmp_path / "runs" / "a"
+    records = read_lines(run / "metrics.jsonl")
+    losses = [record["train/loss"] for record in records if "train/loss" in record]
+    assert losses[0] > 5 and losses[-1] < 4
+    assert all({"step", "tokens", "flops", "seconds"} <= record.keys() for record in records)
+    done, last = records[-1], checkpoints_of(run)[-1]
+    assert done["event"] == "done" and done["checkpoint"] == str(last) and last.name == "step-00000030"
+    assert done["val/bpb"] == [record["val/bpb"] for record in records if "val/bpb" in record][-2]
+    assert {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} <= {
+        p.name for p in last.iterdir()
+    }
+    assert (run / "config.yaml").exists() and best_of(run) is not None
+    assert [sample["step"] for sample in read_lines(run / "samples.jsonl")][-1] == 30
+    assert len(checkpoints_of(run)) <= 4  # keep=3, and the best
+
+
+def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(tiny_run, tmp_path: Path) -> None:
+    tiny_run("name=whole")
+    with pytest.MonkeyPatch.context() as patch:
+        update = Trainer.update
+
+        def interrupted(self: Trainer, *batch):
+            if self.progress.step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return update(self, *batch)
+
+        patch.setattr(Trainer, "update", interrupted)
+        assert tiny_run("name=parts") == 143
+    assert checkpoints_of(tmp_path / "runs" / "parts")[-1].name == "step-00000007"
+    assert metrics(tmp_path / "runs" / "parts")[-1]["event"] == "interrupted"
+    assert tiny_run("name=parts", "resume=auto") == 0
+    whole, parts = (newest_whole(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert tensors_equal(whole.model_tensors(), parts.model_tensors())
+    assert tensors_equal(whole.optimizer_tensors(), parts.optimizer_tensors())
+    ours, theirs = (metrics(tmp_path / "runs" / name) for name in ("parts", "whole"))
+    assert [{**record, "checkpoint": None} for record in ours] == [{**record, "checkpoint": None} for record in theirs]
+
+
+def test_resume_auto_starts_goes_on_and_says_when_it_is_done(tiny_run, tmp_path: Path, capsys) -> None:
+    assert tiny_run("name=a", "resume=auto", "train.steps=4") == 0
+    assert "nothing to resume yet" in capsys.readouterr().out
+    assert tiny_run("name=a", "resume=auto", "train.steps=4") == 0
+    assert "already done" in capsys.readouterr().out
+    assert tiny_run("resume=auto", "train.steps=8") == 0  # the newest run, where no name is given
+    out = capsys.readouterr().out
+    assert "step 4" in out and "changed train.steps: 4 → 8" in out
+    assert [record["step"] for record in read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")][-1] == 8
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny_run, tmp_path: Path) -> None:
+    tiny_run("name=a", "train.steps=4")
+    run = tmp_path / "runs" / "a"
+    for path in checkpoints_of(run):
+        shutil.rmtree(path)
+    assert tiny_run("name=a", "train.steps=4", "resume=auto") == 0
+    assert [r["step"] for r in read_lines(run / "metrics.jsonl") if "event" in r] == [4]
+    for path in checkpoints_of(run):
+        (path / "state.json").unlink()
+    with pytest.raises(ValueError, match="every checkpoint .* is damaged"):
+        tiny_run("name=a", "train.steps=4", "resume=auto")
+
+
+def test_a_run_that_would_become_another_is_refused(tiny_run) -> None:
+    tiny_run("name=a", "train.steps=4")
+    with pytest.raises(ValueError, match="model.n_layer.*init_from"):
+        tiny_run("name=a", "resume=auto", "train.steps=8", "model.n_layer=3")
+    with pytest.raises(ValueError, match="exists"):
+        tiny_run("name=a")
+
+
+def test_changed_data_are_noticed_on_resume(tiny_run, notes: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in notes.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    tiny_run("name=a", f"data.path={copy}", "train.steps=4")
+    for path in copy.iterdir():
+        path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(ValueError, match="data are not those"):
+        tiny_run("name=a", f"data.path={copy}", "train.steps=8", "resume=auto")
+
+
+def test_weights_alone_start_a_new_run(tiny_run, tmp_path: Path) -> None:
+    tiny_run("name=a", "train.steps=4")
+    source = checkpoints_of(tmp_path / "runs" / "a")[-1]
+    assert tiny_run("name=b", f"init_from={source}", "train.steps=1", "optimizer.learning_rate=1e-9",
+                    "optimizer.embedding_learning_rate=1e-9", "optimizer.matrix_learning_rate=1e-9") == 0  # fmt: skip
+    started, ended = read_checkpoint(source).model_tensors(), newest_whole(tmp_path / "runs" / "b").model_tensors()
+    assert all(torch.allclose(started[name], ended[name], atol=1e-6) for name in started)
+    with pytest.raises(ValueError, match="shapes"):
+        tiny_run("name=c", f"init_from={source}", "model.n_layer=1")
+    with pytest.raises(ValueError, match="tokenizer"):
+        tiny_run("name=c", f"init_from={source}", "tokenizer=bpe", "tokenizer.vocab_size=300")
+
+
+def test_the_time_limit_stops_cleanly_and_the_run_goes_on(tiny_run, tmp_path: Path) -> None:
+    assert tiny_run("name=a", "train.steps=100000", "train.max_minutes=0.02") == 0
+    run = tmp_path / "runs" / "a"
+    last = read_lines(run / "metrics.jsonl")[-1]
+    assert last["event"] == "stopped" and last["val/bpb"] > 0 and 0 < last["step"] < 100000
+    assert newest_whole(run).step == last["step"]
+
+
+def test_nothing_changes_with_the_micro_batch(tiny_run, tmp_path: Path) -> None:
+    for size in (8, 3):
+        tiny_run(f"name=of{size}", f"train.micro_batch={size}", "precision=fp32")
+    first, second = (
+        [r["train/loss"] for r in metrics(tmp_path / "runs" / f"of{size}") if "train/loss" in r] for size in (8, 3)
+    )
+    assert first == pytest.approx(second, rel=1e-3)
+
+
+@pytest.mark.parametrize("where", ["weight", "gradient"])
+def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_path: Path, capsys) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        accumulate, seen = Trainer.accumulate, {}
+
+        def poisoned(self: Trainer, tokens: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+            if self.progress.step == 5 and where == "weight":
+                with torch.no_grad():
+                    self.parallel.model.blocks[0].mlp.up.weight[0, 0] = float("nan")
+            nats = accumulate(self, tokens, targets, count)
+            if self.progress.step == 5 and where == "gradient":
+                self.parallel.model.blocks[1].mlp.down.weight.grad[0, 0] = float("inf")
+            seen["model"] = {name: tensor.clone() for name, tensor in self.parallel.model.state_dict().items()}
+            seen["trainer"] = self
+            return nats
+
+        patch.setattr(Trainer, "accumulate", poisoned)
+        assert tiny_run("name=a") == 3
+    after = seen["trainer"].parallel.model.state_dict()
+    assert all(
+        torch.equal(
+            after[name],
+            tensor,
+        )
+        or where == "weight"
+        and "mlp.up" in name
+        for name, tensor in seen["model"].items()
+    )
+    out = capsys.readouterr().out
+    assert "step 6" in out and "gradient norm" in out and "step-00000004" in out and "Try optimizer." in out
+    assert newest_whole(tmp_path / "runs" / "a").step == 4
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_what_is_not_finite_in_the_optimizer_is_never_saved(step: int, tiny_run, tmp_path: Path, capsys) -> None:
+    """It reaches the weights with the next update: found by the loss of the step after, or when it comes to saving."""
+    with pytest.MonkeyPatch.context() as patch:
+        update = Trainer.update
+
+        def poisoned(self: Trainer, *batch: object) -> tuple:
+            if self.progress.step + 1 == step:
+                self.optimizer.state_tensors()["blocks.1.mlp.up.weight/momentum"][0, 0] = float("nan")
+            return update(self, *batch)
+
+        patch.setattr(Trainer, "update", poisoned)
+        assert tiny_run("name=a") == 3
+    out = capsys.readouterr().out
+    assert f"error: step {step + 1 if step % 4 else step}:" in out and "not finite" in out and "step-00000004" in out
+    assert ("blocks.1.mlp.up.weight is not finite: not saved" in out) == (step % 4 == 0)
+    assert [path.name for path in checkpoints_of(tmp_path / "runs" / "a")] == ["step-00000004"]
+
+
+def test_out_of_memory_halves_the_micro_batch_and_does_the_step_again(tiny_run, tmp_path: Path, capsys) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        post_init = Trainer.__post_init__
+
+        def with_a_small_device(self: Trainer) -> None:
+            post_init(self)
+            roomy = self.loss_sum
+
+            def small(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                if len(tokens) > 2:
+                    raise torch.OutOfMemoryError("as a card with too little memory says")
+                return roomy(tokens, targets)
+
+            self.loss_sum = small
+
+        patch.setattr(Trainer, "__post_init__", with_a_small_device)
+        assert tiny_run("name=small", "precision=fp32") == 0
+    assert "train.micro_batch=2" in capsys.readouterr().out
+    tiny_run("name=roomy", "precision=fp32")
+    small, roomy = (
+        [r["train/loss"] for r in metrics(tmp_path / "runs" / n) if "train/loss" in r] for n in ("small", "roomy")
+    )
+    assert small == pytest.approx(roomy, rel=1e-3)
+
+
+def test_several_sources_are_scored_each(tiny_run, notes: Path, tmp_path: Path) -> None:
+    sources = f"{{one: {{kind: text, path: '{notes}', weight: 0.7}}, two: {{kind: text, path: '{notes / 'dis.py'}'}}}}"
+    assert tiny_run("name=a", "data=mixture", "data.path=", f"data.sources={sources}", "train.eval_tokens=200") == 0
+    record = next(record for record in metrics(tmp_path / "runs" / "a") if "val/bpb" in record)
+    assert {"val/one/bpb", "val/two/bpb", "val/one/loss"} <= record.keys()
+
+
+def test_the_plan_is_printed_and_nothing_is_written(tiny_run, tmp_path: Path, capsys) -> None:
+    assert tiny_run("dry_run=true") == 0
+    out = capsys.readouterr().out
+    for word in ("parameters", "embedding", "FLOPs per token", "gradients", "optimizer", "activations", "tokens per step",
+                 "micro-batch", "steps", "expected time", "not measured yet"):  # fmt: skip
+        assert word in out
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "data").exists()
+    tiny_run("name=a", "train.steps=4")
+    tiny_run("dry_run=true", "train.micro_batch=2")
+    assert "measured in a" in capsys.readouterr().out
+
+
+def test_help_lists_the_keys(script, capsys) -> None:
+    assert script("train")(["--help"]) == 0
+    assert "train.py [key=value" in capsys.readouterr().out
+
+
+def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
+    tokens = torch.arange(21).view(7, 3)
+    pieces = list(micro_batches(tokens, tokens.clone(), 3, rows=7))
+    assert {len(part) for part, _ in pieces} == {3}
+    kept = torch.cat([targets for _, targets in pieces])
+    assert torch.equal(kept[kept != IGNORED], tokens.flatten())
+
+
+@pytest.mark.untraced
+def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = ["compile=on", "logger=wandb", "train.steps=4", "train.eval_every=2", "train.save_every=2"]
+    tiny_run("name=a", *words)
+    tiny_run("name=b", "train.steps=2", *[word for word in words if "steps" not in word])
+    tiny_run("name=b", "resume=auto", *words)
+    first, second = (newest_whole(tmp_path / "runs" / name) for name in "ab")
+    # b's first half knew another number of steps, so its schedule differs from a's; its data and wandb run do not
+    assert (
+        first.state["wandb_id"]
+        != second.state["wandb_id"]
+        == read_checkpoint(checkpoints_of(tmp_path / "runs" / "b")[0]).state["wandb_id"]
+    )
+    tiny_run("name=c", *words)
+    assert tensors_equal(first.model_tensors(), newest_whole(tmp_path / "runs" / "c").model_tensors())
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(
+    ("how", "graphs", "more"),
+    [
+        ("on", 1, []),
+        ("blocks", 2, ["train.activation_checkpointing=true"]),
+        # the heads of many layers are measured in each step
+        ("blocks", 2, ["attention=qk_clip", "model.qk_norm=false", "model.n_layer=9"]),
+    ],
+)
+def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, more: list[str]) -> None:
+    """Steps of several micro-batches, evaluation with its last, shorter batch, samples, measuring heads, saving."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    words = [f"compile={how}", "train.micro_batch=3", "train.attention_every=2", "train.eval_tokens=1000"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert tiny_run("name=a", *more, *words) == 0
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+
+
+def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("andrea.training.planning.settle.choose_compile", lambda *asked: Choice("on", "for the test"))
+    torch._dynamo.reset()
+    # torch's own `patch` restores the setting; monkeypatch would leave it deleted, and every later test of this process
+    # without a compiler.
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/bin/false")}):
+        assert tiny_run("name=a", "compile=auto", "train.steps=2", "model.d_mlp=60") == 0
+    assert "training goes on without it" in capsys.readouterr().out
+    assert (
+        json.loads((checkpoints_of(tmp_path / "runs" / "a")[-1] / "state.json").read_text())["config"]["compile"]
+        == "off"
+    )
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 0.9])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Path, notes: Path, tiny_run) -> None:
+    """kill -9 at some moment, then the same command line again: the same weights as undisturbed, bit for bit."""
+    tiny_run("name=whole", "train.save_every=1", "train.eval_every=100", "train.sample_tokens=0")
+    quiet = ["train.save_every=1", "train.eval_every=100", "train.sample_tokens=0"]
+    words = tiny_command(tmp_path, notes, "name=killed", *quiet, "resume=auto")
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = tmp_path / "runs" / "killed" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while not checkpoints.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(moment * 0.5)
+    process.kill()
+    process.wait()
+    for path in checkpoints_of(tmp_path / "runs" / "killed"):
+        read_checkpoint(path)  # whatever a reader would look at is whole
+    assert subprocess.run(words, stdout=subprocess.DEVNULL).returncode == 0
+    whole, killed = (newest_whole(tmp_path / "runs" / name) for name in ("whole", "killed"))
+    assert tensors_equal(whole.model_tensors(), killed.model_tensors())
+    assert tensors_equal(whole.optimizer_tensors(), killed.optimizer_tensors())
+
+
+def test_a_second_process_in_the_same_run_folder_is_refused(tmp_path: Path, notes: Path, script, capsys) -> None:
+    first = subprocess.Popen(
+        tiny_command(tmp_path, notes, "name=a", "train.steps=100000"), stdout=subprocess.PIPE, text=True
+    )
+    for line in first.stdout:
+        if line.startswith("step"):
+            break
+    run = tmp_path / "runs" / "a"
+    words = tiny_words(tmp_path, notes, "name=a", "train.steps=100000")
+    for more in (["resume=auto"], []):
+        code, _, error = run_script(script("train"), [*words, *more], capsys)
+        assert code == 2 and error.count("\n") == 1
+        assert ("is in use by another process" in error and str(first.pid) in error) if more else "exists" in error
+    first.send_signal(signal.SIGTERM)
+    first.communicate()
+    records = read_lines(run / "metrics.jsonl")
+    assert first.returncode == 143 and [r["step"] for r in records] == sorted(r["step"] for r in records)
+    assert script("train")([*words, "resume=auto", "train.max_minutes=0.001"]) == 0  # nobody holds it any more
+
+
+def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, notes: Path) -> None:
+    words = tiny_command(tmp_path, notes, "name=a", "train.steps=100000")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait() == 130
+    assert "resume=auto" in rest and newest_whole(tmp_path / "runs" / "a").step > 0
+
+
+@pytest.mark.parametrize("size", ["2m", "2500k", "3m"])
+def test_a_full_disk_ends_the_run_in_one_line_and_what_was_whole_is_whole(
+    size: str, tmp_path: Path, notes: Path, tiny_run
+) -> None:
+    """Exit code 5, the checkpoints written before are whole, and with room again the run ends as an undisturbed one."""
+    quiet = ["train.steps=40", "train.save_every=1", "train.keep=100", "train.eval_every=100", "train.sample_tokens=0"]
+    tiny_run("name=whole", *quiet)
+    small = tmp_path / "small"
+    small.mkdir()
+    command = tiny_command(tmp_path, notes, "name=a", *quiet, f"runs_dir={small}")
+    mount = f'mount -t tmpfs -o size={size} none "$0"'
+    tried = with_own_mounts(mount, small, command, after='cp -r "$0" "$0-copy"')
+    assert tried.returncode == 5 and tried.stderr.count("\n") == 1, tried.stderr
+    assert all(words in tried.stderr for words in ("cannot be written", "No space left on device", "resume=auto"))
+    copy = tmp_path / "small-copy"
+    saved = checkpoints_of(copy / "a")
+    assert saved and all(read_checkpoint(path).step == number for number, path in enumerate(saved, 1))
+    assert not list((copy / "a" / "checkpoints").glob(".writing-*"))
+    assert tiny_run("name=a", *quiet, f"runs_dir={copy}", "resume=auto") == 0
+    assert tensors_equal(*(newest_whole(run).model_tensors() for run in (copy / "a", tmp_path / "runs" / "whole")))
+
+
+def test_a_user_error_reaches_the_terminal_as_one_line(script, capsys) -> None:
+    code, out, err = run_script(script("train"), ["train.setps=3"], capsys)
+    assert code == 2 and err.count("\n") == 1 and "did you mean train.steps" in err

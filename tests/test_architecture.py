@@ -1,0 +1,118 @@
+"""Who may import whom, and which third-party packages stay in which folder (the layout is in docs/layout.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Each part may import itself and those named for it; every part may import `config`.
+MAY_IMPORT = {
+    "config": set(),
+    "runtime": set(),
+    "text": {"runtime"},
+    "attention": {"runtime"},
+    "model": {"runtime", "attention"},
+    "checkpoint": {"runtime", "text", "model"},
+    "generation": {"runtime", "attention", "model", "text", "checkpoint"},
+    "training": {"runtime", "attention", "model", "text", "checkpoint", "generation"},
+    "insight": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training"},
+    "cli": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training", "insight"},
+    "__main__": {"runtime", "text", "checkpoint", "training", "insight", "cli"},
+}
+MODULES = sorted((ROOT / "andrea").rglob("*.py"))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module named in an import statement of the file, wherever it stands."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "andrea"}
+    return names
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "andrea").with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("andrea.")}
+    back = parts - MAY_IMPORT.get(part, set()) - {part, "config"}
+    assert not back, f"{part} may not import {back}"
+
+
+DISTRIBUTED = {
+    "andrea/checkpoint/__init__.py",  # reads what all ranks wrote
+    "andrea/training/parallel/ranks.py",
+    "andrea/training/parallel/strategy.py",
+    "andrea/training/parallel/saver.py",
+    "andrea/training/parallel/watchdog.py",
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_torch_distributed_stays_where_it_is_handed_out(path: Path) -> None:
+    used = any(name.startswith("torch.distributed") for name in imports_of(path))
+    assert not used or path.relative_to(ROOT).as_posix() in DISTRIBUTED
+
+
+@pytest.mark.parametrize(
+    ("package", "homes"),
+    [
+        ("hydra", {"andrea/cli/command_line.py", "andrea/cli/sweep.py"}),
+        ("omegaconf", {"andrea/cli/command_line.py"}),
+        ("wandb", {"andrea/training/records/loggers.py"}),
+        ("triton", set()),
+    ],
+)
+def test_third_party_packages_stay_where_they_belong(package: str, homes: set[str]) -> None:
+    scripts = [ROOT / "train.py", ROOT / "sample.py"]
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in [*MODULES, *scripts]
+        if any(name.split(".")[0] == package for name in imports_of(path)) and "kernels" not in path.parts
+    }
+    assert users <= homes
+
+
+def test_the_package_imports_with_torch_and_numpy_alone() -> None:
+    blocked = [
+        "hydra",
+        "omegaconf",
+        "wandb",
+        "tiktoken",
+        "tokenizers",
+        "safetensors",
+        "rich",
+        "yaml",
+        "pyarrow",
+        "transformers",
+    ]
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in MODULES
+        if path.name != "__main__.py"
+    ]
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({blocked!r}))\n"  # None makes an import fail
+        f"import importlib\nfor name in {modules!r}: importlib.import_module(name)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_scripts_are_shells() -> None:
+    for name in ("train.py", "sample.py"):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 60

@@ -1,0 +1,173 @@
+"""Sources: which documents there are, which are held out, and what is left out with a word about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from andrea.config import UserError
+from andrea.text import sources as corpus
+from andrea.text.sources import Source, held_out, whole_blocks
+
+
+def folder_of(root: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def many(count: int) -> dict[str, bytes]:
+    return {f"notes/{n:03d}.txt": f"note {n}\n".encode() * (n + 1) for n in range(count)}
+
+
+def test_standard_library_split_is_the_stated_one() -> None:
+    source = Source("pystdlib", "pystdlib", None)
+    folders = {part for name, _, _ in source.listing for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
+    pieces = {split: list(source.pieces(split)) for split in ("train", "val")}
+    counts = [sum(piece.begins_document for piece in pieces[split]) for split in ("train", "val")]
+    megabytes = [sum(len(piece.text.encode()) for piece in pieces[split]) / 1e6 for split in ("train", "val")]
+    if sys.version_info[:3] == (3, 11, 7) and "deb_system" not in sysconfig.get_scheme_names():  # as CPython ships it
+        assert counts == [421, 54]
+        assert [round(size, 2) for size in megabytes] == [8.14, 0.75]
+    assert megabytes[0] > 5 * megabytes[1] > 0
+
+
+def test_the_hash_of_the_relative_path_decides(tmp_path: Path) -> None:
+    source = Source("s", "text", folder_of(tmp_path, many(60)))
+    val = {name for name in many(60) if hashlib.sha256(name.encode()).digest()[0] < 26}
+    assert 0 < len(val) < 20 and not source.cuts_documents
+    assert sorted(source.documents("val")) == sorted(many(60)[name].decode() for name in val)
+    assert len(list(source.documents("train"))) == 60 - len(val)
+
+
+def test_few_documents_are_cut_at_a_line_near_the_last_tenth(tmp_path: Path) -> None:
+    text = "".join(f"line {n}\n" for n in range(100))
+    source = Source("s", "text", folder_of(tmp_path, {"a.txt": text.encode()}))
+    (train,), (val,) = source.documents("train"), source.documents("val")
+    assert train + val == text and train.endswith("\n") and val.startswith("line 9") and len(val) > 50
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
+    piece=st.integers(4, 29),
+)
+def test_cut_or_not_every_byte_comes_once(tmp_path_factory, text: str, piece: int) -> None:
+    path = tmp_path_factory.mktemp("corpus") / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "PIECE_BYTES", piece)
+        source = Source("s", "text", path)
+        assert "".join([*source.documents("train"), *source.documents("val")]) == text
+        assert all(len(p.text.encode()) <= 2 * piece for p in source.pieces("train"))
+        with open(path, "rb") as file:
+            assert b"".join(whole_blocks(file, 0, path.stat().st_size)) == text.encode()
+
+
+def test_ten_documents_of_which_none_is_held_out_are_cut_too(tmp_path: Path) -> None:
+    names = [name for name in (f"{n}.md" for n in range(100)) if not held_out(name)][:17]
+    source = Source("s", "text", folder_of(tmp_path, {name: b"one\ntwo\nthree\nfour\n" for name in names}))
+    assert source.cuts_documents and len(list(source.documents("val"))) == 17
+
+
+def test_what_is_no_text_is_left_out_and_reported(tmp_path: Path) -> None:
+    bad = {f"bad{n}.txt": b"\xff\xfe broken" for n in range(5)} | {
+        "nul.py": b"a\0b",
+        "empty.md": b"",
+        "half.txt": "é".encode()[:1],
+    }
+    source = Source("mine", "text", folder_of(tmp_path, {"good.txt": b"good\ntext\n", "image.png": b"\x89PNG", **bad}))
+    said: list[str] = []
+    assert source.check(said.append) == 10
+    assert "".join([*source.documents("train"), *source.documents("val")]) == "good\ntext\n"
+    assert any("left out 1 empty: empty.md" in line for line in said)
+    assert any("left out 7" in line and "bad0.txt" in line and line.endswith("…") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "holds no .txt"),
+        ({"photo.jpg": b"abc"}, "holds no .txt"),
+        ({".git/notes.txt": b"abc"}, "holds no .txt"),
+        ({"a.txt": b"", "b.md": b""}, "holds no usable text"),
+        ({"a.txt": bytes(range(256))}, "holds no usable text"),
+        ({"a.jsonl": b"[1]\n"}, "holds no usable text"),
+    ],
+)
+def test_nothing_usable_names_the_key(tmp_path: Path, files: dict[str, bytes], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        Source("s", "text", folder_of(tmp_path, files), "data.sources.s.path").check(lambda line: None)
+    assert "data.sources.s.path" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.path=.*nowhere does not exist"):
+        Source("s", "text", tmp_path / "nowhere")
+
+
+def test_lines_of_json_are_documents(tmp_path: Path) -> None:
+    texts = [f"text {n} é\n" for n in range(40)]
+    lines = [json.dumps({"text": text, "id": n}) for n, text in enumerate(texts)]
+    wrong = [
+        "",
+        "{",
+        "[]",
+        '{"text": 3}',
+        '{"title": "x"}',
+        '{"text": ""}',
+        '{"text": "\\ud800"}',
+        '{"text": "a\\u0000"}',
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(("\n".join(lines + wrong) + "\n").encode() + b'\xff\n"')
+    source = Source("s", "text", path)
+    said: list[str] = []
+    assert source.check(said.append) == sum(len(text.encode()) for text in texts)
+    assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
+    held = [text for n, text in enumerate(texts) if held_out(f"a.jsonl#{n}")]
+    assert list(source.documents("val")) == held and held
+    assert any("empty: a.jsonl#45" in line for line in said)
+
+
+def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+
+    texts = [f"row {n}\n" for n in range(300)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": [*texts, None, ""], "n": list(range(302))}), tmp_path / "a.parquet"
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"words": ["x"]}), tmp_path / "b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"no parquet")
+    source = Source("s", "text", tmp_path)
+    said: list[str] = []
+    assert source.check(said.append) == sum(len(text) for text in texts)
+    assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
+    for words in ("2 empty", "1 parquet without", "1 unreadable"):
+        assert any(words in line for line in said)
+
+
+def test_a_file_that_vanishes_is_left_out_and_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
+    (tmp_path / "b.jsonl").write_text('{"text": "more"}\n')
+    source = Source("s", "text", tmp_path)
+    (tmp_path / "b.jsonl").unlink()
+    said: list[str] = []
+    assert source.check(said.append) == 90 and any("1 unreadable: b.jsonl" in line for line in said)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        Source("s", "text", tmp_path).check(lambda line: None)

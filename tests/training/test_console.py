@@ -1,0 +1,53 @@
+"""The terminal: a live line where there is one, plain lines where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from andrea.training.records.console import Console, duration
+
+TRAINED = {
+    "step": 10,
+    "train/loss": 3.25,
+    "train/rate": 1.0,
+    "train/tokens_per_second": 1234.5,
+    "train/seconds_per_step": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (-3, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (7261, "2 h 01 min"), (90_061, "1 d 1 h")],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_without_a_terminal_every_record_is_a_plain_line(capsys: pytest.CaptureFixture) -> None:
+    console = Console(steps=20)
+    console.start()
+    console.step(1, 3.0, 1.0, 10.0, 10.0)
+    console.record(TRAINED)
+    console.record({**TRAINED, "step": 20, "val/loss": 3.0, "val/bpb": 1.5, "val/a/bpb": 1.25, "val/a/loss": 2.0})
+    console.record({"event": "done"})
+    console.sample({"step": 20, "prompt": "[b]de", "text": "f\nx"})
+    console.waiting("saving …")
+    console.finish(0)
+    out = capsys.readouterr().out
+    assert "step 10/20 · 1,234 tokens/s · loss 3.250" in out and "20 s left" in out
+    assert "validation loss 3.0000 · 1.5000 bits/byte · a 1.2500" in out
+    assert "  │ [b]def\n  │ x" in out and "\x1b" not in out
+
+
+def test_on_a_terminal_the_line_lives(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(steps=20)
+    console.start()
+    console.step(1, 3.0, 1.0, 10.0, 10.0)
+    console.step(2, 2.0, 1.0, 10.0, 10.0)  # too soon after the first: not drawn
+    console.record(TRAINED)
+    console.waiting("saving …")
+    console.stop()
+    out = capsys.readouterr().out
+    assert "step  1/20" in out and "saving" in out and "loss 2.000" not in out

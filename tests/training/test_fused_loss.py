@@ -1,0 +1,99 @@
+"""The head's fused loss by the rule of oracle.py: it errs at most twice what the readable path errs, plus one last place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from torch import Tensor
+
+from andrea.config import AttentionConfig, ModelConfig, parse
+from andrea.model.gpt import GPT, initialise
+from andrea.runtime.device import autocast
+from andrea.training.loss import fused as fused_loss
+from andrea.training.loss.fused import IGNORED
+from andrea.training.loss.loss import MicroLoss, loss_sum, nats_of, score
+
+V, CPU = 301, torch.device("cpu")
+PATHS = [
+    "torch",
+    pytest.param("compiled", marks=pytest.mark.untraced),
+    pytest.param("kernel", marks=pytest.mark.untraced),
+]
+
+
+def make_model(cap: float | None, tied: bool) -> GPT:
+    values = yaml.safe_load((ROOT / "configs" / "model" / "andrea-nano.yaml").read_text())
+    config = parse(ModelConfig, values | {"d_model": 48, "n_layer": 1, "tied_head": tied}, "model")
+    model = GPT(replace(config, logit_softcap=cap), AttentionConfig("scaled_dot", "auto"), V)
+    initialise(model, torch.Generator().manual_seed(0))
+    return model
+
+
+def results(loss, model: GPT, hidden: Tensor, targets: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Loss and gradients of a loss that is divided afterwards, as the trainer does."""
+    leaf = hidden.to(dtype).requires_grad_()
+    nats = loss(model, leaf, targets)
+    gradients = torch.autograd.grad(nats / 7, [leaf, model.head_weight])
+    return dict(zip(("nats", "d_hidden", "d_weight"), (nats.detach(), *gradients), strict=True))
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Chunks of a few rows, whichever path takes them; the kernel under Triton's interpreter."""
+    for name in ("LOGITS_IN_KERNEL", "LOGITS_COMPILED", "LOGITS_EAGER"):
+        monkeypatch.setattr(fused_loss, name, 10 * V)
+    if request.param == "kernel":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(fused_loss, "by_torch", fused_loss.by_kernel)
+    return request.param
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("cap", "tied"), [(None, False), (15.0, False), (0.5, True)])
+def test_it_errs_no_more_than_the_readable_path(cap: float | None, tied: bool, precision: str, path: str) -> None:
+    model = make_model(cap, tied)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(3, 11, 48, generator=generator, dtype=torch.float64).to(torch.bfloat16)
+    targets = torch.randint(V, (3, 11), generator=generator)
+    targets[0, :4] = targets[2, 10] = IGNORED
+    exact = results(score, model.double(), hidden, targets, torch.float64)
+    model.float()
+    with autocast(CPU, precision):
+        readable = results(score, model, hidden, targets, torch.float32)
+        fused = lambda *given: nats_of(*given, precision)  # noqa: E731
+        if path == "compiled":
+            fused = torch.compile(fused, fullgraph=True, dynamic=False)
+        fast = results(fused, model, hidden, targets, torch.float32)
+        with torch.no_grad():
+            assert torch.equal(nats_of(model, hidden.float(), targets, precision), fast["nats"]) or path == "compiled"
+    for name, truth in exact.items():
+        error, allowed = ((other[name].double() - truth).abs().max() for other in (fast, readable))
+        last_place = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float32).eps * truth.abs().max()
+        assert fast[name].dtype == torch.float32 and error <= 2 * allowed + last_place, name
+
+
+def test_nothing_to_predict_is_no_loss_and_no_gradient(path: str) -> None:
+    model, hidden = make_model(15.0, False), torch.randn(2, 5, 48)
+    fast = results(lambda *given: nats_of(*given, "fp32"), model, hidden, torch.full((2, 5), IGNORED), torch.float32)
+    assert all(not tensor.any() for tensor in fast.values())
+
+
+def test_fp16_keeps_the_readable_path() -> None:
+    model, hidden = make_model(15.0, False), torch.randn(2, 5, 48)
+    targets = torch.randint(V, (2, 5))
+    assert torch.equal(nats_of(model, hidden, targets, "fp16"), score(model, hidden, targets))
+
+
+def test_the_trainers_loss_is_the_readable_one_and_one_graph() -> None:
+    model, tokens = make_model(15.0, False), torch.randint(V, (3, 20))
+    micro = MicroLoss(model, CPU, "fp32", False, False)
+    readable = loss_sum(model, tokens, tokens)
+    compiled = torch.compile(micro, fullgraph=True, dynamic=False, backend="aot_eager")
+    for loss in (micro, compiled):
+        assert torch.allclose(loss(tokens, tokens)[0], readable, rtol=1e-6)
+        loss(tokens, tokens)[0].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

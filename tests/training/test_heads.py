@@ -1,0 +1,147 @@
+"""Attention measured while it trains: what is logged, when, and that it is true."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from andrea.attention import COMPATIBILITIES, HeadStatistics, attention_weights
+from andrea.checkpoint import newest_whole
+from andrea.config import parse
+from andrea.training.heads import heatmaps, scalars
+from andrea.training.records.loggers import heatmap, read_lines
+
+SCALARS = {
+    "attention/entropy_nats", "attention/entropy_share", "attention/lowest_entropy_share", "attention/largest_logit",
+    "attention/first_token_mass", "attention/highest_first_token_mass",
+    "attention/previous_token_mass", "attention/highest_previous_token_mass",
+}  # fmt: skip
+HEATMAPS = {
+    f"attention/heads/{name}"
+    for name in ("entropy_nats", "entropy_share", "largest_logit", "first_token_mass", "previous_token_mass")
+}
+
+
+def records_of(tmp_path: Path, name: str) -> list[dict]:
+    return read_lines(tmp_path / "runs" / name / "metrics.jsonl")
+
+
+def test_a_probe_every_so_often_gives_scalars_and_heatmaps(tiny_run, tmp_path):
+    assert tiny_run("name=a", "train.attention_every=5") == 0
+    looked = [record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
+    assert [record["step"] for record in looked] == [5, 10]
+    for record in looked:
+        assert record.keys() >= SCALARS | HEATMAPS
+        for name in HEATMAPS:
+            assert [len(row) for row in record[name]] == [2, 2]  # layers, heads
+        shares = [share for row in record["attention/heads/entropy_share"] for share in row]
+        assert all(0 < share <= 1 for share in shares)
+        assert record["attention/entropy_share"] == pytest.approx(sum(shares) / 4, rel=1e-5)
+        assert record["attention/lowest_entropy_share"] == min(shares)
+
+
+def test_auto_looks_twenty_times_a_run(tiny_run, tmp_path):
+    tiny_run("name=a", "train.steps=40", "train.eval_every=40", "train.save_every=40", "train.attention_every=auto")
+    looked = [record["step"] for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
+    assert looked == list(range(2, 41, 2))
+
+
+def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
+    """Recomputed here from the checkpoint, layer by layer, through the public attention_weights."""
+    from andrea.config import RunConfig
+    from andrea.model import GPT
+    from andrea.text.corpus import prepare
+    from andrea.text.loader import validation_batches
+
+    tiny_run("name=a", "train.attention_every=12", "model.n_kv_head=1")
+    checkpoint = newest_whole(tmp_path / "runs" / "a")
+    run = parse(RunConfig, checkpoint.state["config"])
+    model = GPT(run.model, run.attention, 257)
+    model.load_state_dict(checkpoint.model_tensors())
+    corpus = prepare(run.data, run.tokenizer, tmp_path / "data", lambda line: None)
+    (tokens, _) = next(validation_batches(corpus.sources[0].val, 32, 2048 // 32))
+    largest, entropy = [], []
+    with torch.no_grad():
+        x = model.embedding(tokens)
+        place = model.position.placer(32, 0)
+        first_value = model.first_value(x)
+        for block in model.blocks:
+            query, key, _, function = block.attention.project(block.attention_norm(x), None, place, first_value)
+            weights = attention_weights(query, key, compatibility=function, mask=block.attention.mask)
+            scores = function.scores(query, key.expand_as(query)).masked_fill(weights == 0, -math.inf)
+            largest.append(scores.amax((0, 2, 3)).tolist())
+            entropy.append(-torch.special.xlogy(weights, weights).sum(-1).mean((0, 2)))
+            x = block(x, first_value, place, None, None, None)
+    (record,) = (record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record)
+    for row, expected in zip(record["attention/heads/largest_logit"], largest, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+    for row, expected in zip(record["attention/heads/entropy_nats"], entropy, strict=True):
+        assert row == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.mark.untraced
+def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
+    words = ("precision=fp32", "train.steps=4", "train.log_every=1", "train.attention_every=4", "train.micro_batch=3")
+    words += ("model.n_layer=1", "model.n_head=1")  # every program of a kernel costs the interpreter milliseconds
+    assert tiny_run("name=fused", "attention.implementation=triton", *words) == 0
+    assert tiny_run("name=readable", "attention.implementation=reference", *words) == 0
+    fused, readable = (records_of(tmp_path, name) for name in ("fused", "readable"))
+    trained = [record for record in fused if "train/loss" in record]
+    of_step = {name.replace("attention/", "attention/step/") for name in SCALARS}
+    assert len(trained) == 4 and all(record.keys() >= of_step for record in trained)
+    ours, theirs = (
+        [record["attention/entropy_nats"] for record in records if "attention/entropy_nats" in record]
+        for records in (fused, readable)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-3)  # the probe: the same whatever computes it
+    assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [4]
+    losses = [[record["train/loss"] for record in records if "train/loss" in record] for records in (fused, readable)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert not any(record.keys() & of_step for record in readable)
+
+
+@pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window", "packed_documents"])
+def test_each_compatibility_function_trains_until_the_loss_falls(name, tiny_run, tmp_path):
+    position = ["model.position=learned"] if name == "additive" else []
+    window = ["attention.window=5"] if name == "sliding_window" else []
+    assert tiny_run("name=a", f"attention={name}", "train.steps=30", "train.log_every=1", *position, *window) == 0
+    losses = [record["train/loss"] for record in records_of(tmp_path, "a") if "train/loss" in record]
+    assert losses[0] > 5 and losses[-1] < 4
+    learned = [name for name in newest_whole(tmp_path / "runs" / "a").model_tensors() if ".compatibility." in name]
+    assert len(learned) == 2 * {"bilinear": 1, "cosine": 1, "additive": 3}.get(name, 0)
+
+
+def test_what_a_compatibility_function_learns_moves(tiny_run, tmp_path):
+    tiny_run("name=a", "attention=cosine", "train.steps=30")
+    sharpness = newest_whole(tmp_path / "runs" / "a").model_tensors()["blocks.0.attention.compatibility.log_sharpness"]
+    assert (
+        sharpness.shape == (2,) and ((sharpness - math.log(10)).abs() > 1e-5).all()
+    )  # how far it moves depends on rounding
+
+
+def heads_of(**parts) -> HeadStatistics:
+    """Two layers, two heads; ten queries each unless said otherwise."""
+    ten = torch.full((2, 2), 10.0)
+    return HeadStatistics(*(parts.get(name, ten) for name in HeadStatistics._fields))
+
+
+def test_a_head_no_query_counted_for_is_null_and_left_out_of_means():
+    heads = heads_of(
+        rows=torch.tensor([[10.0, 10.0], [10.0, 0.0]]),
+        entropy=torch.tensor([[10.0, 20.0], [30.0, 0.0]]),
+        largest_logit=torch.tensor([[1.0, 2.0], [3.0, -math.inf]]),
+    )
+    assert heatmaps(heads)["attention/heads/entropy_nats"] == [[1.0, 2.0], [3.0, None]]
+    figures = scalars(heads)
+    assert figures["attention/entropy_nats"] == 2.0
+    assert figures["attention/largest_logit"] == 3.0
+
+
+def test_a_heatmap_is_a_table_with_its_numbers():
+    page = heatmap("attention/heads/largest_logit", [[1.0, 2.5], [None, 4.0]])
+    assert all(text in page for text in ("attention/heads/largest_logit", ">1<", ">2.5<", ">–<", ">4<"))
+    assert "hsl(215 70% 95%)" in page and "hsl(215 70% 30%)" in page  # the lowest and the highest
+    assert heatmap("x", [[None]]).count("<td") == 1

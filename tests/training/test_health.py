@@ -1,0 +1,352 @@
+"""A failing run says so by name: what each check finds, what it lets pass, and what is done about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from andrea.attention import HeadStatistics
+from andrea.checkpoint import newest_whole
+from andrea.cli.command_line import configure
+from andrea.config import LoggerConfig, RunConfig, UserError
+from andrea.generation import Engine, Request, Sampling
+from andrea.model.gpt import GPT
+from andrea.text.corpus import prepare
+from andrea.text.loader import Loader
+from andrea.training.health.health import CHECKS, Data, Evaluation, Health, now_of, sampled_weights, update_ratios
+from andrea.training.health.text import ReferenceText
+from andrea.training.parallel.strategy import Alone
+from andrea.training.records.loggers import Wandb, read_lines
+
+N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91
+DATA = Data({"code": 0.75, "notes": 0.25}, {"code": 1000, "notes": 500}, UNIGRAM)
+
+
+def make(*words: str) -> Health:
+    run = configure(RunConfig, "train", ["optimizer.warmup_steps=5", *words])
+    return Health(run, N_VOCAB, DATA, None)
+
+
+def heads(entropy_share: list[float], largest_logit: float = 5.0) -> HeadStatistics:
+    """One layer whose heads have these entropies, as shares of the possible."""
+    rows = torch.full((1, len(entropy_share)), 10.0)
+    parts = {"entropy": 10 * torch.tensor([entropy_share]), "largest_logit": torch.full_like(rows, largest_logit)}
+    return HeadStatistics(*(parts.get(name, rows) for name in HeadStatistics._fields))
+
+
+def seen(step: int, val: dict[str, float] | None = None, **changed) -> Evaluation:
+    losses = val or {"code": 2.0, "notes": 2.0}
+    parts = {name: {"loss": loss, "tokens": 100} for name, loss in losses.items()}
+    return dataclasses.replace(Evaluation(step, 0, [], heads([0.5] * 10), None, parts), **changed)
+
+
+def noted(health: Health, losses: list[float], norms: list[float] | None = None) -> Health:
+    for step, loss in enumerate(losses):
+        health.note_step(step + 1, loss, norms[step] if norms else 0.5)
+    return health
+
+
+def steady(count: int, level: float = 2.0) -> list[float]:
+    return (level + 0.1 * np.random.default_rng(1).standard_normal(count)).tolist()
+
+
+def found(health: Health, evaluation: Evaluation) -> dict[str, str]:
+    return health.judge(evaluation)[1]
+
+
+# ------------------------------------------------------------------------------------------------- optimisation
+
+
+def test_a_steady_run_has_nothing() -> None:
+    health = noted(make(), steady(200))
+    figures, begun, ended = health.judge(seen(200))
+    assert begun == {} and ended == {} and health.failed() == []
+    assert {name: figures[f"health/findings/{name}"] for name in CHECKS} == dict.fromkeys(CHECKS, 0)
+    assert all(isinstance(value, (int, float)) for value in figures.values())
+
+
+def test_spikes_are_counted_since_the_last_evaluation() -> None:
+    losses, norms = steady(60), [0.5] * 60
+    losses[40], norms[50], norms[51] = 4.0, 2.6, 2.4
+    health = noted(make("optimizer.clip_norm=1"), losses, norms)
+    figures, begun, _ = health.judge(seen(60))
+    assert set(begun) == {"loss_spikes", "gradient_spikes"}
+    assert figures["health/loss_spikes"] == 1 and figures["health/gradient_spikes"] == 1  # 2.4 is under 5 · 0.5
+    assert "step 41: 4 is above" in begun["loss_spikes"] and "step 51: 2.6 is above 2.5" in begun["gradient_spikes"]
+    assert figures["health/clipped_share"] == pytest.approx(2 / 60)
+    figures, _, ended = noted(health, steady(20)).judge(seen(80))
+    assert figures["health/loss_spikes"] == 0 and ended == {"loss_spikes": 60, "gradient_spikes": 60}
+    assert not found(noted(make("health.loss_spike=99", "health.gradient_spike=9"), losses, norms), seen(60))
+
+
+def test_a_falling_loss_is_no_spike() -> None:
+    assert not found(noted(make(), [4 * math.exp(-step / 30) + 1 for step in range(100)]), seen(100))
+
+
+def test_clipping_at_nearly_every_step_is_named() -> None:
+    norms = [3.0] * 56 + [0.5] * 4
+    assert set(found(noted(make("optimizer.clip_norm=1"), steady(60), norms), seen(60))) == {"clipped_steps"}
+    assert not found(noted(make("optimizer.clip_norm=1", "health.clipped_share=0.95"), steady(60), norms), seen(60))
+    assert not found(noted(make("optimizer.clip_norm=null"), steady(60), norms), seen(60))
+    assert not found(noted(make("optimizer.clip_norm=1"), steady(50), norms[:50]), seen(50))  # young models are
+
+
+def test_the_size_of_an_update_by_hand() -> None:
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[2.0, 0, 0], [0, 0, 1]]))
+        before = sampled_weights(Alone(model))
+        model.weight += torch.tensor([[0.0, 1, 0], [0, 0, 2]])
+    ratios = update_ratios(before, sampled_weights(Alone(model)), lambda sums: sums)
+    assert ratios.tolist() == pytest.approx([1.0])  # √5 / √5; no bias in it
+    assert len(sampled_weights(Alone(torch.nn.Linear(1000, 50)))[0]) <= 1 << 14
+    health = noted(make(), steady(50))
+    assert not found(health, seen(50, update_ratios=torch.tensor([0.01, 0.2, 9.0])))
+    message = found(health, seen(60, update_ratios=torch.tensor([0.01, 0.3, 9.0])))["large_updates"]
+    assert "0.3" in message and "health.update_ratio=0.25" in message
+
+
+def test_a_loss_that_knows_nothing_is_named() -> None:
+    high = {"code": 5.0, "notes": 5.0}
+    assert set(found(noted(make(), steady(20, 4.2)), seen(20, {"code": 4.1, "notes": 4.5}))) == {"loss_above_uniform"}
+    assert not found(noted(make(), steady(14, 4.2)), seen(14, high))  # warming up: 5 steps, and 10 to judge by
+    assert set(found(noted(make(), steady(20, 2.5)), seen(20, high))) == {"loss_above_uniform"}  # validation alone
+
+
+def test_a_loss_that_knows_frequencies_alone_is_named_after_a_while() -> None:
+    val = {"code": 3.3, "notes": 3.3}
+    assert not found(noted(make(), steady(54, 3.3)), seen(54, val))
+    assert set(found(noted(make(), steady(55, 3.3)), seen(55, val))) == {"loss_above_unigram"}
+    assert not found(noted(make("health.unigram_steps=100"), steady(55, 3.3)), seen(55, val))
+    fallen_back = noted(make(), steady(20, 2.5) + steady(20, 3.3))  # at once, where it had been below
+    assert "loss_above_unigram" in found(fallen_back, seen(40))
+
+
+def test_the_unigram_entropy_of_data_solved_by_hand(tmp_path: Path) -> None:
+    """Three tokens in the shares 1/2, 1/4, 1/4: 1.5 bits."""
+
+    class Source:
+        def __init__(self, name: str, tokens: list[int], weight: float | None) -> None:
+            self.name, self.train, self.weight = name, np.array(tokens * 64), weight
+
+    class Corpus:
+        sources = (Source("a", [0, 0, 1, 2], 0.5), Source("b", [0, 0, 1, 2, 0, 0, 2, 1], 0.5))
+        tokenizer = type("Tokenizer", (), {"n_vocab": 5})
+
+    data = Data.of(Corpus, Loader(Corpus.sources, 4, 1))
+    assert data.unigram_nats == pytest.approx(1.5 * math.log(2), rel=1e-3)
+    assert data.shares == {"a": 0.5, "b": 0.5} and data.lengths == {"a": 256, "b": 512}
+
+
+# ------------------------------------------------------------------------------------------------------ attention
+
+
+def test_heads_fail_together_or_not_at_all() -> None:
+    health = noted(make(), steady(100))
+    assert not found(health, seen(100, heads=heads([0.001] * 8 + [0.5] * 2)))  # sinks are normal
+    assert set(found(health, seen(110, heads=heads([0.001] * 9 + [0.5])))) == {"heads_on_one_key"}
+    assert set(found(health, seen(120, heads=heads([0.999] * 9 + [0.5])))) == {"heads_uniform"}
+    assert not found(health, seen(130, heads=heads([0.99] * 10)))
+    young = noted(make(), steady(20))
+    assert not found(young, seen(20, heads=heads([0.999] * 10)))  # nobody looks anywhere yet
+
+
+def test_growing_logits_are_named_before_they_overflow() -> None:
+    health = noted(make(), steady(100))
+    assert not found(health, seen(100, heads=heads([0.5], 900)))
+    assert "health.largest_logit=1000" in found(health, seen(110, heads=heads([0.5], 1100)))["large_logits"]
+    assert health.failed() == ["large_logits"]
+
+
+# ----------------------------------------------------------------------------------------------------------- data
+
+
+def test_a_straight_line_says_where_a_falling_loss_is() -> None:
+    value, error = now_of([5 - 0.1 * step for step in range(30)])
+    assert value == pytest.approx(5 - 2.9) and error == pytest.approx(0, abs=1e-9)
+    draws = np.random.default_rng(3).standard_normal((400, 40)) * 0.2 - 0.05 * np.arange(40)
+    values, errors = np.array([now_of(row) for row in draws]).T
+    assert np.std(values) == pytest.approx(np.mean(errors), rel=0.15)  # the error is what it says
+
+
+def test_validation_below_training_is_a_leak_only_beyond_chance() -> None:
+    losses = steady(60, 2.5)
+    assert set(found(noted(make(), losses), seen(60))) == {"leak"}  # 2.0, far below
+    assert not found(noted(make(), losses), seen(60, {"code": 2.45, "notes": 2.45}))
+    assert not found(noted(make("health.leak_nats=0.8"), losses), seen(60))
+    assert not found(noted(make("health.leak_errors=99"), losses), seen(60))
+    falling = [2.9 - 0.02 * step for step in range(40)]  # their mean, 2.5, is above 2.12; the last is not
+    assert not found(noted(make(), falling), seen(40, {"code": 2.1, "notes": 2.15}))
+    # An easy source that is a quarter of the training tokens is no leak.
+    assert not found(noted(make(), losses), seen(60, {"code": 2.8, "notes": 1.5}))
+
+
+def test_a_source_that_rises_while_the_others_fall_is_named() -> None:
+    health = noted(make(), steady(60))
+    assert not found(health, seen(60, {"code": 2.5, "notes": 2.5}))
+    message = found(health, seen(70, {"code": 2.4, "notes": 2.6}))["source_rising"]
+    assert "notes rose by 0.100" in message and "data.sources.notes.weight" in message
+    assert not found(health, seen(80, {"code": 2.5, "notes": 2.7}))  # both rise: not this
+    assert not found(health, seen(90, {"code": 2.4, "notes": 2.71}))  # by too little
+
+
+def test_overfitting_is_validation_up_training_down_after_an_epoch() -> None:
+    late = 1500  # tokens: code is three quarters of them, and has 1000
+    health = noted(make(), steady(50, 2.5))
+    assert not found(health, seen(50, {"code": 2.6, "notes": 2.6}, tokens=late))
+    noted(health, steady(50, 1.9))
+    up = {"code": 2.7, "notes": 2.7}
+    message = found(health, seen(100, up, tokens=late))["overfitting"]
+    assert "from 2.600 at step 50 to 2.700" in message and "checkpoints/best" in message
+    assert "overfitting" in health.active and not health.failed()  # a warning
+    early = noted(make(), steady(50, 2.5))
+    found(early, seen(50, {"code": 2.6, "notes": 2.6}))
+    assert "overfitting" not in found(noted(early, steady(50, 1.9)), seen(100, up, tokens=1000))
+
+
+def test_the_most_read_source_counts_for_epochs() -> None:
+    health = noted(make(), steady(60))
+    figures, begun, _ = health.judge(seen(60, tokens=4000))
+    assert figures["health/epochs"] == pytest.approx(3.0) and not begun  # 4000 · 0.75 / 1000
+    assert set(found(health, seen(70, tokens=5400))) == {"many_epochs"} and not health.failed()
+
+
+# ------------------------------------------------------------------------------------------------ what is done
+
+
+def test_state_goes_on_as_if_undisturbed() -> None:
+    import json
+
+    losses = steady(90)
+    losses[70] = 4.0
+    whole, first, second = make(), make(), make()
+    for health in (whole, first):
+        noted(health, losses[:45])
+        health.judge(seen(45, {"code": 2.2, "notes": 2.2}))
+        noted(health, losses[45:75])
+    second.load_state(json.loads(json.dumps(first.state())))
+    judged = [noted(health, losses[75:]).judge(seen(90, {"code": 2.1, "notes": 2.3})) for health in (whole, second)]
+    assert judged[0] == judged[1] and {"loss_spikes", "source_rising"} <= set(judged[0][1])
+    assert whole.state() == second.state()
+
+
+def test_a_remedy_names_what_the_run_lacks_first() -> None:
+    lacking = make("optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.weight_decay=0")
+    assert lacking.remedy().startswith("set optimizer.clip_norm=1, optimizer.warmup_steps=100, optimizer.weight_decay=")
+    assert make("optimizer.matrix_learning_rate=0.03").remedy() == "set optimizer.matrix_learning_rate=0.015"
+    assert make("optimizer=adamw", "optimizer.learning_rate=0.002").remedy() == "set optimizer.learning_rate=0.001"
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["on_failure=ignore", "samples=-1", "showing=1.5", "repetition=-0.1", "loss_spike=0", "epochs=0", "leak_nats=-1"],
+)
+def test_an_impossible_threshold_is_refused(word: str) -> None:
+    with pytest.raises(UserError, match="health." + word.split("=")[0]):
+        make("health." + word)
+
+
+RUINED = [
+    "optimizer.matrix_learning_rate=5", "optimizer.learning_rate=3", "optimizer.embedding_learning_rate=3",
+    "optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.weight_decay=0", "optimizer.decay_fraction=0",
+    "train.eval_every=10", "train.save_every=100", "train.steps=30",
+]  # fmt: skip
+
+
+def test_a_ruined_run_is_named_at_the_first_evaluation_and_goes_on(tiny_run, tmp_path: Path, capsys) -> None:
+    assert tiny_run("name=a", *RUINED) == 0
+    run = tmp_path / "runs" / "a"
+    alerts = read_lines(run / "health.jsonl")
+    assert alerts[0]["step"] == 10 and alerts[0]["finding"] == "loss_above_uniform" and alerts[0]["begins"]
+    assert "set optimizer.clip_norm=1" in alerts[0]["message"]
+    out = capsys.readouterr().out
+    assert out.count("health: step 10: loss_above_uniform: ") == 1
+    judged = [r for r in read_lines(run / "metrics.jsonl") if "health/findings/loss_above_uniform" in r]
+    assert [record["step"] for record in judged] == [10, 20, 30]
+    assert judged[0]["health/findings/loss_above_uniform"] == 1 and judged[0]["health/update_ratio"] > 0
+
+
+def test_stop_saves_leaves_4_and_the_run_can_go_on(tiny_run, tmp_path: Path, capsys) -> None:
+    assert tiny_run("name=a", "health.on_failure=stop", *RUINED) == 4
+    run = tmp_path / "runs" / "a"
+    assert newest_whole(run).step == 10
+    last = read_lines(run / "metrics.jsonl")[-1]
+    assert last["event"] == "failed" and "loss_above_uniform" in last["health/failed"]
+    out = capsys.readouterr().out
+    assert "stopped at step 10 of 30" in out and "resume=auto health.on_failure=warn" in out
+    assert tiny_run("name=a", "resume=auto", "health.on_failure=warn", *RUINED) == 0
+    assert newest_whole(run).step == 30
+    again = [alert for alert in read_lines(run / "health.jsonl") if alert["finding"] == "loss_above_uniform"]
+    assert [alert["step"] for alert in again if alert["begins"]] == [10]  # said once, before and after
+
+
+def test_warnings_never_stop_a_run(tiny_run, tmp_path: Path) -> None:
+    assert tiny_run("name=a", "health.on_failure=stop", "health.epochs=0.0001", "train.steps=8") == 0
+    assert [alert["finding"] for alert in read_lines(tmp_path / "runs" / "a" / "health.jsonl")] == ["many_epochs"]
+
+
+def test_a_model_that_writes_loops_is_named(tiny_run, tmp_path: Path, notes: Path) -> None:
+    """A real model that has learned nothing but loops, held against real text."""
+    loops = {"repeated_word": "region " * 9, "repeated_phrase": "games, " * 9, "repeated_punctuation": "''''' " * 11}
+    words = ["train.steps=60", "train.eval_every=60", "train.save_every=60", "train.sample_tokens=0"]
+    run = configure(RunConfig, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", f"data_dir={tmp_path}/r"])
+    corpus = prepare(run.data, run.tokenizer, Path(run.data_dir), lambda line: None)
+    reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
+    for name, loop in loops.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for part in range(12):
+            (folder / f"{part}.txt").write_text(loop * 40)
+        assert tiny_run(f"name={name}", f"data.path={folder}", *words) == 0
+        checkpoint = newest_whole(tmp_path / "runs" / name)
+        config = configure(RunConfig, "train", [f"model.{key}={checkpoint.state['config']['model'][key]}" for key in
+                           ("d_model", "n_layer", "n_head", "d_mlp", "sequence_length")])  # fmt: skip
+        model = GPT(config.model, config.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
+        model.load_state_dict(checkpoint.model_tensors())
+        request = Request(160, num_samples=5, seed=1, sampling=Sampling(temperature=0.8))
+        texts = Engine(model, corpus.tokenizer).write(loop[:7], request)
+        assert set(reference.judge(texts, run.health)[1]) == {name}, texts
+
+
+def test_text_is_judged_from_where_a_model_knows_more_than_frequencies(tmp_path: Path, notes: Path) -> None:
+    run = configure(
+        RunConfig, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", "optimizer.warmup_steps=5"]
+    )
+    corpus = prepare(run.data, run.tokenizer, tmp_path / "r", lambda line: None)
+    reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
+
+    def findings_at(step: int, loss: float) -> set[str]:
+        health = noted(Health(run, N_VOCAB, DATA, reference), steady(20, loss))
+        figures, found, _ = health.judge(seen(step, {"code": loss, "notes": loss}, texts=["region " * 60] * 5))
+        assert figures["health/text/loop_share"] == 1
+        return set(found)
+
+    assert not findings_at(54, 3.3)
+    assert findings_at(54, 2.5) == {"repeated_word"}
+    assert findings_at(55, 3.3) == {"repeated_word", "loss_above_unigram"}
+
+
+def test_what_looks_ill_is_looked_at_again(tiny_run, tmp_path: Path) -> None:
+    words = ["train.sample_tokens=160", "train.steps=16", "train.eval_every=16", "health.unigram_steps=0"]
+    words += ["optimizer.warmup_steps=0", "health.repetition=0.999"]
+    for name, variety, fewest, most in (("well", 0.001, 1, 5), ("ill", 0.999, 6, 20)):
+        assert tiny_run(f"name={name}", f"health.variety={variety}", *words) == 0
+        records = read_lines(tmp_path / "runs" / name / "metrics.jsonl")
+        record = next(record for record in records if "health/text/judged" in record)
+        assert fewest <= record["health/text/judged"] <= most  # a text too short is not judged
+        assert record["health/findings/poor_text"] == (name == "ill")
+
+
+def test_an_alert_in_wandb_offline_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=[])
+    wandb = Wandb(config, "offline", tmp_path, "run", "tiny", None, {})
+    axes = {"step": 3, "tokens": 3, "flops": 3.0, "seconds": 0.1}
+    wandb.alert(axes | {"finding": "repeated_word", "begins": True, "message": "region"})
+    wandb.alert(axes | {"finding": "repeated_word", "begins": False, "message": "over"})
+    wandb.finish(0)
