@@ -27,7 +27,8 @@ from andrea.attention import DotProduct, refusal
 from andrea.attention.implementations import triton as triton_path
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.model.layers import softcap
-from andrea.training.loss.fused import IGNORED, fused_nats
+from andrea.text.loader import IGNORED_TARGET
+from andrea.training.loss.fused import fused_nats
 
 #         B  H  G   T    S   d_k  d_v
 SHAPES = [
@@ -143,7 +144,7 @@ def loss_rows(device: str) -> Iterator[dict]:
             rows = torch.randn(257, 192, generator=torch.Generator().manual_seed(3))
             weight = torch.randn(50257, 192, generator=torch.Generator().manual_seed(4)) / 14
             targets = torch.randint(50257, (257,), generator=torch.Generator().manual_seed(5))
-            targets[::9] = IGNORED
+            targets[::9] = IGNORED_TARGET
             truth, readable, fused = (
                 loss_and_gradients(of, rows, weight, targets, cap, kind, where)
                 for of, kind, where in (

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from andrea.attention.kernels import fused
 from andrea.attention.kernels.fused import Blocks, padded, tuning
-from andrea.training.loss.fused import IGNORED
+from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.kernels import nats
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -79,7 +79,7 @@ def compiled_loss(dtype: str, target: int, capped: bool):
     """The loss's kernel as its launcher would compile it for a vocabulary of any size."""
     pointers = {"logits": f"*{dtype}", "targets": "*i64", "nats": "*fp32"}
     numbers = {"stride": "i64", "n_vocab": "i32", "cap": "fp32"}
-    constants = {"CAPPED": capped, "GRADIENTS": True, "SKIPPED": IGNORED, "BLOCK": nats.BLOCK}
+    constants = {"CAPPED": capped, "GRADIENTS": True, "SKIPPED": IGNORED_TARGET, "BLOCK": nats.BLOCK}
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
     attributes = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers))}
     source = ASTSource(nats.row_kernel, signature, constants, attributes)

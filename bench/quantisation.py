@@ -21,8 +21,7 @@ from andrea.config import DataConfig, TokenizerConfig, parse
 from andrea.generation import Engine
 from andrea.generation.session import load_model
 from andrea.text.corpus import prepare
-from andrea.text.loader import validation_batches
-from andrea.training.loss.loss import IGNORED
+from andrea.text.loader import IGNORED_TARGET, validation_batches
 
 WAYS = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "int8": (torch.bfloat16, True)}
 
@@ -51,9 +50,9 @@ def main() -> None:
                 with torch.inference_mode():
                     logits = engine.model.logits(engine.model(tokens)).float()
                 nats += float(
-                    cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+                    cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
                 )
-                n_byte += int(lengths[targets[targets != IGNORED]].sum())
+                n_byte += int(lengths[targets[targets != IGNORED_TARGET]].sum())
         rows[name] = nats / math.log(2) / n_byte
         change = rows[name] / rows["fp32"] - 1
         print(f"{name}: {rows[name]:.5f} bits per byte, {change:+.3%}", flush=True)

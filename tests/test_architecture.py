@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write imports in full"
             names.add(node.module)
-            names |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "andrea"}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}  # one may be a module of a package
     return names
 
 
@@ -50,6 +51,17 @@ def test_imports_point_one_way(path: Path) -> None:
     parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("andrea.")}
     back = parts - MAY_IMPORT.get(part, set()) - {part, "config"}
     assert not back, f"{part} may not import {back}"
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count as well."""
+    modules = {name_of(path): path for path in MODULES}
+    imported = {name: imports_of(path) & modules.keys() - {name} for name, path in modules.items()}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which lists the modules of the circle
 
 
 DISTRIBUTED = {
@@ -99,11 +111,7 @@ def test_the_package_imports_with_torch_and_numpy_alone() -> None:
         "pyarrow",
         "transformers",
     ]
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in MODULES
-        if path.name != "__main__.py"
-    ]
+    modules = [name_of(path) for path in MODULES if path.name != "__main__.py"]
     program = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({blocked!r}))\n"  # None makes an import fail

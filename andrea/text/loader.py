@@ -16,7 +16,9 @@ from torch import Tensor
 
 from andrea.text.shards import TokenStream
 
-NOTHING = -100  # the target where nothing is to be predicted
+IGNORED_TARGET = (
+    -100
+)  # no prediction here: padding after a stream's end (torch.nn.functional.cross_entropy's ignore_index)
 BLOCK = 1024  # samples over which a weighted mixture keeps its shares exactly (to 1/BLOCK)
 ROUNDS = 8
 
@@ -63,9 +65,11 @@ class Loader:
         lengths = np.array([len(stream) for stream in self.streams])
         return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())
 
-    def epoch_of(self, sample: int) -> int:
-        """Epochs done before `sample`, counted in windows of all sources together."""
-        return sample // int(self.windows.sum())
+    def source_shares(self) -> np.ndarray:
+        """(sources,) float64: each source's share of the samples, in the order of `sources`; sums to 1."""
+        if self.slots is None:
+            return self.windows / self.windows.sum()
+        return np.bincount(self.slots, minlength=len(self.windows)) / BLOCK
 
     def place(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(count,) global sample indices -> (count,) source and (count,) window within it."""
@@ -163,10 +167,10 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
 
 
 def read_window(stream: TokenStream, window: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Window number `window`: tokens (T,) and targets (T,) int64; beyond the end tokens are 0 and targets NOTHING."""
+    """Window number `window`: tokens (T,) and targets (T,) int64; beyond the end tokens are 0 and targets IGNORED_TARGET."""
     start = int(window) * sequence_length
     read = stream[start : start + sequence_length + 1]
-    tokens, targets = np.zeros(sequence_length, np.int64), np.full(sequence_length, NOTHING, np.int64)
+    tokens, targets = np.zeros(sequence_length, np.int64), np.full(sequence_length, IGNORED_TARGET, np.int64)
     tokens[: len(read) - 1], targets[: len(read) - 1] = read[:-1], read[1:]
     return tokens, targets
 
@@ -179,7 +183,7 @@ def validation_batches(
     part: int = 0,
     parts: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Disjoint windows in order, (batch, T); each token after the first a target once; missing rows are NOTHING.
+    """Disjoint windows in order, (batch, T); each token after the first a target once; missing rows are IGNORED_TARGET.
 
     most_tokens: no more windows than hold so many. part: every `parts`-th batch, of as many as any other part has.
     """
@@ -189,7 +193,7 @@ def validation_batches(
     rounds = -(-windows // (batch * parts))
     for first in range(part * batch, rounds * batch * parts, batch * parts):
         tokens = np.zeros((batch, sequence_length), np.int64)
-        targets = np.full((batch, sequence_length), NOTHING, np.int64)
+        targets = np.full((batch, sequence_length), IGNORED_TARGET, np.int64)
         for row, window in enumerate(range(first, min(first + batch, windows))):
             tokens[row], targets[row] = read_window(stream, window, sequence_length)
         yield torch.from_numpy(tokens), torch.from_numpy(targets)

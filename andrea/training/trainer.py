@@ -22,10 +22,10 @@ from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
 from andrea.runtime.device import peak_memory_bytes
 from andrea.text.corpus import Corpus
-from andrea.text.loader import Loader, validation_batches
+from andrea.text.loader import IGNORED_TARGET, Loader, validation_batches
 from andrea.training.heads import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.health import Evaluation, Health, sampled_weights, update_ratios
-from andrea.training.loss.loss import IGNORED, evaluate, summary
+from andrea.training.loss.loss import evaluate, summary
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.optimizer.qk_clip import clip_logits
@@ -493,5 +493,5 @@ def micro_batches(tokens: Tensor, targets: Tensor, size: int, rows: int) -> Iter
         missing = (size - len(micro_tokens), tokens.shape[1])
         if missing[0]:
             micro_tokens = torch.cat([micro_tokens, micro_tokens.new_zeros(missing)])
-            micro_targets = torch.cat([micro_targets, micro_targets.new_full(missing, IGNORED)])
+            micro_targets = torch.cat([micro_targets, micro_targets.new_full(missing, IGNORED_TARGET)])
         yield micro_tokens, micro_targets

@@ -16,7 +16,7 @@ from conftest import run_script, tiny_command, tiny_words, with_own_mounts
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.device import Choice
-from andrea.training.loss.loss import IGNORED
+from andrea.text.loader import IGNORED_TARGET
 from andrea.training.records.loggers import read_lines
 from andrea.training.trainer import Trainer, micro_batches
 
@@ -259,7 +259,7 @@ def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
     pieces = list(micro_batches(tokens, tokens.clone(), 3, rows=7))
     assert {len(part) for part, _ in pieces} == {3}
     kept = torch.cat([targets for _, targets in pieces])
-    assert torch.equal(kept[kept != IGNORED], tokens.flatten())
+    assert torch.equal(kept[kept != IGNORED_TARGET], tokens.flatten())
 
 
 @pytest.mark.untraced

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andrea.text.loader import BLOCK, NOTHING, Loader, count_windows, permute, shares, slots_of, validation_batches
+from andrea.text.loader import (
+    BLOCK,
+    IGNORED_TARGET,
+    Loader,
+    count_windows,
+    permute,
+    shares,
+    slots_of,
+    validation_batches,
+)
 from andrea.text.shards import TokenStream
 
 
@@ -48,15 +57,14 @@ def test_every_token_is_a_target_once_an_epoch(tokens: int, length: int, seed: i
     loader = Loader([made(0, tokens)], length, seed)
     windows = count_windows(loader.streams[0], length)
     _, targets = loader.batch(epoch * windows, windows)
-    assert sorted(targets[targets != NOTHING].tolist()) == list(range(1, tokens))
+    assert sorted(targets[targets != IGNORED_TARGET].tolist()) == list(range(1, tokens))
     assert loader.tokens_per_epoch == tokens - 1
-    assert loader.epoch_of(epoch * windows) == epoch and loader.epoch_of(epoch * windows + windows - 1) == epoch
 
 
 def test_targets_follow_tokens() -> None:
     tokens, targets = Loader([made(100, 30)], 7, seed=3).batch(0, 11)
     assert tokens.shape == targets.shape == (11, 7) and tokens.dtype == targets.dtype == torch.int64
-    told = targets != NOTHING
+    told = targets != IGNORED_TARGET
     assert torch.equal(targets[told], tokens[told] + 1)
 
 
@@ -75,7 +83,7 @@ def test_a_mixture_without_weights_sees_all_tokens_once_an_epoch() -> None:
     windows = 6 + 12 + 1
     targets = loader.batch(windows, windows)[1]
     expected = [*range(1, 31), *range(101, 157), 201]
-    assert sorted(targets[targets != NOTHING].tolist()) == expected and loader.tokens_per_epoch == len(expected)
+    assert sorted(targets[targets != IGNORED_TARGET].tolist()) == expected and loader.tokens_per_epoch == len(expected)
 
 
 def test_a_weighted_mixture_keeps_its_shares_and_each_source_its_epochs() -> None:
@@ -89,6 +97,15 @@ def test_a_weighted_mixture_keeps_its_shares_and_each_source_its_epochs() -> Non
     assert not torch.equal(beyond, tokens) and int((beyond[:, 0] < 1000).sum()) == BLOCK * 3 // 4
     second = torch.cat([tokens[~first], beyond[beyond[:, 0] >= 1000]])[:, 0]
     assert len(second.unique()) == len(second)  # 512 of 1000 windows: none twice
+
+
+def test_source_shares_are_those_of_the_samples() -> None:
+    sources = [made(0, 31), made(100, 57), made(200, 2)]
+    assert Loader(sources, 5, seed=4).source_shares() == pytest.approx([6 / 19, 12 / 19, 1 / 19])
+    weighted = Loader([made(0, 41, 0.75), made(1000, 5001, 0.25)], 5, seed=4)
+    assert weighted.source_shares() == pytest.approx([0.75, 0.25])
+    first = weighted.batch(0, BLOCK)[0][:, 0] < 1000
+    assert weighted.source_shares()[0] == first.double().mean()
 
 
 def test_shares() -> None:
@@ -111,7 +128,7 @@ def test_validation_scores_every_token_once_in_order(tokens: int) -> None:
     batches = list(validation_batches(made(0, tokens).train, sequence_length=5, batch=3))
     assert all(part.shape == (3, 5) for pair in batches for part in pair)
     targets = torch.cat([targets.flatten() for _, targets in batches])
-    assert targets[targets != NOTHING].tolist() == list(range(1, tokens))
+    assert targets[targets != IGNORED_TARGET].tolist() == list(range(1, tokens))
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,7 +141,7 @@ def test_parts_of_validation_are_equally_many_and_score_the_same(
     assert len({len(batches) for batches in of_parts}) == 1
     scored = torch.cat([targets.flatten() for batches in of_parts for _, targets in batches])
     windows = min(count_windows(stream, 5), -(-most // 5))  # as many as hold `most` tokens, whatever the batch
-    assert sorted(scored[scored != NOTHING].tolist()) == list(range(1, min(tokens, 5 * windows + 1)))
+    assert sorted(scored[scored != IGNORED_TARGET].tolist()) == list(range(1, min(tokens, 5 * windows + 1)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -132,4 +149,4 @@ def test_parts_of_validation_are_equally_many_and_score_the_same(
 def test_targets_are_counted_without_reading(sizes: list[int], length: int, first: int) -> None:
     weight = 0.2 if len(sizes) > 1 else None
     loader = Loader([made(0, size, weight) for size in sizes], length, seed=1)
-    assert loader.count_targets(first, 7) == (loader.batch(first, 7)[1] != NOTHING).sum()
+    assert loader.count_targets(first, 7) == (loader.batch(first, 7)[1] != IGNORED_TARGET).sum()

@@ -13,8 +13,8 @@ from torch import Tensor
 from andrea.config import AttentionConfig, ModelConfig, parse
 from andrea.model.gpt import GPT, initialise
 from andrea.runtime.device import autocast
+from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss import fused as fused_loss
-from andrea.training.loss.fused import IGNORED
 from andrea.training.loss.loss import MicroLoss, loss_sum, nats_of, score
 
 V, CPU = 301, torch.device("cpu")
@@ -59,7 +59,7 @@ def test_it_errs_no_more_than_the_readable_path(cap: float | None, tied: bool, p
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 11, 48, generator=generator, dtype=torch.float64).to(torch.bfloat16)
     targets = torch.randint(V, (3, 11), generator=generator)
-    targets[0, :4] = targets[2, 10] = IGNORED
+    targets[0, :4] = targets[2, 10] = IGNORED_TARGET
     exact = results(score, model.double(), hidden, targets, torch.float64)
     model.float()
     with autocast(CPU, precision):
@@ -78,7 +78,9 @@ def test_it_errs_no_more_than_the_readable_path(cap: float | None, tied: bool, p
 
 def test_nothing_to_predict_is_no_loss_and_no_gradient(path: str) -> None:
     model, hidden = make_model(15.0, False), torch.randn(2, 5, 48)
-    fast = results(lambda *given: nats_of(*given, "fp32"), model, hidden, torch.full((2, 5), IGNORED), torch.float32)
+    fast = results(
+        lambda *given: nats_of(*given, "fp32"), model, hidden, torch.full((2, 5), IGNORED_TARGET), torch.float32
+    )
     assert all(not tensor.any() for tensor in fast.values())
 
 

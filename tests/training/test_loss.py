@@ -10,7 +10,8 @@ import torch
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT, initialise
-from andrea.training.loss.loss import IGNORED, evaluate, loss_sum, summary
+from andrea.text.loader import IGNORED_TARGET
+from andrea.training.loss.loss import evaluate, loss_sum, summary
 
 
 def tiny_model() -> GPT:
@@ -25,7 +26,7 @@ def test_the_sum_is_that_of_log_probabilities_and_skips_what_is_ignored() -> Non
     model = tiny_model()
     tokens = torch.randint(29, (3, 11), generator=torch.Generator().manual_seed(2))
     targets = tokens.roll(-1, 1).clone()
-    targets[:, -1] = IGNORED
+    targets[:, -1] = IGNORED_TARGET
     log_probabilities = model.logits(model(tokens)).double().log_softmax(-1)
     by_hand = -sum(log_probabilities[b, t, targets[b, t]] for b in range(3) for t in range(10))
     assert loss_sum(model, tokens, targets).item() == pytest.approx(by_hand.item(), rel=1e-5)
@@ -57,11 +58,11 @@ def test_bits_per_byte_by_hand() -> None:
 
 def test_evaluation_counts_bytes_of_targets() -> None:
     bytes_of_token = torch.tensor([0, 1, 2, 5])  # token 0 is end-of-text
-    targets = torch.tensor([[1, 2, 0, IGNORED]])
+    targets = torch.tensor([[1, 2, 0, IGNORED_TARGET]])
     batches = [(targets.clamp(min=0), targets)] * 3
 
     def one_nat_each(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return (targets != IGNORED).sum().float()
+        return (targets != IGNORED_TARGET).sum().float()
 
     whole = evaluate(one_nat_each, batches, bytes_of_token, torch.device("cpu"))
     assert (whole["nats"], whole["tokens"], whole["bytes"]) == (9.0, 9, 9)

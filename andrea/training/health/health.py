@@ -20,7 +20,7 @@ from torch import Tensor
 from andrea.attention import HeadStatistics
 from andrea.config import RunConfig
 from andrea.text.corpus import Corpus
-from andrea.text.loader import BLOCK, Loader
+from andrea.text.loader import Loader
 from andrea.training.health.text import ReferenceText
 from andrea.training.parallel.strategy import Parallel
 
@@ -74,9 +74,7 @@ class Data:
 
     @classmethod
     def of(cls, corpus: Corpus, loader: Loader) -> Data:
-        share = loader.windows / loader.windows.sum()
-        if loader.slots is not None:
-            share = np.bincount(loader.slots, minlength=len(share)) / BLOCK
+        share = loader.source_shares()
         names = [source.name for source in corpus.sources]
         frequency = np.zeros(corpus.tokenizer.n_vocab)
         for source, weight in zip(corpus.sources, share, strict=True):

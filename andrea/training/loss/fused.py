@@ -15,8 +15,7 @@ from torch import Tensor
 
 from andrea.attention.implementations.triton import has_triton
 from andrea.model.layers import softcap
-
-IGNORED = -100  # a target that is not to be predicted: the padding of the last window
+from andrea.text.loader import IGNORED_TARGET
 
 # Logits in a chunk. Fewer mean more passes over the head's gradient, which every chunk adds to; more mean more memory. Our
 # kernel needs them once, in the precision of the products; compiled code twice; eager code five times in fp32.
@@ -26,7 +25,7 @@ LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 27, 1 << 26, 1 << 24
 def fused_nats(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype) -> Tensor:
     """Sum over all targets of -ln softmax(cap(hidden · weightᵀ))[target], in nats, fp32 scalar.
 
-    hidden (..., d), weight (V, d), targets (...) int64, IGNORED where nothing is to be predicted; cap: the soft cap, or
+    hidden (..., d), weight (V, d), targets (...) int64, IGNORED_TARGET where nothing is to be predicted; cap: the soft cap, or
     None. Products are in `dtype`, fp32 or bf16; all else, and the gradient of the head, in fp32. fp16 would lose the small
     gradients, which no loss scale has multiplied yet.
     """
@@ -82,7 +81,7 @@ def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
 def by_torch(logits: Tensor, targets: Tensor, cap: float | None, gradients: bool) -> tuple[Tensor, Tensor | None]:
     """logits (n, V) -> the chunk's nats, and the gradient (n, V) in the logits' precision; torch.compile fuses it."""
     z = logits.float() if cap is None else softcap(logits, cap)
-    counted = targets != IGNORED
+    counted = targets != IGNORED_TARGET
     log_sum_exp = z.logsumexp(1)
     of_target = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     nats = torch.where(counted, log_sum_exp - of_target, 0.0).sum()

@@ -15,7 +15,8 @@ from torch.nn import functional
 from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT, call
 from andrea.runtime.device import autocast, weight_dtype
-from andrea.training.loss.fused import IGNORED, fused_nats
+from andrea.text.loader import IGNORED_TARGET
+from andrea.training.loss.fused import fused_nats
 
 
 def loss_sum(
@@ -36,7 +37,7 @@ def score(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     """Sum over all targets of -ln p(target), in nats, from hidden (B, T, d_model)."""
     logits = model.logits(hidden)  # (B, T, V)
     return functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
 
 
@@ -68,7 +69,7 @@ class MicroLoss(nn.Module):
         observed: list[HeadStatistics] | None = [] if self.observing else None
         hidden = self.model(tokens, observed=observed, recompute=self.recompute, run=self.run_block)
         nats = self.score(hidden, targets)
-        counted = (targets != IGNORED).any(1)
+        counted = (targets != IGNORED_TARGET).any(1)
         return nats, HeadStatistics.of_layers(observed, counted) if observed else None
 
     run_block = staticmethod(call)
@@ -90,7 +91,7 @@ def evaluate(
     """
     nats, tokens_scored, bytes_scored = [], 0, 0
     for tokens, targets in batches:
-        scored = targets[targets != IGNORED]
+        scored = targets[targets != IGNORED_TARGET]
         nats.append(loss_sum(tokens.to(device), targets.to(device)).detach())  # read at the end: no card is waited for
         tokens_scored += scored.numel()
         bytes_scored += int(bytes_of_token[scored].sum())

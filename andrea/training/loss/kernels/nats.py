@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea.training.loss.fused import IGNORED
+from andrea.text.loader import IGNORED_TARGET
 
 BLOCK, WARPS = 4096, 8  # columns at a time
 
@@ -59,7 +59,7 @@ def row_kernel(
 
 @torch.library.custom_op("andrea::nats_of_rows", mutates_args={"logits"})
 def nats_of_rows(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
-    """logits (n, V), targets (n,) int64 -> -ln p(target) of each row (n,) fp32, 0 where it is IGNORED.
+    """logits (n, V), targets (n,) int64 -> -ln p(target) of each row (n,) fp32, 0 where it is IGNORED_TARGET.
 
     cap: the soft cap, 0 for none. With `gradients` those of the sum, by logit, take the logits' place.
     """
@@ -68,7 +68,7 @@ def nats_of_rows(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -
     nats = torch.empty(n_row, dtype=torch.float32, device=logits.device)
     row_kernel[(n_row,)](
         logits, targets, nats, logits.stride(0), n_vocab, cap,
-        CAPPED=cap > 0, GRADIENTS=gradients, SKIPPED=IGNORED, BLOCK=min(BLOCK, triton.next_power_of_2(n_vocab)),
+        CAPPED=cap > 0, GRADIENTS=gradients, SKIPPED=IGNORED_TARGET, BLOCK=min(BLOCK, triton.next_power_of_2(n_vocab)),
         num_warps=WARPS,
     )  # fmt: skip
     return nats
