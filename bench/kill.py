@@ -25,7 +25,8 @@ from pathlib import Path
 
 from common import ROOT, write_record
 
-from andrea.checkpoint import checkpoints_of, file_sha256, read_checkpoint
+from andrea.checkpoint import checkpoints_of, read_checkpoint
+from andrea.runtime.files import file_sha256
 from andrea.config import UserError
 from andrea.training.records.loggers import read_lines
 

@@ -17,7 +17,6 @@ a crash leaves either the whole folder or none. No pickle is ever read or writte
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -30,6 +29,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from andrea.config import UserError, nearest
+from andrea.runtime.files import (
+    file_sha256,
+    flush_to_disk,
+    remove_unfinished,
+    replace_text,
+    replacing,
+    staging_path,
+    storing,
+)
 from andrea.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -46,10 +54,6 @@ FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 class Damaged(UserError):
     """The folder is not a whole checkpoint of this project; the message names the folder and what is wrong with it."""
-
-
-class StorageFailed(Exception):
-    """The disk refused a write, and the message names which; whatever was whole before is whole still."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def step_name(step: int) -> str:
 def folder_beside(checkpoints: Path, step: int) -> Path:
     """A new folder that no reader looks at, for the files of a checkpoint. Raises StorageFailed."""
     remove_unfinished(checkpoints)
-    beside = checkpoints / f".writing-{step_name(step)}-{os.getpid()}"
+    beside = staging_path(checkpoints / step_name(step))
     with storing(beside):
         beside.mkdir(parents=True)
     return beside
@@ -134,13 +138,14 @@ def finished_folder(
     final = checkpoints / step_name(state["step"])
     with storing(final), gone_unless_finished(beside):
         tokenizer.save(beside)
-        write_json(beside / "state.json", {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity})
+        state = {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity}
+        (beside / "state.json").write_text(json_text(state), encoding="utf-8")
         others = [path for path in beside.iterdir() if path.is_file() and path.name not in tensors]
         write_manifest(beside, tensors | describe_files(beside, others))
         for folder in (beside / SHARDS, beside):
             if folder.exists():
                 flush_to_disk(folder)
-        replaced = final.with_name(f".writing-{final.name}-replaced")  # of the same step: damaged, or gone back behind
+        replaced = staging_path(final)  # of the same step: damaged, or gone back behind
         if final.exists():
             os.rename(final, replaced)
         os.rename(beside, final)
@@ -158,6 +163,7 @@ def consolidate(path: Path) -> None:
     if not checkpoint.is_sharded:
         shutil.rmtree(path / SHARDS, ignore_errors=True)  # left by a crash right after
         return
+    remove_unfinished(path)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     kept = {name: about for name, about in manifest["files"].items() if not name.startswith(f"{SHARDS}/")}
     with storing(path):
@@ -165,22 +171,26 @@ def consolidate(path: Path) -> None:
             ("optimizer.safetensors", checkpoint.optimizer_tensors),
             ("model.safetensors", checkpoint.model_tensors),
         ):
-            write_tensors(path / f".{name}", read())
-            os.replace(path / f".{name}", path / name)
+            with replacing(path / name) as staging:
+                write_tensors(staging, read())
         write_manifest(path, kept | describe_files(path, path.glob("*.safetensors")))
         flush_to_disk(path)
         shutil.rmtree(path / SHARDS)
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises OSError."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # which is how safetensors passes on that the disk refused
+        raise OSError(str(error)) from error
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    content = json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1, sort_keys=True)
-    replace_text(folder / "manifest.json", content + "\n")
+    replace_text(folder / "manifest.json", json_text({"format_version": FORMAT_VERSION, "files": files}))
 
 
 @contextmanager
@@ -324,7 +334,7 @@ def keep_newest(run: Path, keep: int) -> None:
     best = best_of(run)
     for path in checkpoints_of(run)[:-keep]:
         if path.name != best:
-            doomed = path.with_name(f".writing-{path.name}-removed")  # out of every reader's sight first, in one move
+            doomed = staging_path(path)  # out of every reader's sight first, in one move
             os.rename(path, doomed)
             shutil.rmtree(doomed)
 
@@ -342,54 +352,11 @@ def set_aside_after(run: Path, step: int) -> list[Path]:
     return aside
 
 
-def remove_unfinished(checkpoints: Path) -> None:
-    """Remove what a crash left half-written; no reader ever looks at it."""
-    for path in Path(checkpoints).glob(".writing-*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 # --------------------------------------------------------------------------------------------------------- files
 
 
-def write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file beside its place, flush it and rename it into place. Raises StorageFailed."""
-    beside = path.with_name(f".{path.name}-{os.getpid()}")
-    with storing(path):
-        try:
-            beside.write_text(text, encoding="utf-8")
-            flush_to_disk(beside)
-            os.replace(beside, path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Turns the disk's refusal, in Python's words or in safetensors', into StorageFailed with `path` in it."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise StorageFailed(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def json_text(content: Any) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import StorageFailed
 from andrea.config import LARGEST_INTEGER, Text, UserError, nearest, parse
 from andrea.runtime import torchrun
+from andrea.runtime.files import StorageFailed
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LONGEST_LINE = 2000  # characters of a message

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from andrea.runtime.files import replacing
+
 # What -ffast-math allows of sums, without what it takes away: NaN stays NaN.
 MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
 FLAGS = ["-O3", "-march=native", "-std=c++17", *MATH, "-fopenmp", "-shared", "-fPIC"]
@@ -37,20 +39,19 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         return None
     about = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout + processor()
     name = hashlib.sha256("\n".join([source.read_text(), *FLAGS, about]).encode()).hexdigest()[:16]
-    for folder in (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "andrea", None):
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "andrea"
+    for folder in (cache, None):
         try:
             path = Path(tempfile.mkdtemp() if folder is None else folder) / f"{source.stem}-{name}.so"
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as beside:
-                    made = subprocess.run([*compiler, *FLAGS, str(source), "-o", beside.name], capture_output=True)
-                if made.returncode:
-                    os.unlink(beside.name)
-                    said = made.stderr.decode(errors="replace").strip().partition("\n")[0]
-                    warnings.warn(f"{source.name} was not compiled, torch's kernels serve: {said}", stacklevel=2)
-                    return None
-                os.replace(beside.name, path)
+                with replacing(path) as staging:
+                    subprocess.run([*compiler, *FLAGS, str(source), "-o", staging], capture_output=True, check=True)
             return ctypes.CDLL(str(path))
+        except subprocess.CalledProcessError as error:
+            reason = error.stderr.decode(errors="replace").strip().partition("\n")[0]
+            warnings.warn(f"{source.name} was not compiled, torch's kernels serve: {reason}", stacklevel=2)
+            return None
         except OSError:  # a folder that cannot be written, or from which nothing may be loaded
             continue
     return None

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from andrea.config import UserError
+from andrea.runtime.files import replace_text
 
 # Wrong input, not finite, failed health; and stopped by a signal: whoever sent it did not mean another start.
 NOT_RETRIED = (2, 3, 4, 130, 143)
@@ -70,7 +71,7 @@ def recorded_exit_code() -> int | None:
 def record_exit_code(code: int) -> None:
     path = note()
     if code in NOT_RETRIED and path is not None:
-        path.write_text(f"{code} {restarts()}")
+        replace_text(path, f"{code} {restarts()}")
 
 
 def note() -> Path | None:

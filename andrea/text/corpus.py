@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
+from andrea.runtime.files import replace_text
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
-from andrea.text.prepare import FORMAT_VERSION, SPLITS, Job, fingerprint_of, locked, make, write_whole, writing
+from andrea.text.prepare import FORMAT_VERSION, SPLITS, Job, fingerprint_of, locked, make, writing
 from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
 from andrea.text.sources import Report, Source
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer
@@ -189,7 +190,7 @@ def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
             )
     if stamps != known:
         with contextlib.suppress(OSError):  # where it cannot be noted they are read again the next time
-            write_whole(noted, stamps)
+            replace_text(noted, json.dumps(stamps, indent=1))
 
 
 def stamp_of(path: Path) -> list[int]:

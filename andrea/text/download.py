@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import re
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andrea.config import UserError
+from andrea.runtime.files import file_sha256
 
 BLOCK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 30
@@ -76,7 +76,7 @@ def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
         raise UserError(f"{remote.name} cannot be downloaded ({reason}); {by_hand}, or run again to go on") from error
     except OSError as error:
         raise UserError(f"data_dir: {beside} cannot be written ({error.strerror}); set data_dir=…") from error
-    found = sha256_of(beside)
+    found = file_sha256(beside)
     if expected is not None and found != expected:
         beside.unlink()
         raise UserError(
@@ -114,8 +114,3 @@ def receive(remote: Remote, beside: Path, report: Callable[[str], None]) -> str 
     if have < total:
         raise http.client.IncompleteRead(b"", total - have)
     return remote.sha256 or checksum.sha256 or told_checksum(answer.headers)
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

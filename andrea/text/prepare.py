@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from andrea.config import TokenizerConfig, UserError
+from andrea.runtime.files import exclusive_lock, remove_unfinished, replace_text
 from andrea.text.shards import ShardSource, ShardWriter, open_shard, split_shards
 from andrea.text.sources import Piece, Report, Source, Split
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer, train_bpe
@@ -61,6 +62,7 @@ def make(jobs: list[Job], config: TokenizerConfig, given: Tokenizer | None, data
         tokenizer = given or find_or_train(jobs, config, report)
         for job in left:
             job.partial.mkdir(exist_ok=True)
+            remove_unfinished(job.partial)
             tokenizer.save(job.partial)
             if isinstance(job.source, Source):
                 meta = encode_source(job.source, tokenizer, job.partial, usable[job.folder], report)
@@ -113,7 +115,7 @@ def encode_source(
                     told = time.monotonic()
                     done = progress + sum(splits[other]["bytes"] for other in SPLITS)
                     report(f"{source.name}: encoded {done / 1e6:.1f} of {total_bytes / 1e6:.1f} MB")
-            write_whole(noted, splits)
+            replace_text(noted, json.dumps(splits, indent=1))
     for split in SPLITS:
         if sum(shard["tokens"] for shard in splits[split]["shards"]) < 2:
             shutil.rmtree(folder)
@@ -207,7 +209,7 @@ def finish(job: Job, tokenizer: Tokenizer, meta: dict[str, Any], report: Report)
     """Write meta.json, which makes the folder whole, and rename it into place."""
     fingerprint = fingerprint_of(tokenizer.identity, meta)
     head = {"format_version": FORMAT_VERSION, "source": job.source.name, "tokenizer": tokenizer.identity}
-    write_whole(job.partial / "meta.json", head | meta | {"fingerprint": fingerprint})
+    replace_text(job.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
     os.replace(job.partial, job.folder)
     counts = ", ".join(
         f"{meta['splits'][s]['bytes'] / 1e6:.2f} MB {name}"
@@ -220,16 +222,6 @@ def fingerprint_of(identity: str, meta: dict[str, Any]) -> str:
     """Of a source: equal tokens of an equal tokenizer, equal fingerprint."""
     shards = [[shard["sha256"] for shard in meta["splits"][split]["shards"]] for split in SPLITS]
     return hashlib.sha256(json.dumps([identity, meta.get("tokens_sha256"), *shards]).encode()).hexdigest()
-
-
-def write_whole(path: Path, content: Any) -> None:
-    """JSON on the disk before the name points to it."""
-    beside = path.with_suffix(".new")
-    with open(beside, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 # ------------------------------------------------------------------------------------------------- where it is made
@@ -246,23 +238,7 @@ def writing(data_dir: Path) -> Iterator[None]:
                         f"folder with room that you may write to") from error  # fmt: skip
 
 
-@contextmanager
-def locked(data_dir: Path, report: Report) -> Iterator[None]:
-    """One process at a time prepares in `data_dir`; the system drops the lock of a killed one."""
-    import fcntl
-
-    path = data_dir / ".lock"
-    while True:
-        with open(path, "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                report(f"another process prepares data in {data_dir}: waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
-                continue  # the one who held it took the file away: the lock is on a file that nobody else can find
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+def locked(data_dir: Path, report: Report) -> AbstractContextManager[None]:
+    """One process at a time prepares in `data_dir`; the others wait."""
+    message = f"another process prepares data in {data_dir}: waiting for it"
+    return exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +17,6 @@ from andrea.checkpoint import (
     Checkpoint,
     checkpoints_of,
     read_checkpoint,
-    remove_unfinished,
-    replace_text,
     set_aside_after,
 )
 from andrea.config import RunConfig, Text, UserError, to_plain
@@ -35,6 +31,7 @@ from andrea.runtime.device import (
     shorten_compiling,
     weight_dtype,
 )
+from andrea.runtime.files import Locked, exclusive_lock, remove_unfinished, replace_text, storing
 from andrea.text.corpus import Corpus, prepare
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
@@ -247,25 +244,20 @@ def new_run_folder(run: RunConfig) -> Path:
 @contextlib.contextmanager
 def run_folder_held(folder: Path, checkpoint: Checkpoint | None, console: Console) -> Iterator[None]:
     """The folder, made where it is not there, is this process's alone; what a crash left half-written is gone."""
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a+")
-    except OSError as error:
-        raise UserError(
-            f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a folder that can"
-        ) from None
-    with lock:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            held.enter_context(exclusive_lock(folder / ".lock"))
+        except Locked as holder:
             raise UserError(
-                f"{folder} is in use by another process ({lock.read().strip() or 'unknown'}); wait for it, or choose another name=…"
+                f"{folder} is in use by another process ({holder}); wait for it, or choose another name=…"
             ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}\n")
-        lock.flush()
-        remove_unfinished(folder / "checkpoints")
+        except OSError as error:
+            raise UserError(
+                f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a folder that can"
+            ) from None
+        for unfinished in (folder, folder / "checkpoints"):
+            remove_unfinished(unfinished)
         for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
             console.say(f"set aside, because the run goes back behind it: {path}")
         yield
@@ -275,7 +267,10 @@ def write_config(folder: Path, run: RunConfig) -> None:
     """The resolved configuration, from which the run can be started again."""
     import yaml
 
-    replace_text(folder / "config.yaml", yaml.safe_dump(plain_text(to_plain(run)), sort_keys=False, allow_unicode=True))
+    with storing(folder / "config.yaml"):
+        replace_text(
+            folder / "config.yaml", yaml.safe_dump(plain_text(to_plain(run)), sort_keys=False, allow_unicode=True)
+        )
 
 
 def plain_text(value: Any) -> Any:

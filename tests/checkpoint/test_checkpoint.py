@@ -14,7 +14,6 @@ import torch
 from andrea import checkpoint as module
 from andrea.checkpoint import (
     Damaged,
-    StorageFailed,
     best_of,
     checkpoints_of,
     keep_newest,
@@ -22,11 +21,11 @@ from andrea.checkpoint import (
     newest_run,
     newest_whole,
     read_checkpoint,
-    remove_unfinished,
-    replace_text,
     write_checkpoint,
 )
 from andrea.config import UserError
+from andrea.runtime import files
+from andrea.runtime.files import StorageFailed, file_sha256, remove_unfinished, replace_text
 from andrea.text.shards import find_shards
 from andrea.text.sources import Source
 from andrea.text.tokenizer import ByteTokenizer, from_path, load_gpt2
@@ -105,7 +104,7 @@ def test_a_foreign_folder_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_state_without_its_figures_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     (path / "state.json").write_text("[1]")
-    content = {"bytes": 3, "sha256": module.file_sha256(path / "state.json")}
+    content = {"bytes": 3, "sha256": file_sha256(path / "state.json")}
     edit(
         path / "manifest.json",
         files={**json.loads((path / "manifest.json").read_text())["files"], "state.json": content},
@@ -212,9 +211,7 @@ def rewrite(path: Path, name: str, content: bytes) -> None:
     """Replace a file of a checkpoint, and what the manifest says of it."""
     (path / name).write_bytes(content)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    edit(
-        path / "manifest.json", files=files | {name: {"bytes": len(content), "sha256": module.file_sha256(path / name)}}
-    )
+    edit(path / "manifest.json", files=files | {name: {"bytes": len(content), "sha256": file_sha256(path / name)}})
 
 
 def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
@@ -326,7 +323,7 @@ def test_a_sharded_checkpoint_is_read_whole_and_becomes_two_files(tmp_path: Path
     assert read_checkpoint(path).model_tensors().keys() == weights.keys()
 
 
-@pytest.mark.parametrize("moment", range(1, 8))
+@pytest.mark.parametrize("moment", range(1, 10))
 def test_a_crash_while_consolidating_leaves_the_one_form_or_the_other(tmp_path: Path, moment: int) -> None:
     """Cut off after each of its renames, flushes and removals in turn; afterwards it can be done again."""
     path = sharded(tmp_path)
@@ -344,7 +341,8 @@ def test_a_crash_while_consolidating_leaves_the_one_form_or_the_other(tmp_path: 
         return cut_off
 
     with pytest.MonkeyPatch.context() as patch:
-        for place, name in ((module.os, "replace"), (module, "flush_to_disk"), (module.shutil, "rmtree")):
+        flushes = ((module, "flush_to_disk"), (files, "flush_to_disk"))
+        for place, name in ((module.os, "replace"), *flushes, (module.shutil, "rmtree")):
             patch.setattr(place, name, counted(getattr(place, name)))
         try:
             module.consolidate(path)

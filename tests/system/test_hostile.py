@@ -25,7 +25,8 @@ import torch
 from conftest import ROOT, tiny_command, with_own_mounts
 from safetensors.torch import load_file, save_file
 
-from andrea.checkpoint import checkpoints_of, file_sha256, newest_run, read_checkpoint
+from andrea.checkpoint import checkpoints_of, newest_run, read_checkpoint
+from andrea.runtime.files import file_sha256
 from andrea.text.shards import HEADER_BYTES, ShardWriter
 from andrea.training.records.loggers import read_lines
 

@@ -121,7 +121,7 @@ def test_going_on_after_a_stop_ends_with_the_same_bytes(
         return writes
 
     with monkeypatch.context() as patch:
-        patch.setattr(encode, "write_whole", dies(encode.write_whole))
+        patch.setattr(encode, "replace_text", dies(encode.replace_text))
         patch.setattr(encode.ShardWriter, "close", dies(encode.ShardWriter.close))
         try:
             prepare(text_config(notes), BPE, tmp_path / "b", quiet)

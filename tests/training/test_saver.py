@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from andrea.checkpoint import file_sha256
+from andrea.runtime.files import file_sha256
 from andrea.training.parallel import saver
 from andrea.training.parallel.saver import StreamingWriter, laid_out
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from andrea.checkpoint import replace_text
 from andrea.config import AttentionConfig, CompareConfig, ModelConfig, UserError, parse
 from andrea.insight.compare.picture import draw_picture
 from andrea.insight.compare.runs import Run, differences, find_run_folders, read_runs, shown, warnings_of
@@ -30,6 +29,7 @@ from andrea.insight.compare.scaling_fit import (
     fit_scaling,
 )
 from andrea.insight.compare.table import looks, table, terminal_table
+from andrea.runtime.files import replace_text, storing
 from andrea.text.tokenizer import load_tokenizer
 from andrea.training.records.console import short
 
@@ -94,7 +94,8 @@ def compare(config: CompareConfig, size_asked: ModelConfig | None, say: Callable
         "differences": differing,
         "runs": [of_page(run, dataclasses.asdict(look)) for run, look in zip(runs, looks(runs), strict=True)],
     }
-    replace_text(page, page_of(content))
+    with storing(page):
+        replace_text(page, page_of(content))
     draw_picture(picture, runs, looks(runs), *config.size_pixels)
     say(f"written: {page} and {picture}")
     return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from andrea.checkpoint import storing
 from andrea.insight.compare.runs import Run
 from andrea.insight.compare.table import Look
+from andrea.runtime.files import replacing, storing
 from andrea.training.records.console import short
 
 DOTS_PER_INCH = 100
@@ -28,8 +28,8 @@ def draw_picture(path: Path, runs: list[Run], looks: list[Look], width: int, hei
         panels[row][0].set_ylabel(metric_words)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, width // 420), fontsize=9, frameon=False)
-    with storing(path):
-        FigureCanvasAgg(figure).print_png(str(path))
+    with storing(path), replacing(path) as staging:
+        FigureCanvasAgg(figure).print_png(str(staging))
 
 
 def draw_panel(panel, runs: list[Run], looks: list[Look], metric: str, axis: str) -> None:

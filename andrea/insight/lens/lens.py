@@ -19,6 +19,7 @@ from andrea.insight.lens.measure import walk
 from andrea.insight.lens.page import Facts, Head, Page, measure, visible_text
 from andrea.insight.lens.scores import NAMES, probe_scores, score_layer, stacked, targets_of
 from andrea.model.gpt import GPT
+from andrea.runtime.files import replacing
 from andrea.text.tokenizer import Tokenizer
 
 LARGEST_PAGE_BYTES = 30_000_000
@@ -175,13 +176,11 @@ def picture(weights: np.ndarray, labels: list[str], title: str) -> bytes:
 
 
 def save(out: Path, content: bytes | memoryview) -> None:
-    """Beside its place, then renamed. Raises UserError where the disk refuses."""
-    beside = out.with_name(f".{out.name}-{os.getpid()}")
+    """Write the file whole or not at all. Raises UserError where the disk refuses."""
     try:
-        beside.write_bytes(content)
-        os.replace(beside, out)
+        with replacing(out) as staging:
+            staging.write_bytes(content)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"out={out} cannot be written ({error.strerror}); name another with out=…") from None
 
 

@@ -37,17 +37,15 @@ from andrea.checkpoint import (
     SHARDS,
     Checkpoint,
     Damaged,
-    StorageFailed,
     best_of,
     consolidate,
     finished_folder,
     folder_beside,
     keep_newest,
     load_into,
-    replace_text,
-    storing,
     write_checkpoint,
 )
+from andrea.runtime.files import StorageFailed, replace_text, storing
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.ranks import A_DAY, contact_watched
@@ -90,7 +88,9 @@ class Saver(ABC):
 
     def announce(self, path: Path, best: bool) -> None:
         if best or best_of(self.folder) is None:
-            replace_text(self.folder / "checkpoints" / "best", path.name + "\n")
+            best_file = self.folder / "checkpoints" / "best"
+            with storing(best_file):
+                replace_text(best_file, path.name + "\n")
         keep_newest(self.folder, self.keep)
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-from andrea.checkpoint import flush_to_disk, replace_text, storing
 from andrea.config import LoggerConfig, UserError
+from andrea.runtime.files import flush_to_disk, replace_text, storing
 from andrea.text.tokenizer import without_surrogates
 
 AXES = ("tokens", "flops", "seconds")
@@ -65,7 +65,7 @@ class RunFolder(Logger):
         path = self.folder / page["name"] / f"step-{page['step']:08d}.html"
         with storing(path):
             path.parent.mkdir(exist_ok=True)
-        replace_text(path, page["html"])
+            replace_text(path, page["html"])
 
     def alert(self, alert: dict[str, Any]) -> None:
         append_line(self.alerts, alert)
@@ -84,7 +84,8 @@ class RunFolder(Logger):
         """Drop what lies beyond a checkpoint's step, and the line of a run that had stopped there."""
         for path in (self.metrics, self.samples, self.alerts):
             kept = [record for record in read_lines(path) if record["step"] <= step and "event" not in record]
-            replace_text(path, "".join(map(line_of, kept)))
+            with storing(path):
+                replace_text(path, "".join(map(line_of, kept)))
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

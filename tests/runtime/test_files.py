@@ -1,0 +1,128 @@
+"""Files are replaced whole or not at all; a lock has one holder; a crash leaves only names that can be removed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from andrea.runtime import files
+from andrea.runtime.files import (
+    Locked,
+    StorageFailed,
+    exclusive_lock,
+    file_sha256,
+    remove_unfinished,
+    replace_text,
+    replacing,
+    staging_path,
+    storing,
+)
+
+
+def test_a_replaced_file_has_the_new_content_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for text in ("first é", "second"):
+        replace_text(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert list(tmp_path.iterdir()) == [path]
+    assert file_sha256(path) == hashlib.sha256(b"second").hexdigest()
+
+
+@pytest.mark.parametrize("step", ["flush_to_disk", "os.replace"])
+def test_a_failed_write_leaves_the_old_content(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    replace_text(path, "old")
+
+    def disk_is_full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"andrea.runtime.files.{step}", disk_is_full)
+    with pytest.raises(StorageFailed, match=r"/a cannot be written: No space left on device$"), storing(path):
+        replace_text(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupted_block_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    replace_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as staging:
+        staging.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_staging_names_are_found_and_removed_and_no_others(tmp_path: Path) -> None:
+    kept = tmp_path / "step-00000001"
+    kept.mkdir()
+    assert staging_path(kept) != staging_path(kept)
+    staging_path(tmp_path / ("long" * 63)).write_text("half")  # a name as long as a file system allows
+    folder = staging_path(kept)
+    folder.mkdir()
+    (folder / "model").write_text("half")
+    assert len(list(tmp_path.iterdir())) == 3
+    remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == [kept]
+    remove_unfinished(tmp_path / "absent")
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from andrea.runtime.files import exclusive_lock
+with exclusive_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(path: Path) -> subprocess.Popen:
+    """A process that holds the lock until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_held_lock_is_refused_and_names_its_holder(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    holder = hold(path)
+    with pytest.raises(Locked, match=f"process {holder.pid} on "), exclusive_lock(path):
+        pass
+    holder.kill()  # without a chance to remove the file
+    holder.wait()
+    assert path.exists()
+    with exclusive_lock(path):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert not path.exists()
+
+
+def test_a_held_lock_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    holder, order = hold(path), []
+
+    def release() -> None:
+        order.append("waits")
+        threading.Timer(0.2, lambda: (order.append("released"), holder.stdin.close())).start()
+
+    with exclusive_lock(path, on_wait=release):
+        order.append("held")
+        assert path.exists()  # not the file that the first holder has removed
+    assert order == ["waits", "released", "held"] and holder.wait() == 0
+
+
+def test_an_error_under_a_lock_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the lock file can no longer be removed."""
+
+    def read_only(*given: object, **named: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with pytest.raises(ValueError, match="of the block"), exclusive_lock(tmp_path / ".lock"):
+        monkeypatch.setattr(files.Path, "unlink", read_only)
+        raise ValueError("of the block")
