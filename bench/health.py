@@ -28,7 +28,7 @@ from andrea.text.loader import Loader
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 from andrea.training.health.health import Data, Evaluation, Health
 from andrea.training.health.text import ReferenceText
-from andrea.training.records.loggers import read_lines
+from andrea.training.records.run_folder import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()
 MARKS = list("'\"-=*#.,;:!?()[]{}/\\|_~^&@$%+<>`") + ["'''''", "...", "--", "),", "==", "//", '"""']

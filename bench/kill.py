@@ -28,7 +28,7 @@ from common import ROOT, write_record
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.runtime.files import file_sha256
 from andrea.config import UserError
-from andrea.training.records.loggers import read_lines
+from andrea.training.records.run_folder import read_lines
 
 ALWAYS = ["logger=none", "train.save_every=1", "train.eval_every=4", "train.log_every=1", "train.sample_tokens=0"]
 TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes", "checkpoint"}

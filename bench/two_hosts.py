@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import ROOT, write_record
 
-from andrea.training.records.loggers import read_lines
+from andrea.training.records.run_folder import read_lines
 
 NO_NAMESPACES = 3
 TOLERANCE = 1e-5

@@ -13,7 +13,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from andrea.config import DashboardConfig, UserError
-from andrea.training.records.loggers import AXES, choose_wandb_mode
+from andrea.training.records.logger import AXES
+from andrea.training.records.weights_and_biases import choose_wandb_mode
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

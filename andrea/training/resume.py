@@ -9,7 +9,7 @@ from typing import Any
 from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole, read_small_json
 from andrea.config import RunConfig, UserError
 from andrea.runtime import torchrun
-from andrea.training.records.loggers import read_lines
+from andrea.training.records.run_folder import read_lines
 
 # What makes a run this run: with another value it would be a different one.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",

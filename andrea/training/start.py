@@ -48,7 +48,9 @@ from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.planning.settle import choose_device_of_rank, measures_every_step, room_of_a_rank, settle
 from andrea.training.records.console import Console
-from andrea.training.records.loggers import Logger, RunFolder, Wandb, choose_wandb_mode
+from andrea.training.records.logger import Logger
+from andrea.training.records.run_folder import RunFolder
+from andrea.training.records.weights_and_biases import Wandb, choose_wandb_mode
 from andrea.training.resume import run_folder_of
 from andrea.training.trainer import Progress, Trainer
 

@@ -34,7 +34,8 @@ from andrea.training.parallel.saver import Saver
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.records.console import Console
-from andrea.training.records.loggers import Logger, RunFolder
+from andrea.training.records.logger import Logger
+from andrea.training.records.run_folder import RunFolder
 
 SECOND_LOOK = 4  # times as many texts, where the first look ill
 

@@ -18,7 +18,6 @@ from andrea.insight.compare.compare import compare, page_of, run_words
 from andrea.insight.compare.runs import LeftOut, differences, find_run_folders, read_run, read_runs, warnings_of
 from andrea.insight.compare.table import looks, sequential, table, terminal_table
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.training.records.console import short
 from andrea.training.start import plain_text
 
 CONFIG = plain_text(to_plain(configure(RunConfig, "train", ["logger=none", "tokenizer=byte", "train.steps=100"])))
@@ -177,27 +176,6 @@ def test_the_table_is_aligned_within_a_hundred_columns(runs: Path) -> None:
     assert max(map(len, lines)) <= 100
     assert {line.rindex(line.split("  ")[-1].strip()[-1]) for line in lines[1:]} == {len(lines[1]) - 1}
     assert all("…" in line for line in lines[1:])
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (3_344_064, "3.34M"),
-        (465_618_432, "466M"),
-        (999_600, "1.00M"),
-        (10**9, "1.00B"),
-        (2_867_200, "2.87M"),
-        (81_920, "81.9k"),
-        (999, "999"),
-        (0, "0"),
-        (61_440, "61.4k"),
-        (12, "12"),
-        (0.07, "0.07"),
-        (1.234e17, "1.23e+17"),
-    ],
-)
-def test_numbers_are_short(number: float, text: str) -> None:
-    assert short(number) == text
 
 
 def test_sizes_are_ordered_by_lightness_and_equal_sizes_told_apart(runs: Path) -> None:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from andrea.checkpoint import checkpoints_of, newest_run, read_checkpoint
 from andrea.runtime.files import file_sha256
 from andrea.text.shards import HEADER_BYTES, ShardWriter
-from andrea.training.records.loggers import read_lines
+from andrea.training.records.run_folder import read_lines
 
 FAKETIME = [
     Path(folder) / "faketime" / "libfaketime.so.1"
@@ -371,7 +371,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def says_once(out: str) -> bool:
-    return out.count("wandb failed") == 1 and out.count("training goes on") + out.count("kept offline") == 1
+    return out.count("wandb failed") == 1 and out.count("training continues") + out.count("kept offline") == 1
 
 
 @pytest.mark.slow
@@ -396,7 +396,7 @@ def test_wandb_whose_process_is_killed_is_one_line_and_training_goes_on(tmp_path
         os.kill(core, signal.SIGKILL)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in out + err, err
-    assert says_once(out) and "training goes on without it" in out, out
+    assert says_once(out) and "training continues without it" in out, out
     assert_complete(tmp_path / "runs" / "a", 60)
 
 

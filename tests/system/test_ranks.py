@@ -14,7 +14,7 @@ import torch
 from conftest import tiny_words, torchrun, with_own_mounts
 
 from andrea.checkpoint import checkpoints_of, newest_whole, read_checkpoint
-from andrea.training.records.loggers import read_lines
+from andrea.training.records.run_folder import read_lines
 
 # fp32 sums over ranks are made in another order, which moves their last bits (2^-24 = 6e-8); over fifty steps Muon's
 # orthogonalisation in fp32 lets that grow to a few units more. In bf16 it would grow by orders of magnitude.

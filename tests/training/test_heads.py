@@ -12,7 +12,7 @@ from andrea.attention import COMPATIBILITIES, HeadStatistics, attention_weights
 from andrea.checkpoint import newest_whole
 from andrea.config import parse
 from andrea.training.heads import heatmaps, scalars
-from andrea.training.records.loggers import heatmap, read_lines
+from andrea.training.records.run_folder import read_lines
 
 SCALARS = {
     "attention/entropy_nats", "attention/entropy_share", "attention/lowest_entropy_share", "attention/largest_logit",
@@ -138,10 +138,3 @@ def test_a_head_no_query_counted_for_is_null_and_left_out_of_means():
     figures = scalars(heads)
     assert figures["attention/entropy_nats"] == 2.0
     assert figures["attention/largest_logit"] == 3.0
-
-
-def test_a_heatmap_is_a_table_with_its_numbers():
-    page = heatmap("attention/heads/largest_logit", [[1.0, 2.5], [None, 4.0]])
-    assert all(text in page for text in ("attention/heads/largest_logit", ">1<", ">2.5<", ">–<", ">4<"))
-    assert "hsl(215 70% 95%)" in page and "hsl(215 70% 30%)" in page  # the lowest and the highest
-    assert heatmap("x", [[None]]).count("<td") == 1

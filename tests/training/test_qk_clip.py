@@ -14,7 +14,7 @@ from andrea.config import AttentionConfig, ModelConfig
 from andrea.model import GPT, initialise
 from andrea.training.optimizer.qk_clip import clip_logits
 from andrea.training.parallel.strategy import Alone
-from andrea.training.records.loggers import read_lines
+from andrea.training.records.run_folder import read_lines
 
 T, THRESHOLD = 16, 20.0
 FINITE = torch.tensor(True)

@@ -31,7 +31,7 @@ from andrea.insight.compare.scaling_fit import (
 from andrea.insight.compare.table import looks, table, terminal_table
 from andrea.runtime.files import replace_text, storing
 from andrea.text.tokenizer import load_tokenizer
-from andrea.training.records.console import short
+from andrea.training.records.format import format_number
 
 TRAINING_POINTS = 400  # at most, of each run's thin training curve in the page
 # What may differ between runs of one recipe: a scaling law is about size and tokens, all else being equal.
@@ -85,7 +85,8 @@ def compare(config: CompareConfig, size_asked: ModelConfig | None, say: Callable
     picture = page.with_suffix(".png")
     page.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "summary": f"{count(len(runs), 'run')}, from {short(runs[0].parameters)} to {short(runs[-1].parameters)} parameters",
+        "summary": f"{count(len(runs), 'run')}, from {format_number(runs[0].parameters)} to "
+        f"{format_number(runs[-1].parameters)} parameters",
         "warnings": warnings,
         "notes": [*unfinished, *left_out],
         "heads": [["run", ""], *([column.title, column.unit] for column in columns)],
@@ -153,7 +154,9 @@ def law_words(fit: ScalingFit) -> str:
     figures = [f"E = {fit.irreducible} nats a token"]
     for name in fit.names:
         numerator, exponent = letters[name]
-        figures.append(f"{exponent} = {fit.exponent(name)} with {numerator} = {short(float(f'{fit.scale(name):.0e}'))}")
+        figures.append(
+            f"{exponent} = {fit.exponent(name)} with {numerator} = {format_number(float(f'{fit.scale(name):.0e}'))}"
+        )
     return f"loss = {law}: {', '.join(figures)}; {CONFIDENCE:.0%} intervals; one run's noise {fit.noise:.1%}"
 
 
@@ -169,7 +172,7 @@ def prediction_words(fit: ScalingFit, asked: Asked, run: Run) -> str:
     limit = TESTED_FACTOR if fit.names == ("N", "D") else TESTED_FACTOR**2
     beyond = max(factors.values()) > 1.01 * limit
     return (
-        f"predicted for {asked.name}, {asked.parameters:,} parameters on {short(asked.tokens)} tokens: loss {nats} nats a "
+        f"predicted for {asked.name}, {asked.parameters:,} parameters on {format_number(asked.tokens)} tokens: loss {nats} nats a "
         f"token, {bits} bits a byte ({CONFIDENCE:.0%} interval of the mean over seeds); that is {reach} of the largest run"
         + (f", and intervals were only ever tested to {limit:g} times: take it as a guess" if beyond else "")
     )
@@ -192,7 +195,7 @@ def of_page(run: Run, look: dict[str, str]) -> dict[str, Any]:
     axes = ("tokens", "flops", "seconds")
     return look | {
         "name": run.name,
-        "size": f"{run.model}, {short(run.parameters)}, {short(run.tokens)} tokens",
+        "size": f"{run.model}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
         "validation": [
             {key: point[key] for key in ("step", *axes)} | {"loss": point["val/loss"], "bpb": point["val/bpb"]}
             for point in run.validation

@@ -7,7 +7,7 @@ from pathlib import Path
 from andrea.insight.compare.runs import Run
 from andrea.insight.compare.table import Look
 from andrea.runtime.files import replacing, storing
-from andrea.training.records.console import short
+from andrea.training.records.format import format_number
 
 DOTS_PER_INCH = 100
 AXES = {"tokens": "tokens", "flops": "FLOPs of training", "seconds": "seconds of training steps"}
@@ -49,7 +49,7 @@ def draw_panel(panel, runs: list[Run], looks: list[Look], metric: str, axis: str
             [point[axis] for point in run.validation],
             [point[metric] for point in run.validation],
             color=look.light, linewidth=1.8, linestyle=dash, marker=marks[look.mark], markersize=4.5,
-            label=f"{run.name} · {run.model}, {short(run.parameters)}, {short(run.tokens)} tokens",
+            label=f"{run.name} · {run.model}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
         )  # fmt: skip
     figures = [point[metric] for run in runs for point in run.validation]
     room = max(0.08 * (max(figures) - min(figures)), 0.01 * max(figures))

@@ -15,7 +15,8 @@ from typing import Any
 
 from andrea.checkpoint import checkpoints_of
 from andrea.config import UserError
-from andrea.training.records.loggers import AXES, read_lines
+from andrea.training.records.logger import AXES
+from andrea.training.records.run_folder import read_lines
 
 # What differs between any two runs and says nothing about what was trained.
 NOT_COMPARED = ("name", "runs_dir", "data_dir", "resume", "init_from", "dry_run", "logger", "threads")

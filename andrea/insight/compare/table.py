@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from andrea.insight.compare.runs import Run
-from andrea.training.records.console import duration, short
+from andrea.training.records.format import format_duration, format_number
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # of lines; '' is solid
 MARKS = ("circle", "square", "triangle", "diamond")
@@ -82,15 +82,17 @@ class Column:
 
 
 COLUMNS = (
-    Column("params", "", lambda run: short(run.parameters)),
-    Column("tokens", "trained on", lambda run: short(run.tokens)),
+    Column("params", "", lambda run: format_number(run.parameters)),
+    Column("tokens", "trained on", lambda run: format_number(run.tokens)),
     Column("FLOPs", "of training", lambda run: f"{run.flops:.2e}"),
     Column("val loss", "nats a token, last evaluation", lambda run: f"{run.loss:.4f}"),
     Column("bpb", "bits a byte, last evaluation", lambda run: f"{run.bpb:.4f}"),
     Column("tok/s", "tokens a second, median", lambda run: written_or_none(run.tokens_per_second, "{:,.0f}")),
     Column("MFU", "share of the device's peak FLOPs, median", lambda run: written_or_none(run.mfu, "{:.1%}")),
     Column("memory", "peak", lambda run: None if run.peak_memory_bytes is None else in_memory(run.peak_memory_bytes)),
-    Column("time", "of training steps; evaluating, saving and compiling left out", lambda run: duration(run.seconds)),
+    Column(
+        "time", "of training steps; evaluating, saving and compiling left out", lambda run: format_duration(run.seconds)
+    ),
 )
 
 

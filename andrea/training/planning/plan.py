@@ -14,7 +14,7 @@ from andrea.runtime.device import Choice, choose_compile, choose_device, choose_
 from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.float8 import check_float8
 from andrea.training.planning.memory import Memory, plan_memory
-from andrea.training.records.console import duration, short
+from andrea.training.records.format import format_duration, format_number
 from andrea.training.resume import measured_pace
 
 TOKENS_AT_A_TIME_ON_CPU = 4096  # more than this in one pass is no faster on a CPU, and takes more memory
@@ -53,7 +53,11 @@ def complete(run: RunConfig) -> RunConfig:
         run = dataclasses.replace(run, train=dataclasses.replace(train, steps=steps))
     if run.name is None:
         return run
-    seen = {"{model}": run.model.name, "{tokens}": short(run.steps * run.tokens_per_step), "{seed}": str(run.seed)}
+    seen = {
+        "{model}": run.model.name,
+        "{tokens}": format_number(run.steps * run.tokens_per_step),
+        "{seed}": str(run.seed),
+    }
     name = str(run.name)
     for placeholder, value in seen.items():
         name = name.replace(placeholder, value)
@@ -159,7 +163,7 @@ def describe(run: RunConfig) -> str:
     tokens = run.steps * run.tokens_per_step
     pace = measured_pace(Path(run.runs_dir), run.model.name)
     time = (
-        f"{duration(tokens / pace[0])} at {pace[0]:,.0f} tokens/s, measured in {pace[1]}"
+        f"{format_duration(tokens / pace[0])} at {pace[0]:,.0f} tokens/s, measured in {pace[1]}"
         if pace
         else "not measured yet: known after the first steps of a run"
     )

@@ -1,1 +1,1 @@
-"""Where a run's figures go: run folder, wandb, console."""
+"""Where a run's figures are recorded: the run folder, the console, Weights & Biases."""

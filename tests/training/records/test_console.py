@@ -1,10 +1,10 @@
-"""The terminal: a live line where there is one, plain lines where there is none."""
+"""The console: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import pytest
 
-from andrea.training.records.console import Console, duration
+from andrea.training.records.console import Console
 
 TRAINED = {
     "step": 10,
@@ -13,14 +13,6 @@ TRAINED = {
     "train/tokens_per_second": 1234.5,
     "train/seconds_per_step": 2.0,
 }
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0, "0 s"), (-3, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (7261, "2 h 01 min"), (90_061, "1 d 1 h")],
-)
-def test_durations_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_without_a_terminal_every_record_is_a_plain_line(capsys: pytest.CaptureFixture) -> None:
@@ -34,7 +26,7 @@ def test_without_a_terminal_every_record_is_a_plain_line(capsys: pytest.CaptureF
     console.waiting("saving …")
     console.finish(0)
     out = capsys.readouterr().out
-    assert "step 10/20 · 1,234 tokens/s · loss 3.250" in out and "20 s left" in out
+    assert "step 10/20 · 1,234 tokens/s · loss 3.250 · learning rate 100% of peak · 20 s left" in out
     assert "validation loss 3.0000 · 1.5000 bits/byte · a 1.2500" in out
     assert "  │ [b]def\n  │ x" in out and "\x1b" not in out
 

@@ -13,7 +13,7 @@ import torch
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import newest_whole
 from andrea.cli.command_line import configure
-from andrea.config import LoggerConfig, RunConfig, UserError
+from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.text.corpus import prepare
@@ -21,7 +21,7 @@ from andrea.text.loader import Loader
 from andrea.training.health.health import CHECKS, Data, Evaluation, Health, now_of, sampled_weights, update_ratios
 from andrea.training.health.text import ReferenceText
 from andrea.training.parallel.strategy import Alone
-from andrea.training.records.loggers import Wandb, read_lines
+from andrea.training.records.run_folder import read_lines
 
 N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91
 DATA = Data({"code": 0.75, "notes": 0.25}, {"code": 1000, "notes": 500}, UNIGRAM)
@@ -340,13 +340,3 @@ def test_what_looks_ill_is_looked_at_again(tiny_run, tmp_path: Path) -> None:
         record = next(record for record in records if "health/text/judged" in record)
         assert fewest <= record["health/text/judged"] <= most  # a text too short is not judged
         assert record["health/findings/poor_text"] == (name == "ill")
-
-
-def test_an_alert_in_wandb_offline_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=[])
-    wandb = Wandb(config, "offline", tmp_path, "run", "tiny", None, {})
-    axes = {"step": 3, "tokens": 3, "flops": 3.0, "seconds": 0.1}
-    wandb.alert(axes | {"finding": "repeated_word", "begins": True, "message": "region"})
-    wandb.alert(axes | {"finding": "repeated_word", "begins": False, "message": "over"})
-    wandb.finish(0)

@@ -1,0 +1,175 @@
+"""Weights & Biases: the same records as the run folder's, online or offline.
+
+No run ends because of wandb. If its server cannot be reached at the start, the run is recorded offline. If wandb fails
+later, one line says so and training continues without it: the run folder has every record.
+"""
+
+from __future__ import annotations
+
+import html
+import netrc
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from andrea.config import LoggerConfig, UserError
+from andrea.text.tokenizer import without_surrogates
+from andrea.training.records.heatmap import heatmap
+from andrea.training.records.logger import AXES, Logger
+
+TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
+CONTINUES = "training continues without it"
+
+
+@final
+class Wandb(Logger):
+    """One wandb run. All runs of a `runs_dir` keep their files in its one folder `wandb/`."""
+
+    def __init__(
+        self,
+        config: LoggerConfig,
+        mode: str,
+        runs_dir: Path,
+        name: str,
+        group: str,
+        run_id: str | None,
+        facts: dict[str, Any],
+    ) -> None:
+        """mode: online or offline. run_id: of the run to continue, None for a new one. facts: shown as the run's config."""
+        import wandb
+
+        os.environ.setdefault("WANDB_SILENT", "true")
+        self.run_id = run_id or uuid.uuid4().hex[:8]
+        about = {
+            "project": config.project, "group": config.group or group, "tags": config.tags, "name": replace_surrogates(name),
+            "config": replace_surrogates(facts), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
+        }  # fmt: skip
+        timeouts = {key: seconds for key, seconds in TIMEOUTS_SECONDS.items() if key in wandb.Settings.model_fields}
+        settings = wandb.Settings(console="off", silent=True, **timeouts)
+        self.run: Any = None  # wandb's own run; None where wandb has failed
+        for attempt in dict.fromkeys((mode, "offline")):
+            offline_next = "the run is kept offline; `wandb sync` uploads it later"
+            with TolerateWandbErrors(offline_next if attempt == "online" else CONTINUES):
+                self.run = wandb.init(**about, mode=attempt, settings=settings)
+                break
+            self.disconnect()  # wandb's process has reserved the run's id, and would refuse it to a second attempt
+        self.send(self.define_axes)
+
+    def define_axes(self) -> None:
+        for axis in ("step", *AXES):
+            self.run.define_metric(axis)
+        self.run.define_metric("*", step_metric="tokens")
+
+    def send(self, call: Callable[[], None]) -> None:
+        """Make a call to wandb; skip the call where wandb has failed before."""
+        if self.run is None:
+            return
+        with TolerateWandbErrors(CONTINUES) as attempt:
+            call()
+        if attempt.failed:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """End wandb's process now: at our own exit, the failed process would fail again and print a traceback."""
+        import wandb
+
+        self.run = None
+        with TolerateWandbErrors():
+            wandb.teardown()
+
+    def record(self, record: dict[str, Any]) -> None:
+        if "event" in record:
+            ending = {key: value for key, value in record.items() if key not in ("step", *AXES)}
+            self.send(lambda: self.run.summary.update(ending))
+        else:
+            self.send(lambda: self.run.log({key: figure_or_heatmap(key, value) for key, value in record.items()}))
+
+    def sample(self, sample: dict[str, Any]) -> None:
+        self.log_page(sample, "sample", f"<pre>{html.escape(sample['prompt'] + sample['text'])}</pre>")
+
+    def page(self, page: dict[str, Any]) -> None:
+        self.log_page(page, page["name"], page["html"])
+
+    def log_page(self, source: dict[str, Any], name: str, page: str) -> None:
+        """Log an HTML page under `name`, at the step and the axes of `source`."""
+        import wandb
+
+        axes = {axis: source[axis] for axis in ("step", *AXES)}
+        self.send(lambda: self.run.log({**axes, name: wandb.Html(replace_surrogates(page), inject=False)}))
+
+    def alert(self, alert: dict[str, Any]) -> None:
+        import wandb
+
+        if alert["begins"]:
+            title = f"{alert['finding']} at step {alert['step']}"
+            self.send(lambda: self.run.alert(title=title, text=alert["message"], level=wandb.AlertLevel.WARN))
+
+    def finish(self, exit_code: int) -> None:
+        self.send(lambda: self.run.finish(exit_code=exit_code))
+
+
+@final
+class TolerateWandbErrors:
+    """A context manager that reports wandb's errors in one line and suppresses them; it lets all other errors pass.
+
+    wandb's errors have no common base class, so they are recognised by the module that defines them. An OSError means
+    that wandb's process is gone.
+    """
+
+    def __init__(self, consequence: str | None = None) -> None:
+        """consequence: what happens next, said in the line that reports the error; None: nothing is printed."""
+        self.consequence, self.failed = consequence, False
+
+    def __enter__(self) -> TolerateWandbErrors:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        self.failed = isinstance(error, OSError) or (kind is not None and kind.__module__.split(".")[0] == "wandb")
+        if self.failed and self.consequence:
+            print(f"wandb failed ({' '.join(str(error).split())[:200] or kind}); {self.consequence}", flush=True)
+        return self.failed
+
+
+def replace_surrogates(value: Any) -> Any:
+    """The same text, list or mapping with each lone surrogate as U+FFFD: wandb refuses lone surrogates."""
+    if isinstance(value, dict):
+        return {replace_surrogates(key): replace_surrogates(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [replace_surrogates(entry) for entry in value]
+    return without_surrogates(value) if isinstance(value, str) else value
+
+
+def figure_or_heatmap(name: str, value: Any) -> Any:
+    """A number as it is; layers × heads as an HTML page."""
+    import wandb
+
+    return wandb.Html(heatmap(name, value), inject=False) if isinstance(value, list) else value
+
+
+def choose_wandb_mode(asked: str) -> tuple[str, str]:
+    """(mode, a line that explains it) for logger.wandb=`asked`. `auto` is online when logged in, else offline.
+
+    Never asks a question. Raises UserError for `online` without a login.
+    """
+    if asked == "disabled" or os.environ.get("WANDB_MODE") == "disabled":
+        return "disabled", "wandb: off (logger=wandb turns it on)"
+    if asked == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+        offline = "; run `wandb login` once to log later runs online, and `wandb sync` to upload this one"
+        return mode, f"wandb: {mode}" + ("" if mode == "online" else offline)
+    if asked == "online" and not logged_in():
+        raise UserError("logger.wandb=online needs a login; run `wandb login` once, or set logger.wandb=offline")
+    return asked, f"wandb: {asked}"
+
+
+def logged_in() -> bool:
+    """Whether an API key is in the environment or in the netrc file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
