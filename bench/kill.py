@@ -26,8 +26,8 @@ from pathlib import Path
 from common import ROOT, write_record
 
 from andrea.checkpoint import checkpoints_of, read_checkpoint
-from andrea.runtime.files import file_sha256
 from andrea.config import UserError
+from andrea.runtime.files import file_sha256
 from andrea.training.records.run_folder import read_lines
 
 ALWAYS = ["logger=none", "train.save_every=1", "train.eval_every=4", "train.log_every=1", "train.sample_tokens=0"]

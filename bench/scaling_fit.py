@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, write_record
 
-from andrea.insight.compare.compare import scaling_fit
-from andrea.insight.compare.scaling_fit import CONFIDENCE, REFITS, fit_law
+from andrea.insight.compare.scaling import fit as scaling_fit
+from andrea.insight.compare.scaling.fit import CONFIDENCE, REFITS, fit_law
 
 BEYOND = scaling_fit.TESTED_FACTOR
 SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: andrea-nano to andrea-480m

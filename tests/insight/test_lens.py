@@ -17,8 +17,7 @@ from andrea.checkpoint import write_checkpoint
 from andrea.config import AttentionConfig, LensConfig, ModelConfig, UserError, parse, to_plain
 from andrea.insight.lens import lens as lens_module
 from andrea.insight.lens.lens import chosen_heads, lens, small_lens
-from andrea.insight.lens.measure import next_log_probabilities, pushed_tokens, walk, without_heads
-from andrea.insight.lens.page import Facts, Page, measure, small_maps, visible_text
+from andrea.insight.lens.page.page import Facts, Page, measure, small_maps, visible_text
 from andrea.insight.lens.scores import (
     NAMES,
     PASSAGE,
@@ -30,6 +29,7 @@ from andrea.insight.lens.scores import (
     score_layer,
     targets_of,
 )
+from andrea.insight.lens.trace import next_log_probabilities, pushed_tokens, walk, without_heads
 from andrea.model.gpt import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
 from andrea.training.heads import probe
@@ -119,7 +119,7 @@ def test_few_ablations_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -
     model, tokens = make(), prompt_tokens()
     passes = list(walk(model, tokens))
     together = dict(without_heads(model, tokens, 1, passes[1], range(5)))
-    monkeypatch.setattr("andrea.insight.lens.measure.LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr("andrea.insight.lens.trace.LOGITS_AT_ONCE", 1)
     for head, without in without_heads(model, tokens, 1, passes[1], range(5)):
         torch.testing.assert_close(without, together[head], atol=1e-5, rtol=1e-5)
 

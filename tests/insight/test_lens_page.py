@@ -12,8 +12,8 @@ from test_lens import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_
 
 from andrea.attention import Cosine, ScaledDotProduct, attention_weights
 from andrea.insight.lens.lens import small_lens
-from andrea.insight.lens.measure import walk, without_heads
-from andrea.insight.lens.page import Facts, Page, measure
+from andrea.insight.lens.page.page import Facts, Page, measure
+from andrea.insight.lens.trace import walk, without_heads
 from andrea.model.gpt import GPT
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from andrea.insight.compare.scaling_fit import FEWEST_FOR_FULL, NoFit, envelope, fit_scaling, law, minimise, written
+from andrea.insight.compare.scaling.fit import FEWEST_FOR_FULL, NoFit, envelope, fit_scaling, law, minimise, written
 
 TRUTH = (1.69, 406.4, 0.34, 410.7, 0.28)  # E, A, alpha, B, beta of Hoffmann et al. 2022
 SIZES = np.array([3.3e6, 17e6, 91e6, 466e6])

@@ -19,7 +19,7 @@ import numpy as np
 from andrea.config import AttentionConfig, CompareConfig, ModelConfig, UserError, parse
 from andrea.insight.compare.picture import draw_picture
 from andrea.insight.compare.runs import Run, differences, find_run_folders, read_runs, shown, warnings_of
-from andrea.insight.compare.scaling_fit import (
+from andrea.insight.compare.scaling.fit import (
     CONFIDENCE,
     TESTED_FACTOR,
     Interval,
@@ -85,8 +85,7 @@ def compare(config: CompareConfig, size_asked: ModelConfig | None, say: Callable
     picture = page.with_suffix(".png")
     page.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "summary": f"{count(len(runs), 'run')}, from {format_number(runs[0].parameters)} to "
-        f"{format_number(runs[-1].parameters)} parameters",
+        "summary": summary_of(runs),
         "warnings": warnings,
         "notes": [*unfinished, *left_out],
         "heads": [["run", ""], *([column.title, column.unit] for column in columns)],
@@ -190,6 +189,11 @@ def difference_lines(rows: list[list[str]]) -> list[str]:
     return lines
 
 
+def summary_of(runs: list[Run]) -> str:
+    smallest, largest = (format_number(run.parameters) for run in (runs[0], runs[-1]))
+    return f"{count(len(runs), 'run')}, from {smallest} to {largest} parameters"
+
+
 def of_page(run: Run, look: dict[str, str]) -> dict[str, Any]:
     stride = -(-len(run.training) // TRAINING_POINTS) or 1
     axes = ("tokens", "flops", "seconds")
@@ -207,6 +211,6 @@ def of_page(run: Run, look: dict[str, str]) -> dict[str, Any]:
 
 
 def page_of(content: dict[str, Any]) -> str:
-    template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    template = (Path(__file__).parent / "page" / "template.html").read_text(encoding="utf-8")
     # '<' as an escape: no name of a run can end the script element it stands in
     return template.replace("@DATA@", json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"))

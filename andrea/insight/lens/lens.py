@@ -15,9 +15,9 @@ from andrea.checkpoint import locate
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
 from andrea.generation.session import load_model, read_prompt
-from andrea.insight.lens.measure import walk
-from andrea.insight.lens.page import Facts, Head, Page, measure, visible_text
+from andrea.insight.lens.page.page import Facts, Head, Page, measure, visible_text
 from andrea.insight.lens.scores import NAMES, probe_scores, score_layer, stacked, targets_of
+from andrea.insight.lens.trace import walk
 from andrea.model.gpt import GPT
 from andrea.runtime.files import replacing
 from andrea.text.tokenizer import Tokenizer

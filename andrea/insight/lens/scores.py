@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from andrea.attention.statistics import statistics_of_scores
-from andrea.insight.lens.measure import LayerPass, walk
+from andrea.insight.lens.trace import LayerPass, walk
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
 

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from andrea.attention import Additive, Cosine
 from andrea.attention.mask import visible_interval
-from andrea.insight.lens.measure import (
+from andrea.insight.lens.scores import NAMES, names_of, probe_scores, score_layer, stacked, targets_of
+from andrea.insight.lens.trace import (
     LayerPass,
     next_log_probabilities,
     pushed_tokens,
@@ -30,7 +31,6 @@ from andrea.insight.lens.measure import (
     walk,
     without_heads,
 )
-from andrea.insight.lens.scores import NAMES, names_of, probe_scores, score_layer, stacked, targets_of
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
 
@@ -260,11 +260,11 @@ class Page:
         ]
         parts = {
             "TITLE": self.facts.title.replace("&", "&amp;").replace("<", "&lt;"),
-            "STYLE": (FOLDER / "page.css").read_text(encoding="utf-8"),
+            "STYLE": (FOLDER / "style.css").read_text(encoding="utf-8"),
             "DATA": "\n".join(scripts),
-            "PROGRAM": (FOLDER / "page.js").read_text(encoding="utf-8"),
+            "PROGRAM": (FOLDER / "script.js").read_text(encoding="utf-8"),
         }
-        page = (FOLDER / "page.html").read_text(encoding="utf-8")
+        page = (FOLDER / "template.html").read_text(encoding="utf-8")
         return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], page)  # in one pass: a prompt may hold {{DATA}}
 
     def facts_of_model(self) -> dict[str, Any]:
