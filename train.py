@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
 
     from andrea.insight.lens.lens import small_lens
     from andrea.training import resume
-    from andrea.training.parallel.ranks import joined
+    from andrea.training.parallel.process_group import join_ranks
     from andrea.training.planning import plan
     from andrea.training.start import start
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if config.dry_run:
         print(plan.describe(config))
         return 0
-    with joined(config.parallel.watchdog_minutes) as (ranks, watchdog):
+    with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         if checkpoint is not None:
             merged, changes = resume.merge(

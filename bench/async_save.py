@@ -54,11 +54,11 @@ def work(chosen: argparse.Namespace) -> None:
 
     from andrea.runtime.device import choose_device, choose_precision, keep_freed_memory, weight_dtype
     from andrea.text.tokenizer import ByteTokenizer
-    from andrea.training.loss.loss import MicroLoss
+    from andrea.training.loss.micro_batch import MicroBatchLoss
     from andrea.training.optimizer.optimizer import Optimizer
-    from andrea.training.parallel.ranks import joined
+    from andrea.training.parallel.fsdp import FullySharded
+    from andrea.training.parallel.process_group import join_ranks
     from andrea.training.parallel.saver import ShardSaver
-    from andrea.training.parallel.strategy import Sharded
 
     def group(kind: type, name: str):
         return parse(kind, yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")), name)
@@ -71,12 +71,14 @@ def work(chosen: argparse.Namespace) -> None:
         keep_freed_memory()
     precision = choose_precision("auto", device).value
     n_vocab = 50257
-    with joined(10) as (ranks, _):
+    with join_ranks(10) as (ranks, _):
         model = make_andrea(config, n_vocab, "cpu")
         dtype = weight_dtype(precision)
-        parallel = Sharded(model, ranks, parallel_config, device, dtype, lambda: make_andrea(config, n_vocab, "cpu"))
+        parallel = FullySharded(
+            model, ranks, parallel_config, device, dtype, lambda: make_andrea(config, n_vocab, "cpu")
+        )
         loss = parallel.wrap(
-            MicroLoss(model, device, precision, False, False), "on" if device.type == "cuda" else "off"
+            MicroBatchLoss(model, device, precision, False, False), "on" if device.type == "cuda" else "off"
         )
         optimizer = Optimizer(parallel, optimizer_config, bf16=precision == "bf16")
         savers = [
@@ -89,17 +91,17 @@ def work(chosen: argparse.Namespace) -> None:
             clock = time.perf_counter()
             nats, _ = loss(tokens, tokens)
             (nats / tokens.numel()).backward()
-            parallel.take_gradients()
+            parallel.set_local_gradients()
             norm = optimizer.clip()
             optimizer.step(1.0, torch.isfinite(norm))
             parallel.zero_gradients()
-            float(ranks.added(norm))  # as the trainer does: all ranks, and the host, wait here
+            float(ranks.sum(norm))  # as the trainer does: all ranks, and the host, wait here
             return time.perf_counter() - clock
 
         def timed(action) -> float:
             clock = time.perf_counter()
             action()
-            float(ranks.added(torch.zeros(())))
+            float(ranks.sum(torch.zeros(())))
             return time.perf_counter() - clock
 
         for _ in range(3):
@@ -114,7 +116,7 @@ def work(chosen: argparse.Namespace) -> None:
             begun = time.perf_counter()
             call = timed(lambda: savers[1].save(state, best=True))
             beside = []
-            while float(ranks.added(torch.tensor(float(savers[1].thread.is_alive())))):
+            while float(ranks.sum(torch.tensor(float(savers[1].thread.is_alive())))):
                 beside.append(step())
             durable = time.perf_counter() - begun
             savers[1].wait()

@@ -28,7 +28,7 @@ from andrea.attention.implementations import triton as triton_path
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.model.layers import softcap
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.fused import fused_nats
+from andrea.training.loss.fused import fused_cross_entropy
 
 #         B  H  G   T    S   d_k  d_v
 SHAPES = [
@@ -89,7 +89,7 @@ def model_row(precision: str, device: str) -> dict:
 def compiled_row(precision: torch.dtype, device: str) -> dict:
     """One compiled training step through our kernel, statistics included, against the eager one."""
     from andrea.attention import HeadStatistics
-    from andrea.training.loss.loss import loss_sum
+    from andrea.training.loss.cross_entropy import loss_sum
 
     model = make_andrea(model_config("andrea-nano"), 4096, device)
     for block in model.blocks:
@@ -150,7 +150,7 @@ def loss_rows(device: str) -> Iterator[dict]:
                 for of, kind, where in (
                     (readable_nats, torch.float64, "cpu"),
                     (readable_nats, dtype, device),
-                    (fused_nats, dtype, device),
+                    (fused_cross_entropy, dtype, device),
                 )
             )
             passes = all(

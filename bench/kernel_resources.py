@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from andrea.attention.kernels import fused
 from andrea.attention.kernels.fused import Blocks, padded, tuning
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.kernels import nats
+from andrea.training.loss.kernels import cross_entropy
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODES = {"none": fused.NONE.value, "causal": fused.CAUSAL.value, "interval": fused.INTERVAL.value}
@@ -79,11 +79,11 @@ def compiled_loss(dtype: str, target: int, capped: bool):
     """The loss's kernel as its launcher would compile it for a vocabulary of any size."""
     pointers = {"logits": f"*{dtype}", "targets": "*i64", "nats": "*fp32"}
     numbers = {"stride": "i64", "n_vocab": "i32", "cap": "fp32"}
-    constants = {"CAPPED": capped, "GRADIENTS": True, "SKIPPED": IGNORED_TARGET, "BLOCK": nats.BLOCK}
+    constants = {"CAPPED": capped, "GRADIENTS": True, "IGNORED": IGNORED_TARGET, "BLOCK": cross_entropy.BLOCK}
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
     attributes = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers))}
-    source = ASTSource(nats.row_kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": nats.WARPS})
+    source = ASTSource(cross_entropy.row_kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": cross_entropy.WARPS})
 
 
 def resources(kernel, target: int, warps: int) -> dict:
@@ -133,8 +133,8 @@ def measure_loss(types, targets) -> list[dict]:
         for target in targets:
             for capped in (True, False):
                 name = "loss, capped" if capped else "loss"
-                about = {"kernel": name, "dtype": dtype, "target": f"sm_{target}", "warps": nats.WARPS}
-                rows.append(about | resources(compiled_loss(dtype, target, capped), target, nats.WARPS))
+                about = {"kernel": name, "dtype": dtype, "target": f"sm_{target}", "warps": cross_entropy.WARPS}
+                rows.append(about | resources(compiled_loss(dtype, target, capped), target, cross_entropy.WARPS))
                 print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     return rows
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from andrea.model.layers import softcap
 from andrea.runtime.device import keep_freed_memory, peak_memory_bytes
-from andrea.training.loss.fused import fused_nats
+from andrea.training.loss.fused import fused_cross_entropy
 
 WAYS = ("written-out", "fused", "fused-compiled")
 
@@ -61,7 +61,7 @@ def contest(chosen: argparse.Namespace) -> None:
         return functional.cross_entropy(logits.float(), targets, reduction="sum")
 
     def fused() -> torch.Tensor:
-        return fused_nats(hidden, weight, targets, config.logit_softcap, dtype)
+        return fused_cross_entropy(hidden, weight, targets, config.logit_softcap, dtype)
 
     way = written_out if chosen.worker == "written-out" else fused
     if chosen.worker.endswith("compiled"):

@@ -19,7 +19,7 @@ import torch
 from common import arguments, interleave, make_andrea, model_config, optimizer_config, report
 
 from andrea.training.optimizer.optimizer import Optimizer, group_parameters
-from andrea.training.parallel.strategy import Alone
+from andrea.training.parallel.strategy import SingleProcess
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def ours(model: torch.nn.Module, kind: str) -> Callable[[], None]:
-    optimizer = Optimizer(Alone(model), optimizer_config(kind), bf16=True)
+    optimizer = Optimizer(SingleProcess(model), optimizer_config(kind), bf16=True)
 
     def run() -> None:
         norm = optimizer.clip()

@@ -35,9 +35,9 @@ from andrea.attention.implementations.fastest import measure
 from andrea.config import ModelConfig
 from andrea.runtime.device import autocast, choose_precision, keep_freed_memory, weight_dtype
 from andrea.training.float8 import check_float8, to_float8
-from andrea.training.loss.loss import MicroLoss
+from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import Alone
+from andrea.training.parallel.strategy import SingleProcess
 
 PEERS = ("fp32", "bf16", "bf16-compiled", "bf16-compiled-kept")
 
@@ -129,10 +129,10 @@ def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_
 
 def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Callable[[], int]:
     """The pieces the trainer uses: its loss, compiled; clip; the gated optimizer step."""
-    parallel = Alone(model)
+    parallel = SingleProcess(model)
     optimizer = Optimizer(parallel, optimizer_config(chosen.optimizer), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
-    micro = MicroLoss(model, text.device, precision, measuring, False)
+    micro = MicroBatchLoss(model, text.device, precision, measuring, False)
     loss_of = parallel.wrap(micro, chosen.compile)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
 

@@ -24,10 +24,10 @@ from andrea.model.gpt import GPT, initialise
 from andrea.model.transfer import Transfer
 from andrea.text.corpus import Corpus, prepare
 from andrea.text.loader import Loader, validation_batches
-from andrea.training.loss.loss import evaluate, loss_sum
+from andrea.training.loss.cross_entropy import evaluate, loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.optimizer.schedule import rate_at
-from andrea.training.parallel.strategy import Alone
+from andrea.training.parallel.strategy import SingleProcess
 
 WIDTHS = (32, 80, 192)
 D_HEAD = 16
@@ -73,7 +73,7 @@ def train(run: RunConfig, corpus: Corpus, seed: int) -> float:
     torch.manual_seed(seed)
     model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab)
     initialise(model, torch.Generator().manual_seed(seed), Transfer.of(run.model, run.optimizer))
-    optimizer = Optimizer(Alone(model), run.optimizer, bf16=False)
+    optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=False)
     loader = Loader(corpus.sources, SEQUENCE_LENGTH, seed)
     for step in range(STEPS):
         tokens, targets = loader.batch(step * SEQUENCES_PER_STEP, SEQUENCES_PER_STEP)

@@ -38,12 +38,14 @@ from andrea.text.tokenizer import Tokenizer
 from andrea.training.float8 import to_float8
 from andrea.training.health.health import Data, Health
 from andrea.training.health.text import ReferenceText
-from andrea.training.loss.loss import MicroLoss
+from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.parallel.ddp import DataParallel
+from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.saver import Saver, make_saver
-from andrea.training.parallel.strategy import Alone, Parallel, Replicated, Sharded
+from andrea.training.parallel.strategy import Parallel, SingleProcess
 from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.planning.settle import choose_device_of_rank, measures_every_step, room_of_a_rank, settle
@@ -144,9 +146,9 @@ def make_parallel(
     """kind: none, ddp, fsdp."""
     if kind == "fsdp":
         dtype = weight_dtype(run.precision)
-        return Sharded(model, ranks, run.parallel, device, dtype, lambda: make_model(run, corpus))
+        return FullySharded(model, ranks, run.parallel, device, dtype, lambda: make_model(run, corpus))
     model.to(device)
-    return Replicated(model, ranks) if ranks.size > 1 else Alone(model)
+    return DataParallel(model, ranks) if ranks.size > 1 else SingleProcess(model)
 
 
 def make_model(run: RunConfig, corpus: Corpus) -> GPT:
@@ -167,7 +169,7 @@ def make_loss(
     from torch._inductor.exc import CppCompileError, InductorError
 
     recompute = run.train.activation_checkpointing
-    micro = MicroLoss(parallel.model, device, run.precision, measures_every_step(run), recompute)
+    micro = MicroBatchLoss(parallel.model, device, run.precision, measures_every_step(run), recompute)
     loss = parallel.wrap(micro, run.compile)
     if run.compile == "off":
         return loss, run

@@ -25,7 +25,7 @@ from andrea.text.corpus import Corpus
 from andrea.text.loader import IGNORED_TARGET, Loader, validation_batches
 from andrea.training.heads import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.health import Evaluation, Health, sampled_weights, update_ratios
-from andrea.training.loss.loss import evaluate, summary
+from andrea.training.loss.cross_entropy import evaluate, summary
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.optimizer.qk_clip import clip_logits
@@ -144,7 +144,7 @@ class Trainer:
     def batch(self) -> tuple[Tensor, Tensor, int]:
         """This rank's rows of the step's (N, T) tokens and targets, and the targets in the rows of all ranks."""
         first_sample, n = self.progress.step * self.run.sequences_per_step, self.run.sequences_per_step
-        first, count, _ = self.ranks.share(n)
+        first, count, _ = self.ranks.local_rows(n)
         tokens, targets = self.loader.batch(first_sample + first, count)
         if self.device.type == "cuda":  # from pinned memory the copy to the card waits for nothing
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
@@ -158,16 +158,16 @@ class Trainer:
         self.watchdog.at(self.progress.step + 1, "forward and backward")
         nats, heads = self.accumulate(tokens, targets, count)
         self.watchdog.at(self.progress.step + 1, "update")
-        nats, *wishes = self.ranks.added(torch.stack([nats, *self.wishes_to_stop()])).unbind()
-        self.heads = self.ranks.heads(heads) if heads else None
-        self.parallel.take_gradients()
+        nats, *wishes = self.ranks.sum(torch.stack([nats, *self.wishes_to_stop()])).unbind()
+        self.heads = self.ranks.merge_head_statistics(heads) if heads else None
+        self.parallel.set_local_gradients()
         self.scale.unscale(self.optimizer.parameters)
         norm = self.optimizer.clip()
         finite = torch.isfinite(norm) & torch.isfinite(nats)
         before = sampled_weights(self.parallel) if self.evaluates_at(self.progress.step + 1) else None
         self.optimizer.step(rate_at(self.progress.step, self.run.steps, self.run.optimizer), finite)
         if before is not None:
-            self.update_ratios = update_ratios(before, sampled_weights(self.parallel), self.parallel.added)
+            self.update_ratios = update_ratios(before, sampled_weights(self.parallel), self.parallel.sum_over_shards)
         self.parallel.zero_gradients()
         self.scale.update(finite)
         if self.run.attention.qk_clip is not None:
@@ -181,7 +181,7 @@ class Trainer:
 
         Gradients become sums over all ranks in the last one. Too little memory: halve the micro-batch, do it again.
         """
-        rows = self.ranks.share(self.run.sequences_per_step)[2]
+        rows = self.ranks.local_rows(self.run.sequences_per_step)[2]
         while True:
             try:
                 nats, heads = torch.zeros((), device=self.device), None
@@ -306,7 +306,7 @@ class Trainer:
                 batches = validation_batches(source.val, length, self.micro_batch, most_tokens, ranks.rank, ranks.size)
                 here = evaluate(lambda *batch: self.loss_sum(*batch)[0], batches, self.bytes_of_token, self.device)
                 sums = torch.tensor([here[key] for key in ("nats", "tokens", "bytes")], dtype=torch.float64)
-                nats, tokens, bytes_ = self.ranks.added(sums).tolist()
+                nats, tokens, bytes_ = self.ranks.sum(sums).tolist()
                 parts[source.name] = summary(nats, int(tokens), int(bytes_))
         total = summary(*(sum(part[key] for part in parts.values()) for key in ("nats", "tokens", "bytes")))
         self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
@@ -388,7 +388,7 @@ class Trainer:
         kept = self.parallel.local_parameters | self.optimizer.state_tensors()
         finite = torch.stack([tensor.detach().isfinite().all().to(self.device) for tensor in kept.values()])
         wrong = [name for name, fine in zip(kept, finite.tolist(), strict=True) if not fine]
-        if bool(self.ranks.least(torch.tensor(float(not wrong), device=self.device))):
+        if bool(self.ranks.minimum(torch.tensor(float(not wrong), device=self.device))):
             return True
         self.damaged = f", but {wrong[0] if wrong else 'a tensor of another rank'} is not finite: not saved"
         return False
@@ -425,12 +425,12 @@ class Trainer:
         why = "done" if done else self.stop
         figures = {"val/loss": progress.val_loss, "val/bpb": progress.val_bpb}
         peak = torch.tensor(float(peak_memory_bytes(self.device)))
-        figures["train/peak_memory_bytes"] = int(self.ranks.largest(peak))
+        figures["train/peak_memory_bytes"] = int(self.ranks.maximum(peak))
         self.log({"event": why, **figures, "checkpoint": str(path)})
         self.console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         self.console.say(f"{why} at step {progress.step} of {self.run.steps}{bits} · {path}")
-        program = "torchrun … train.py" if self.ranks.joined else "python train.py"
+        program = "torchrun … train.py" if self.ranks.started_by_torchrun else "python train.py"
         resume = f"{program} name={self.folder.name} resume=auto"
         self.console.say(f"next: python sample.py checkpoint={path}" if done else f"go on with: {resume}")
         return 128 + (self.signal or signal.SIGTERM) if why == "interrupted" else 0

@@ -17,9 +17,9 @@ from andrea.cli.command_line import configure
 from andrea.config import AttentionConfig, ModelConfig, RunConfig, parse
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
 from andrea.training.heads import probe
-from andrea.training.loss.loss import nats_of
+from andrea.training.loss.cross_entropy import training_loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import Alone
+from andrea.training.parallel.strategy import SingleProcess
 from andrea.training.planning.memory import Memory, plan_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
@@ -124,7 +124,7 @@ def test_activations_are_what_the_allocator_really_hands_out(precision, recomput
     def passes():
         observed = None if qk_clip is None else []
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            nats = nats_of(model, model(tokens, observed=observed, recompute=recompute), tokens, precision)
+            nats = training_loss_sum(model, model(tokens, observed=observed, recompute=recompute), tokens, precision)
         nats.backward()
 
     passes()  # gradients are there from now on
@@ -140,7 +140,7 @@ def test_muons_temporaries_are_what_the_allocator_really_hands_out(precision, ml
     model = GPT(run.model, ATTENTION, V)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = Optimizer(Alone(model), run.optimizer, bf16=precision == "bf16")
+    optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=precision == "bf16")
     real = allocated_at_most(lambda: optimizer.muon.step(1.0, torch.tensor(True)))
     plan = plan_memory(run.model, ATTENTION, V, micro_batch=1, precision=precision, optimizer="muon")
     assert plan.update == pytest.approx(real, rel=0.15)

@@ -9,9 +9,9 @@ from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
-from andrea.training.loss.loss import loss_sum
+from andrea.training.loss.cross_entropy import loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import Alone
+from andrea.training.parallel.strategy import SingleProcess
 
 N_VOCAB, N_TOKEN, N_BATCH, STEPS = 7, 11, 3, 6
 D_HEAD = 16
@@ -75,7 +75,7 @@ def a_few_steps(run: RunConfig, steps: int) -> tuple[GPT, list[float]]:
     """The model after `steps` on one batch, and mean |x| of what it then computes: middle and last block, logits."""
     model = GPT(run.model, run.attention, N_VOCAB)
     initialise(model, torch.Generator().manual_seed(0), Transfer.of(run.model, run.optimizer))
-    optimizer = Optimizer(Alone(model), run.optimizer, bf16=False)
+    optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=False)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(N_VOCAB, (N_BATCH, N_TOKEN), generator=generator)
     targets = (3 * tokens + 1) % N_VOCAB  # something to learn: noise that is memorised would hide the sizes

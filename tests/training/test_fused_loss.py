@@ -14,8 +14,9 @@ from andrea.config import AttentionConfig, ModelConfig, parse
 from andrea.model.gpt import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss import fused as fused_loss
-from andrea.training.loss.loss import MicroLoss, loss_sum, nats_of, score
+from andrea.training.loss import fused
+from andrea.training.loss.cross_entropy import loss_sum, loss_sum_from_hidden, training_loss_sum
+from andrea.training.loss.micro_batch import MicroBatchLoss
 
 V, CPU = 301, torch.device("cpu")
 PATHS = [
@@ -45,10 +46,10 @@ def results(loss, model: GPT, hidden: Tensor, targets: Tensor, dtype: torch.dtyp
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Chunks of a few rows, whichever path takes them; the kernel under Triton's interpreter."""
     for name in ("LOGITS_IN_KERNEL", "LOGITS_COMPILED", "LOGITS_EAGER"):
-        monkeypatch.setattr(fused_loss, name, 10 * V)
+        monkeypatch.setattr(fused, name, 10 * V)
     if request.param == "kernel":
         pytest.importorskip("triton")
-        monkeypatch.setattr(fused_loss, "by_torch", fused_loss.by_kernel)
+        monkeypatch.setattr(fused, "torch_loss_of_chunk", fused.triton_loss_of_chunk)
     return request.param
 
 
@@ -60,16 +61,19 @@ def test_it_errs_no_more_than_the_readable_path(cap: float | None, tied: bool, p
     hidden = torch.randn(3, 11, 48, generator=generator, dtype=torch.float64).to(torch.bfloat16)
     targets = torch.randint(V, (3, 11), generator=generator)
     targets[0, :4] = targets[2, 10] = IGNORED_TARGET
-    exact = results(score, model.double(), hidden, targets, torch.float64)
+    exact = results(loss_sum_from_hidden, model.double(), hidden, targets, torch.float64)
     model.float()
     with autocast(CPU, precision):
-        readable = results(score, model, hidden, targets, torch.float32)
-        fused = lambda *given: nats_of(*given, precision)  # noqa: E731
+        readable = results(loss_sum_from_hidden, model, hidden, targets, torch.float32)
+        fused_loss = lambda *given: training_loss_sum(*given, precision)  # noqa: E731
         if path == "compiled":
-            fused = torch.compile(fused, fullgraph=True, dynamic=False)
-        fast = results(fused, model, hidden, targets, torch.float32)
+            fused_loss = torch.compile(fused_loss, fullgraph=True, dynamic=False)
+        fast = results(fused_loss, model, hidden, targets, torch.float32)
         with torch.no_grad():
-            assert torch.equal(nats_of(model, hidden.float(), targets, precision), fast["nats"]) or path == "compiled"
+            assert (
+                torch.equal(training_loss_sum(model, hidden.float(), targets, precision), fast["nats"])
+                or path == "compiled"
+            )
     for name, truth in exact.items():
         error, allowed = ((other[name].double() - truth).abs().max() for other in (fast, readable))
         last_place = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float32).eps * truth.abs().max()
@@ -79,7 +83,11 @@ def test_it_errs_no_more_than_the_readable_path(cap: float | None, tied: bool, p
 def test_nothing_to_predict_is_no_loss_and_no_gradient(path: str) -> None:
     model, hidden = make_model(15.0, False), torch.randn(2, 5, 48)
     fast = results(
-        lambda *given: nats_of(*given, "fp32"), model, hidden, torch.full((2, 5), IGNORED_TARGET), torch.float32
+        lambda *given: training_loss_sum(*given, "fp32"),
+        model,
+        hidden,
+        torch.full((2, 5), IGNORED_TARGET),
+        torch.float32,
     )
     assert all(not tensor.any() for tensor in fast.values())
 
@@ -87,12 +95,12 @@ def test_nothing_to_predict_is_no_loss_and_no_gradient(path: str) -> None:
 def test_fp16_keeps_the_readable_path() -> None:
     model, hidden = make_model(15.0, False), torch.randn(2, 5, 48)
     targets = torch.randint(V, (2, 5))
-    assert torch.equal(nats_of(model, hidden, targets, "fp16"), score(model, hidden, targets))
+    assert torch.equal(training_loss_sum(model, hidden, targets, "fp16"), loss_sum_from_hidden(model, hidden, targets))
 
 
 def test_the_trainers_loss_is_the_readable_one_and_one_graph() -> None:
     model, tokens = make_model(15.0, False), torch.randint(V, (3, 20))
-    micro = MicroLoss(model, CPU, "fp32", False, False)
+    micro = MicroBatchLoss(model, CPU, "fp32", False, False)
     readable = loss_sum(model, tokens, tokens)
     compiled = torch.compile(micro, fullgraph=True, dynamic=False, backend="aot_eager")
     for loss in (micro, compiled):

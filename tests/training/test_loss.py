@@ -11,7 +11,7 @@ from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT, initialise
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.loss import evaluate, loss_sum, summary
+from andrea.training.loss.cross_entropy import evaluate, loss_sum, summary
 
 
 def tiny_model() -> GPT:

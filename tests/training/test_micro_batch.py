@@ -10,8 +10,8 @@ import torch
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
-from andrea.training.loss.loss import MicroLoss
-from andrea.training.parallel.strategy import Alone
+from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.parallel.strategy import SingleProcess
 from andrea.training.planning.micro_batch import largest_that_fits, with_tried_micro_batch
 from andrea.training.records.console import Console
 
@@ -60,8 +60,8 @@ def test_start_takes_what_fits_and_leaves_no_gradients(capsys) -> None:
         "model.d_model=16", "model.n_layer=1", "model.n_head=2", "model.d_mlp=32", "model.sequence_length=8",
         "train.tokens_per_step=96", "train.micro_batch=12", "tokenizer=byte", "precision=fp32",
     ])  # fmt: skip
-    parallel, tried = Alone(GPT(run.model, run.attention, 257)), []
-    forward = MicroLoss.forward
+    parallel, tried = SingleProcess(GPT(run.model, run.attention, 257)), []
+    forward = MicroBatchLoss.forward
 
     def of_a_small_card(self, tokens, targets):
         tried.append(len(tokens))
@@ -70,7 +70,7 @@ def test_start_takes_what_fits_and_leaves_no_gradients(capsys) -> None:
         return forward(self, tokens, targets)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MicroLoss, "forward", of_a_small_card)
+        patch.setattr(MicroBatchLoss, "forward", of_a_small_card)
         found = with_tried_micro_batch(run, parallel, torch.device("cpu"), 1e12, Console(1))
     assert tried == [12, 6, 4, 3] and found.train.micro_batch == 3
     assert all(parameter.grad is None for parameter in parallel.model.parameters())

@@ -11,8 +11,9 @@ import torch
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT, initialise
-from andrea.training.optimizer.optimizer import Muon, Optimizer, group_parameters, orthogonalise
-from andrea.training.parallel.strategy import Alone
+from andrea.training.optimizer.muon import Muon, orthogonalise
+from andrea.training.optimizer.optimizer import Optimizer, group_parameters
+from andrea.training.parallel.strategy import SingleProcess
 
 SMALL = [
     "model.d_model=24",
@@ -28,7 +29,7 @@ def make(*words: str) -> tuple[GPT, Optimizer]:
     run = configure(RunConfig, "train", [*words, *SMALL])
     model = GPT(run.model, run.attention, 29)
     initialise(model, torch.Generator().manual_seed(1))
-    return model, Optimizer(Alone(model), run.optimizer, bf16=False)
+    return model, Optimizer(SingleProcess(model), run.optimizer, bf16=False)
 
 
 def random_gradients(model: GPT, seed: int = 2) -> None:
@@ -109,7 +110,13 @@ def test_muon_points_along_the_orthogonal_factor_of_the_gradient() -> None:
     matrix = torch.nn.Parameter(torch.zeros(5, 17))
     matrices = torch.nn.ParameterDict({"m": matrix})
     muon = Muon(
-        {"m": matrix}, {"m": 1.0}, peak=0.1, momentum=0.0, weight_decay=0.0, bf16=False, parallel=Alone(matrices)
+        {"m": matrix},
+        {"m": 1.0},
+        peak_rate=0.1,
+        momentum=0.0,
+        weight_decay=0.0,
+        bf16=False,
+        parallel=SingleProcess(matrices),
     )
     matrix.grad = torch.randn(5, 17, generator=generator)
     u, _, v = torch.linalg.svd(matrix.grad, full_matrices=False)

@@ -48,7 +48,7 @@ def test_the_rank_that_came_least_far_is_the_one_all_wait_for(three) -> None:
     for dog in (three[0], three[2]):
         dog.at(7, "update")
     lines = said(three)
-    assert lines and all("rank 1 stands still, last seen in step 7: forward and backward" in line for line in lines)
+    assert lines and all("rank 1 is stuck, last seen in step 7: forward and backward" in line for line in lines)
     assert sum(line.startswith("error: ") for line in lines) == 1  # one speaks for all
 
 
@@ -61,7 +61,7 @@ def test_a_rank_that_fell_silent_is_named_even_before_training(three) -> None:
 def test_where_all_stand_still_nobody_is_accused(three) -> None:
     for dog in three:
         dog.at(3, "update")
-    assert all("all ranks stand still" in line for line in said(three))
+    assert all("all ranks are stuck" in line for line in said(three))
 
 
 def test_ranks_that_move_are_left_alone(three) -> None:

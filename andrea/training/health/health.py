@@ -368,7 +368,7 @@ def sampled_weights(parallel: Parallel) -> list[Tensor]:
     for name, part in parallel.local_parameters.items():
         shape = parallel.shapes[name]
         if len(shape) == 2:
-            stride, before = -(-shape.numel() // SAMPLED_WEIGHTS), parallel.rows(name).start * shape[1]
+            stride, before = -(-shape.numel() // SAMPLED_WEIGHTS), parallel.local_rows(name).start * shape[1]
             sampled.append(part.flatten()[-before % stride :: stride].clone())
     return sampled
 

@@ -1,9 +1,10 @@
-"""-ln p(target) from hidden vectors without ever holding all logits: head, soft cap and cross-entropy in one.
+"""Head, soft cap and cross-entropy fused, so that all logits are never in memory at once.
 
-N tokens, d = d_model, V vocabulary. A chunk of rows at a time becomes logits, their loss and, while they are there, their
-gradient, which is multiplied out at once: what stays are the gradients of hidden (N, d) and of the head (V, d), which the
-backward pass only scales. The readable twin is `andrea.training.loss.loss.score`. (The idea is Liger's: Hsu et al. 2024,
-arXiv 2410.10989, section 3.2.)
+N tokens, d = d_model, V vocabulary. Rows are processed in chunks. For each chunk the logits are computed, then their loss
+and their gradient, and the gradient is multiplied out at once. Only the gradients of hidden (N, d) and of the head (V, d)
+remain, which the backward pass scales. The readable twin is
+`andrea.training.loss.cross_entropy.loss_sum_from_hidden`. The idea is from Liger Kernel (Hsu et al. 2024,
+arXiv 2410.10989, section 3.2).
 """
 
 from __future__ import annotations
@@ -17,31 +18,33 @@ from andrea.attention.implementations.triton import has_triton
 from andrea.model.layers import softcap
 from andrea.text.loader import IGNORED_TARGET
 
-# Logits in a chunk. Fewer mean more passes over the head's gradient, which every chunk adds to; more mean more memory. Our
-# kernel needs them once, in the precision of the products; compiled code twice; eager code five times in fp32.
+# Logits in a chunk. Smaller chunks add to the head's gradient more often; larger ones need more memory. The Triton kernel
+# needs the logits once, in the precision of the products; compiled code twice; eager code five times, in fp32.
 LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 27, 1 << 26, 1 << 24
 
 
-def fused_nats(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype) -> Tensor:
+def fused_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype
+) -> Tensor:
     """Sum over all targets of -ln softmax(cap(hidden · weightᵀ))[target], in nats, fp32 scalar.
 
-    hidden (..., d), weight (V, d), targets (...) int64, IGNORED_TARGET where nothing is to be predicted; cap: the soft cap, or
-    None. Products are in `dtype`, fp32 or bf16; all else, and the gradient of the head, in fp32. fp16 would lose the small
-    gradients, which no loss scale has multiplied yet.
+    hidden (..., d), weight (V, d), targets (...) int64, IGNORED_TARGET where nothing is to be predicted. cap: the soft cap, or
+    None. dtype: of the matrix products, fp32 or bf16; everything else, and the gradient of the head, is fp32. fp16 is
+    refused: its small gradients would vanish, because the loss scale is applied after this function.
     """
     assert dtype != torch.float16, "fp16 gradients need the loss scale: use the readable path"
-    rows, answers = hidden.flatten(0, -2), targets.flatten()
+    rows, row_targets = hidden.flatten(0, -2), targets.flatten()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return FusedNats.apply(rows, weight, answers, cap, dtype)
-    return over_chunks(rows, weight, answers, cap, dtype, gradients=False)[0]
+        return FusedCrossEntropy.apply(rows, weight, row_targets, cap, dtype)
+    return cross_entropy_in_chunks(rows, weight, row_targets, cap, dtype, gradients=False)[0]
 
 
-class FusedNats(torch.autograd.Function):
+class FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype
     ) -> Tensor:
-        nats, d_rows, d_weight = over_chunks(rows, weight, targets, cap, dtype, gradients=True)
+        nats, d_rows, d_weight = cross_entropy_in_chunks(rows, weight, targets, cap, dtype, gradients=True)
         ctx.save_for_backward(d_rows, d_weight)
         ctx.dtypes = rows.dtype, weight.dtype
         return nats
@@ -52,19 +55,20 @@ class FusedNats(torch.autograd.Function):
         return (d_nats * d_rows).to(ctx.dtypes[0]), (d_nats * d_weight).to(ctx.dtypes[1]), None, None, None
 
 
-def over_chunks(
+def cross_entropy_in_chunks(
     rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """rows (N, d) -> nats, and with `gradients` those of rows (N, d) and weight (V, d), of a loss of 1 · nats."""
+    """rows (N, d) -> sum of nats and, with `gradients`, its gradients by rows (N, d) and by weight (V, d)."""
     in_kernel = rows.is_cuda and has_triton()
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
     n_row = rows_in_chunk(len(rows), len(weight), n_logit)
     rows, weight = rows.to(dtype), weight.to(dtype)
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
-    for chunk, answers in zip(rows.split(n_row), targets.split(n_row), strict=True):
+    for chunk, chunk_targets in zip(rows.split(n_row), targets.split(n_row), strict=True):
         logits = chunk @ weight.mT
-        of_chunk, d_logits = (by_kernel if in_kernel else by_torch)(logits, answers, cap, gradients)
-        nats = nats + of_chunk
+        loss_of_chunk = triton_loss_of_chunk if in_kernel else torch_loss_of_chunk
+        chunk_nats, d_logits = loss_of_chunk(logits, chunk_targets, cap, gradients)
+        nats = nats + chunk_nats
         if gradients:
             d_rows.append(d_logits @ weight)
             d_head = (d_logits.mT @ chunk).float()
@@ -73,29 +77,33 @@ def over_chunks(
 
 
 def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
-    """So that chunks have about n_logit logits and are of one size: a small last one would cost as much as the others."""
+    """Rows in a chunk of about n_logit logits. Chunks are of equal size: a small last one would cost as much time."""
     n_chunk = -(-n_row * n_vocab // n_logit)
     return -(-n_row // max(1, min(n_chunk, n_row)))
 
 
-def by_torch(logits: Tensor, targets: Tensor, cap: float | None, gradients: bool) -> tuple[Tensor, Tensor | None]:
-    """logits (n, V) -> the chunk's nats, and the gradient (n, V) in the logits' precision; torch.compile fuses it."""
+def torch_loss_of_chunk(
+    logits: Tensor, targets: Tensor, cap: float | None, gradients: bool
+) -> tuple[Tensor, Tensor | None]:
+    """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision; torch.compile fuses it."""
     z = logits.float() if cap is None else softcap(logits, cap)
-    counted = targets != IGNORED_TARGET
+    has_target = targets != IGNORED_TARGET
     log_sum_exp = z.logsumexp(1)
-    of_target = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    nats = torch.where(counted, log_sum_exp - of_target, 0.0).sum()
+    target_logit = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    nats = torch.where(has_target, log_sum_exp - target_logit, 0.0).sum()
     if not gradients:
         return nats, None
     is_target = torch.arange(z.shape[1], device=z.device) == targets[:, None]
     d_z = (z - log_sum_exp[:, None]).exp() - is_target.float()
     if cap is not None:
         d_z = d_z * (1 - (z / cap).square())  # the derivative of cap · tanh(x / cap)
-    return nats, torch.where(counted[:, None], d_z, 0.0).to(logits.dtype)
+    return nats, torch.where(has_target[:, None], d_z, 0.0).to(logits.dtype)
 
 
-def by_kernel(logits: Tensor, targets: Tensor, cap: float | None, gradients: bool) -> tuple[Tensor, Tensor | None]:
-    """The same by our Triton kernel, the gradient written in the logits' place."""
-    from andrea.training.loss.kernels.nats import nats_of_rows
+def triton_loss_of_chunk(
+    logits: Tensor, targets: Tensor, cap: float | None, gradients: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same with our Triton kernel, which overwrites the logits with their gradient."""
+    from andrea.training.loss.kernels.cross_entropy import cross_entropy_of_rows
 
-    return nats_of_rows(logits, targets, cap or 0.0, gradients).sum(), logits if gradients else None
+    return cross_entropy_of_rows(logits, targets, cap or 0.0, gradients).sum(), logits if gradients else None

@@ -1,1 +1,1 @@
-"""Muon and AdamW, their schedule, loss scale and QK-clip."""
+"""Muon and AdamW, the learning rate's schedule, the fp16 loss scale and QK-clip."""

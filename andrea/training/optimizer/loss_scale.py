@@ -1,6 +1,6 @@
 """The loss scale that keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, section 3.2).
 
-torch's GradScaler reads its flag on the host before every update; this one stays on the device.
+torch's GradScaler makes the host wait for its flag before every update; this one stays on the device.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 GROWTH_INTERVAL = 2000  # finite steps until the scale doubles
-SMALLEST = 1.0  # backing off below this is no longer about fp16's range: the run itself has failed
+SMALLEST_SCALE = 1.0  # an overflow below this scale is not due to fp16's range: the run itself has failed
 
 
 class LossScale:
-    """A power of two on the loss in fp16; exactly 1, and doing nothing, in other precisions."""
+    """A power of two that multiplies the loss in fp16. Inactive in other precisions: exactly 1, and never changed."""
 
     def __init__(self, device: torch.device, active: bool) -> None:
         self.active = active
@@ -21,12 +21,13 @@ class LossScale:
         self.finite_steps = torch.zeros((), device=device)
 
     def unscale(self, parameters: list[nn.Parameter]) -> None:
+        """Divide the gradients by the scale, in place."""
         if self.active:
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_div_(gradients, self.factor.to(gradients[0].device))
 
     def update(self, finite: Tensor) -> None:
-        """Halve after a step that overflowed, double after many that did not."""
+        """Halve the scale after a step that overflowed; double it after GROWTH_INTERVAL finite steps in a row."""
         if self.active:
             self.finite_steps = torch.where(finite, self.finite_steps + 1, 0.0)
             grow = self.finite_steps >= GROWTH_INTERVAL
@@ -34,10 +35,11 @@ class LossScale:
             self.finite_steps = torch.where(grow, 0.0, self.finite_steps)
 
     def may_back_off(self) -> bool:
-        """Whether an overflow is still explained by the scale. Waits for the device."""
-        return self.active and float(self.factor) >= SMALLEST
+        """Whether the scale can explain an overflow, so that a smaller one may cure it. Waits for the device."""
+        return self.active and float(self.factor) >= SMALLEST_SCALE
 
     def state(self) -> list[float]:
+        """[scale, finite steps since it last changed], for the checkpoint."""
         return [float(self.factor), float(self.finite_steps)]
 
     def load_state(self, state: list[float]) -> None:

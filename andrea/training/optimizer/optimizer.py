@@ -1,21 +1,23 @@
-"""Muon for the blocks' matrices, AdamW for the rest; every parameter in exactly one group; updates gated on the device.
+"""Muon for the matrices of the blocks, AdamW for all other parameters; each parameter is in exactly one group.
 
-A step takes the flag `finite`, a 0-dim bool tensor on the device: where it is false nothing changes, neither weights
-nor state, and no host ever waits to find out. Over several ranks each updates the parts of the model that it keeps
-(`parallel.local_parameters`, plain tensors); all of it is elementwise except the norm and Muon's orthogonalisation, which
-`parallel` does.
+A step takes `finite`, a 0-dim bool tensor on the device. Where it is false neither weights nor state change, and the host
+never waits for it. Over several ranks each rank updates its own rows of the parameters (`parallel.local_parameters`, plain
+tensors). All operations are elementwise, except the gradient norm and Muon's orthogonalisation, for which `parallel`
+combines the ranks.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from andrea.config import OptimizerConfig
 from andrea.model.transfer import Factors, Transfer
+from andrea.training.optimizer.muon import Muon
 from andrea.training.parallel.strategy import Parallel
 
 # The first pattern that matches a parameter's whole name decides its group.
@@ -30,7 +32,7 @@ GROUP_OF_NAME = (
 
 
 def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
-    """Parameters by group and name; each is in exactly one group, and matrices are matrices."""
+    """Parameters by group and name: each in exactly one group, vectors (1-dim) in "vector", matrices in the others."""
     groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in ("embedding", "head", "matrix", "vector")}
     for name, parameter in parameters.items():
         group = next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
@@ -43,51 +45,25 @@ def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str,
 
 
 class Optimizer:
-    """AdamW over embeddings, head and vectors, with Muon (or AdamW again) over the blocks' matrices."""
+    """AdamW for embedding, head and vectors; Muon, or AdamW as well, for the matrices of the blocks."""
 
     def __init__(self, parallel: Parallel, config: OptimizerConfig, bf16: bool) -> None:
+        """bf16: Muon orthogonalises in bf16."""
         self.parallel = parallel
+        self.clip_norm = config.clip_norm
+        self.names = {parameter: name for name, parameter in parallel.local_parameters.items()}
         groups = group_parameters(parallel.local_parameters)
         transfer = Transfer.of(parallel.model.config, config)
-        everywhere = config.kind == "adamw"
-        peaks = {
-            "embedding": config.embedding_learning_rate or config.learning_rate,
-            "head": config.learning_rate,
-            "vector": config.learning_rate,
-            "matrix": config.matrix_learning_rate or config.learning_rate,
-        }
-        decays = {
-            "matrix": config.weight_decay,
-            "embedding": config.weight_decay if everywhere else 0.0,
-            "head": config.weight_decay if everywhere else 0.0,
-            "vector": 0.0,
-        }
-        self.names = {parameter: name for name, parameter in parallel.local_parameters.items()}
-        alike: dict[tuple[str, Factors], list[nn.Parameter]] = defaultdict(list)  # those that share all settings
-        for group, members in groups.items():
-            if everywhere or group != "matrix":
-                for name, parameter in members.items():
-                    alike[group, transfer.factors(name)].append(parameter)
-        self.adamw = torch.optim.AdamW(
-            [
-                {
-                    "params": parameters,
-                    "lr": peaks[group] * factors.adamw_rate,
-                    "peak": peaks[group] * factors.adamw_rate,
-                    "weight_decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,
-                    "eps": config.epsilon * factors.epsilon,
-                }
-                for (group, factors), parameters in alike.items()
-            ],
-            betas=(config.beta1, config.beta2),
-            fused=True,
-        )
+        with_muon = config.kind != "adamw" and groups["matrix"]
         self.muon = None
-        if not everywhere and groups["matrix"]:
-            factors = {name: transfer.factors(name).muon_rate for name in groups["matrix"]}
-            momentum = config.momentum or 0.0
-            self.muon = Muon(groups["matrix"], factors, peaks["matrix"], momentum, config.weight_decay, bf16, parallel)
-        self.clip_norm = config.clip_norm
+        if with_muon:
+            matrices = groups.pop("matrix")
+            rate_factors = {name: transfer.factors(name).muon_rate for name in matrices}
+            peak_rate, momentum = config.matrix_learning_rate or config.learning_rate, config.momentum or 0.0
+            self.muon = Muon(matrices, rate_factors, peak_rate, momentum, config.weight_decay, bf16, parallel)
+        self.adamw = torch.optim.AdamW(
+            adamw_groups(groups, transfer, config), betas=(config.beta1, config.beta2), fused=True
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -96,24 +72,24 @@ class Optimizer:
     def clip(self) -> Tensor:
         """Scale all gradients so that their global norm is at most clip_norm; returns the norm before, 0-dim."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = self.parallel.norm(nn.utils.get_total_norm(gradients))
+        norm = self.parallel.norm_over_shards(nn.utils.get_total_norm(gradients))
         if self.clip_norm is not None:
             torch._foreach_mul_(gradients, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def step(self, rate: float, finite: Tensor) -> None:
         """One update at `rate` times the peak rates, or none where the 0-dim flag `finite` is false."""
-        finite = finite.to(self.parameters[0].device)  # elsewhere only where the parts stay in the CPU's memory
+        finite = finite.to(self.parameters[0].device)  # another device only where parameters are offloaded to the CPU
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * rate
-        # torch's fused kernels read this attribute: where it is 1 they leave weights, moments and step counts alone
+        # torch's fused kernels read this attribute: where it is 1 they change neither weights, moments nor step counts
         self.adamw.found_inf = (~finite).to(torch.float32)
         self.adamw.step()
         if self.muon is not None:
             self.muon.step(rate, finite)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The whole state as `parameter/quantity`."""
+        """The whole state, by the name `parameter/quantity`."""
         tensors = {
             f"{self.names[parameter]}/{quantity}": value
             for parameter, quantities in self.adamw.state.items()
@@ -124,7 +100,7 @@ class Optimizer:
         return tensors
 
     def blank_state_tensors(self) -> dict[str, Tensor]:
-        """Zeros, on the CPU, in the place of each tensor of the state of a run that has begun."""
+        """Zeros on the CPU with the names and shapes of `state_tensors` after the first step."""
         blank = {}
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
@@ -138,82 +114,48 @@ class Optimizer:
         return blank
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; every parameter's state must be there, and nothing else."""
-        expected = dict(tensors)
+        """The inverse of `state_tensors`: the state of every parameter, and nothing else."""
+        remaining = dict(tensors)
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 name = self.names[parameter]
                 self.adamw.state[parameter] = {
-                    "step": expected.pop(f"{name}/step").to(parameter.device),
-                    "exp_avg": expected.pop(f"{name}/exp_avg").to(parameter.device),
-                    "exp_avg_sq": expected.pop(f"{name}/exp_avg_sq").to(parameter.device),
+                    "step": remaining.pop(f"{name}/step").to(parameter.device),
+                    "exp_avg": remaining.pop(f"{name}/exp_avg").to(parameter.device),
+                    "exp_avg_sq": remaining.pop(f"{name}/exp_avg_sq").to(parameter.device),
                 }
         if self.muon is not None:
             for name, buffer in self.muon.momentum_buffers().items():
-                buffer.copy_(expected.pop(f"{name}/momentum"))
-        assert not expected, f"optimizer state that no parameter owns: {sorted(expected)[:3]}"
+                buffer.copy_(remaining.pop(f"{name}/momentum"))
+        assert not remaining, f"optimizer state that no parameter owns: {sorted(remaining)[:3]}"
 
 
-class Muon:
-    """Momentum, orthogonalised by Newton–Schulz (Jordan et al. 2024, "Muon"), matrices of one shape at a time.
+def adamw_groups(
+    groups: dict[str, dict[str, nn.Parameter]], transfer: Transfer, config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """torch's parameter groups: parameters that share peak rate, weight decay and epsilon.
 
-    factors: what `peak` is multiplied by, by name. Weight decay takes its share of the peak itself.
+    Weight decay applies to matrices alone, and to embedding and head where AdamW is the only optimizer.
     """
-
-    def __init__(
-        self,
-        matrices: dict[str, nn.Parameter],
-        factors: dict[str, float],
-        peak: float,
-        momentum: float,
-        weight_decay: float,
-        bf16: bool,
-        parallel: Parallel,
-    ) -> None:
-        self.peak, self.momentum, self.weight_decay = peak, momentum, weight_decay
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
-        self.parallel = parallel
-        by_shape: dict[tuple, list[str]] = defaultdict(list)
-        for name in matrices:
-            by_shape[(*parallel.shapes[name], factors[name])].append(name)
-        self.stacks = []  # (names, matrices, momentum (n, rows kept here, columns), rows, columns, factor of the rate)
-        for (rows, columns, factor), names in by_shape.items():
-            kept = [matrices[name] for name in names]
-            momentum_stack = torch.zeros(len(names), *kept[0].shape, device=kept[0].device)
-            self.stacks.append((names, kept, momentum_stack, rows, columns, factor))
-
-    @torch.no_grad()
-    def step(self, rate: float, finite: Tensor) -> None:
-        kept = torch.where(finite, 1 - self.peak * rate * self.weight_decay, 1.0)
-        for _, matrices, momentum, rows, columns, factor in self.stacks:
-            size = max(1.0, rows / columns) ** 0.5 * self.peak * rate * factor
-            change = torch.where(finite, self.update(matrices, momentum, rows, finite).mul_(-size), 0.0)
-            torch._foreach_mul_(matrices, kept)
-            torch._foreach_add_(matrices, change.unbind())
-            del change  # which need not outlive its stack
-
-    def update(self, matrices: list[nn.Parameter], momentum: Tensor, rows: int, finite: Tensor) -> Tensor:
-        """The momentum goes on; what it is now, orthogonalised: (n, rows kept here, columns), fp32."""
-        gradient = torch.stack([matrix.grad for matrix in matrices])
-        momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
-        nesterov = gradient.lerp_(momentum, self.momentum)
-        return self.parallel.orthogonalised(nesterov.to(self.dtype), rows, orthogonalise).to(torch.float32)
-
-    def momentum_buffers(self) -> dict[str, Tensor]:
-        """Momentum by parameter name, as views of the stacks."""
-        return {name: buffer for names, _, stack, *_ in self.stacks for name, buffer in zip(names, stack, strict=True)}
-
-
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest (semi-)orthogonal matrices to (n, rows, columns), roughly: singular values end in about 0.7..1.2.
-
-    Quintic Newton–Schulz with the coefficients of Jordan et al. (2024), which trade exactness for slope at zero.
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    wide = matrices.size(-2) <= matrices.size(-1)
-    x = matrices if wide else matrices.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + torch.baddbmm(b * gram, gram, gram, beta=1.0, alpha=c) @ x
-    return x if wide else x.mT
+    peak_rates = {
+        "embedding": config.embedding_learning_rate or config.learning_rate,
+        "head": config.learning_rate,
+        "vector": config.learning_rate,
+        "matrix": config.matrix_learning_rate or config.learning_rate,
+    }
+    decay_elsewhere = config.weight_decay if config.kind == "adamw" else 0.0
+    decays = {"matrix": config.weight_decay, "embedding": decay_elsewhere, "head": decay_elsewhere, "vector": 0.0}
+    with_same_settings: dict[tuple[str, Factors], list[nn.Parameter]] = defaultdict(list)
+    for group, members in groups.items():
+        for name, parameter in members.items():
+            with_same_settings[group, transfer.factors(name)].append(parameter)
+    return [
+        {
+            "params": parameters,
+            "lr": peak_rates[group] * factors.adamw_rate,
+            "peak": peak_rates[group] * factors.adamw_rate,
+            "weight_decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,
+            "eps": config.epsilon * factors.epsilon,
+        }
+        for (group, factors), parameters in with_same_settings.items()
+    ]

@@ -1,4 +1,4 @@
-"""The learning rate as a share of its peak: a function of the step alone, never of the clock."""
+"""The learning rate as a fraction of its peak: a function of the step and of the planned number of steps alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from andrea.config import OptimizerConfig
 
 
 def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The share of the peak rate in the update that makes step `step` + 1 of `steps`; 0 <= step < steps.
+    """The fraction of the peak rate in the update that makes step `step` + 1 of `steps`; 0 <= step < steps.
 
-    Warm-up is linear, min(1, (step + 1) / warmup_steps). Then either the cosine of Loshchilov & Hutter (2017, eq. 5),
-    or the peak, held until the last `decay_fraction` of the run and then falling linearly; both end at `final_fraction`.
+    Warm-up is linear: min(1, (step + 1) / warmup_steps). After it comes either the cosine of Loshchilov & Hutter (2017,
+    arXiv 1608.03983, eq. 5), or the peak, which falls linearly over the last `decay_fraction` of the run. Both end at
+    `final_fraction`.
     """
     warmup = min(config.warmup_steps, steps)
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0

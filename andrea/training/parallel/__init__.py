@@ -1,1 +1,1 @@
-"""Many ranks: joining, sharing the model, the watchdog, saving."""
+"""Training on several ranks: the process group, DDP and FSDP2, the watchdog, and checkpoints written by many ranks."""

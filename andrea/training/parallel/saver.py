@@ -48,8 +48,8 @@ from andrea.checkpoint import (
 from andrea.runtime.files import StorageFailed, replace_text, storing
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.ranks import A_DAY, contact_watched
-from andrea.training.parallel.strategy import Sharded, cpu_mesh
+from andrea.training.parallel.fsdp import FullySharded
+from andrea.training.parallel.process_group import COLLECTIVE_TIMEOUT, raising_rank_lost
 
 LOW_PRIORITY = 10  # a tenth of what a step gets where both want the processor; at 19 a save could take minutes
 BUFFER_BYTES, BLOCK_BYTES = 1 << 22, 4096
@@ -117,14 +117,14 @@ class WholeSaver(Saver):
 class ShardSaver(Saver):
     """asynchronous: the run goes on while files are written; otherwise it waits for them."""
 
-    parallel: Sharded
+    parallel: FullySharded
 
     def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int, asynchronous: bool) -> None:
         super().__init__(folder, optimizer, tokenizer, keep)
         self.asynchronous = asynchronous
-        self.mesh = cpu_mesh(self.parallel)
+        self.mesh = self.parallel.cpu_mesh()
         self.group = dist.new_group(
-            backend="gloo", timeout=A_DAY
+            backend="gloo", timeout=COLLECTIVE_TIMEOUT
         )  # of the thread alone: its talk must not mix with the step's
         self.copies: dict[str, Tensor] = {}  # what is being written, by name
         self.thread: threading.Thread | None = None
@@ -185,7 +185,7 @@ class ShardSaver(Saver):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)  # steps come first
                 if card is not None:
                     torch.cuda.set_device(card)  # a new thread stands on card 0
-                with contact_watched():
+                with raising_rank_lost():
                     work()
             except BaseException as failure:  # whatever it is: raised again where the run waits for this thread
                 self.failure = failure
@@ -370,6 +370,6 @@ def failures_unwrapped() -> Iterator[None]:
 
 
 def make_saver(folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int, asynchronous: bool) -> Saver:
-    if isinstance(optimizer.parallel, Sharded):
+    if isinstance(optimizer.parallel, FullySharded):
         return ShardSaver(folder, optimizer, tokenizer, keep, asynchronous)
     return WholeSaver(folder, optimizer, tokenizer, keep)

@@ -1,8 +1,9 @@
-"""A rank that stands still would let all others wait for it in silence: a thread on each rank notices and says which.
+"""A watchdog on each rank: where one rank stops making progress, the others say which one, and end.
 
-Every rank tells the others, through torchrun's store, where it stands and that it is alive. Where a rank has not moved for
-the limit, it looks at what the others told: one that has fallen silent has died or been stopped; else the one that has
-come least far is what the others wait for.
+Without it, all other ranks would wait for a stuck rank in silence. A thread on each rank writes to torchrun's store, again
+and again, which step the rank is in and that it is alive. When a rank has made no progress for the limit, its watchdog
+reads the status of all ranks. A rank whose status no longer changes has died or was stopped. If there is none, the rank
+that has made the fewest moves is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -22,104 +23,106 @@ from andrea.runtime import torchrun
 
 
 class Watchdog:
-    """What the trainer tells where it stands; of one process nobody wants to know."""
+    """The trainer reports its progress here. This base class, for a single process, does nothing."""
 
     def at(self, step: int, doing: str) -> None:
-        """The main thread has come this far; from the first call on it may not stand still."""
+        """The main thread has begun `doing`. From the first call on, the time until the next call is limited."""
 
     def rest(self, step: int, doing: str) -> None:
-        """The same, but what follows may take as long as it takes."""
+        """The same, but without a limit of time until the next call of `at`."""
 
     def finish(self) -> None:
-        """Nothing is watched any more."""
+        """Stop watching."""
 
 
 class StoreWatchdog(Watchdog):
-    """board: a store that outlives the ranks, torchrun's, and holds nothing of earlier starts."""
+    """status_store: outlives the ranks (it is torchrun's), and holds nothing of earlier starts."""
 
-    def __init__(self, rank: int, size: int, board: dist.Store, minutes: float) -> None:
-        self.rank, self.size, self.board, self.limit_s = rank, size, board, 60 * minutes
-        self.board.set_timeout(datetime.timedelta(seconds=max(10, self.limit_s / 4)))
+    def __init__(self, rank: int, size: int, status_store: dist.Store, minutes: float) -> None:
+        self.rank, self.size, self.status_store, self.limit_s = rank, size, status_store, 60 * minutes
+        self.status_store.set_timeout(datetime.timedelta(seconds=max(10, self.limit_s / 4)))
         self.interval_s = min(2.0, self.limit_s / 8)
         self.moves, self.step, self.doing = 0, 0, "starting"
-        self.moved: float | None = None
-        self.over = threading.Event()
+        self.moved_at: float | None = None  # time.monotonic(); None: no limit
+        self.finished = threading.Event()
         threading.Thread(target=self.watch, daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
-        self.moves, self.step, self.doing, self.moved = self.moves + 1, step, doing, time.monotonic()
+        self.moves, self.step, self.doing, self.moved_at = self.moves + 1, step, doing, time.monotonic()
 
     def rest(self, step: int, doing: str) -> None:
-        self.moves, self.step, self.doing, self.moved = self.moves + 1, step, doing, None
+        self.moves, self.step, self.doing, self.moved_at = self.moves + 1, step, doing, None
 
     def finish(self) -> None:
-        self.over.set()
+        self.finished.set()
 
     # ---------------------------------------------------------------------------------------------- in the thread
 
     def watch(self) -> None:
-        """Each rank looks after itself and after the next one, so that the store has little to do with many ranks."""
+        """Watch this rank and the next one. With two reads a beat the store can serve many ranks."""
         beats, neighbour = 0, (self.rank + 1) % self.size
-        heard, seen = None, time.monotonic()
-        while beats == 0 or not self.over.wait(self.interval_s):  # the first word at once: a rank may fall silent early
+        neighbour_status, neighbour_changed_at = None, time.monotonic()
+        # The first status is written at once: a rank may die early.
+        while beats == 0 or not self.finished.wait(self.interval_s):
             beats += 1
             try:
-                self.tell(beats)
-                now = self.notes_of([neighbour])[0]
-                if now != heard:
-                    heard, seen = now, time.monotonic()
-                stands_still = self.moved is not None and time.monotonic() - self.moved > self.limit_s
-                if stands_still or time.monotonic() - seen > self.limit_s:
-                    moves, accusation = self.moves, self.accusation(beats)
-                    if not stands_still or self.moves == moves:  # it may have moved on at the last moment
-                        self.end(f"step {self.step}: {accusation}")
+                self.write_status(beats)
+                status = self.read_status([neighbour])[0]
+                if status != neighbour_status:
+                    neighbour_status, neighbour_changed_at = status, time.monotonic()
+                is_stuck = self.moved_at is not None and time.monotonic() - self.moved_at > self.limit_s
+                if is_stuck or time.monotonic() - neighbour_changed_at > self.limit_s:
+                    moves, diagnosis = self.moves, self.diagnose(beats)
+                    if not is_stuck or self.moves == moves:  # the main thread may have moved on at the last moment
+                        self.end(f"step {self.step}: {diagnosis}")
             except dist.DistError as error:  # torchrun, or the machine that it runs on, is gone
-                if time.monotonic() - seen > self.limit_s:
+                if time.monotonic() - neighbour_changed_at > self.limit_s:
                     self.end(f"step {self.step}: torchrun's store does not answer: {error}")
 
-    def tell(self, beats: int) -> None:
-        now = {"beats": beats, "moves": self.moves, "step": self.step, "doing": self.doing}
-        self.board.set(f"rank {self.rank}", json.dumps(now))
+    def write_status(self, beats: int) -> None:
+        status = {"beats": beats, "moves": self.moves, "step": self.step, "doing": self.doing}
+        self.status_store.set(f"rank {self.rank}", json.dumps(status))
 
-    def notes_of(self, ranks: Iterable[int]) -> list[dict[str, Any] | None]:
+    def read_status(self, ranks: Iterable[int]) -> list[dict[str, Any] | None]:
         keys = [f"rank {rank}" for rank in ranks]
-        return [json.loads(self.board.get(key)) if self.board.check([key]) else None for key in keys]
+        store = self.status_store
+        return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
-    def accusation(self, beats: int) -> str:
-        """Which rank all wait for, from two looks at what they tell."""
-        earlier = self.notes_of(range(self.size))
+    def diagnose(self, beats: int) -> str:
+        """Which ranks the others wait for, from two readings of every rank's status."""
+        earlier = self.read_status(range(self.size))
         for beat in range(3):
             time.sleep(self.interval_s)
-            self.tell(beats + 1 + beat)
-        now = self.notes_of(range(self.size))
+            self.write_status(beats + 1 + beat)
+        now = self.read_status(range(self.size))
         silent = [r for r, (old, new) in enumerate(zip(earlier, now, strict=True)) if new is None or old == new]
-        least = min(about["moves"] for about in now if about is not None)
-        behind = [r for r, about in enumerate(now) if about is not None and about["moves"] == least]
+        fewest_moves = min(status["moves"] for status in now if status is not None)
+        behind = [r for r, status in enumerate(now) if status is not None and status["moves"] == fewest_moves]
         if silent:
-            return "; ".join(f"rank {rank} does not answer, {stands(now[rank])}" for rank in silent)
+            return "; ".join(f"rank {rank} does not answer, {last_seen(now[rank])}" for rank in silent)
         if len(behind) < self.size:
-            return "; ".join(f"rank {rank} stands still, {stands(now[rank])}" for rank in behind)
-        return f"all ranks stand still, {stands(now[self.rank])}: the network or a device hangs"
+            return "; ".join(f"rank {rank} is stuck, {last_seen(now[rank])}" for rank in behind)
+        return f"all ranks are stuck, {last_seen(now[self.rank])}: the network or a device hangs"
 
-    def end(self, line: str) -> None:
-        """Say so, once for all ranks, and leave: the main thread waits where nothing can wake it."""
-        if self.over.is_set():
+    def end(self, diagnosis: str) -> None:
+        """Print the diagnosis on one rank only, and end the process: nothing can wake the main thread."""
+        if self.finished.is_set():
             return
         hint = "raise parallel.watchdog_minutes if it only takes longer"
-        words = f"error: {line} (no progress for {self.limit_s:.0f} s); {hint}"
-        self.leave(words if self.first_to_say() else line)
+        message = f"error: {diagnosis} (no progress for {self.limit_s:.0f} s); {hint}"
+        self.leave(message if self.is_first_to_print() else diagnosis)
 
-    def leave(self, words: str) -> None:
-        if words.startswith("error: "):
-            print(words, file=sys.stderr, flush=True)
+    def leave(self, message: str) -> None:
+        if message.startswith("error: "):
+            print(message, file=sys.stderr, flush=True)
         os._exit(torchrun.RANK_LOST)
 
-    def first_to_say(self) -> bool:
+    def is_first_to_print(self) -> bool:
         try:
-            return self.board.add("said", 1) == 1
+            return self.status_store.add("printed", 1) == 1
         except dist.DistError:
             return True
 
 
-def stands(about: dict[str, Any] | None) -> str:
-    return "and never has" if about is None else f"last seen in step {about['step']}: {about['doing']}"
+def last_seen(status: dict[str, Any] | None) -> str:
+    return "and never has" if status is None else f"last seen in step {status['step']}: {status['doing']}"

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT
+from andrea.training.loss.cross_entropy import training_loss_sum
 from andrea.training.loss.fused import LOGITS_EAGER, rows_in_chunk
-from andrea.training.loss.loss import nats_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
@@ -172,11 +172,11 @@ def pass_bytes(
 def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> Tensor:
     """The loss of the first chunks of rows, which hold no less than the others, beside the gradients of all rows."""
     if precision == "fp16":  # which knows no chunks
-        return nats_of(model, hidden, tokens, precision)
+        return training_loss_sum(model, hidden, tokens, precision)
     rows, answers = hidden.flatten(0, 1), tokens.flatten()
     few = min(len(rows), CHUNKS_LOOKED_AT * rows_in_chunk(len(rows), model.n_vocab, LOGITS_EAGER))
     others = torch.empty_like(rows[few:], dtype=DTYPES[precision])  # their gradients; the name keeps them alive
-    nats = nats_of(model, rows[:few], answers[:few], precision)
+    nats = training_loss_sum(model, rows[:few], answers[:few], precision)
     del others
     return nats
 

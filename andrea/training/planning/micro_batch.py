@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from andrea.config import RunConfig, UserError
-from andrea.training.loss.loss import MicroLoss
-from andrea.training.parallel.strategy import Parallel, Sharded
+from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.parallel.fsdp import FullySharded
+from andrea.training.parallel.strategy import Parallel
 from andrea.training.planning import plan
 from andrea.training.planning.settle import measures_every_step
 from andrea.training.records.console import Console
@@ -40,10 +41,10 @@ def with_tried_micro_batch(
     """The largest micro-batch that really fits, from the planned one downwards: eagerly, which keeps no less than compiled
     code and takes seconds. A sharded model cannot be tried on one rank alone: the plan holds.
     """
-    if isinstance(parallel, Sharded):
+    if isinstance(parallel, FullySharded):
         return run
     n_vocab, length = parallel.model.n_vocab, run.model.sequence_length
-    micro = MicroLoss(
+    micro = MicroBatchLoss(
         parallel.model, device, run.precision, measures_every_step(run), run.train.activation_checkpointing
     )
 
@@ -59,6 +60,6 @@ def with_tried_micro_batch(
 
     candidates = plan.micro_batches_that_fit(run, n_vocab, device, run.precision, plan.ROOM * room, parallel.ranks.size)
     fits = largest_that_fits(try_one, [n for n in candidates if n <= run.train.micro_batch])
-    fits = int(parallel.ranks.least(torch.tensor(fits)))
+    fits = int(parallel.ranks.minimum(torch.tensor(fits)))
     console.say(f"micro-batch: {fits} sequences, the largest that fits here (tried)")
     return dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batch=fits))

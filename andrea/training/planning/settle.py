@@ -39,7 +39,7 @@ def settle(
         micro_batch = plan.micro_batches_that_fit(
             run, corpus.tokenizer.n_vocab, device, precision.value, plan.ROOM * room, ranks.size, sharded
         )[0]
-    _, _, rows = ranks.share(run.sequences_per_step)
+    _, _, rows = ranks.local_rows(run.sequences_per_step)
     quarter = max(1, -(-run.steps // 4))
     eval_every = quarter if run.train.eval_every == "auto" else run.train.eval_every
     train = dataclasses.replace(
@@ -74,7 +74,7 @@ def settle(
     console.say(f"device: {device_words(device, threads)} · {precision.value} ({precision.why})")
     if run.float8:
         console.say("float8: the blocks' matrices are multiplied in 8 bits")
-    if ranks.joined:
+    if ranks.started_by_torchrun:
         console.say(f"parallel: {parallel.value} over {ranks.size} ranks ({parallel.why})")
     console.say(f"attention: {attention.why}")
     console.say(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
@@ -133,17 +133,17 @@ def choose_device_of_rank(asked: str, ranks: Ranks) -> torch.device:
 def room_of_a_rank(device: torch.device, ranks: Ranks) -> float:
     """Bytes that each rank may count on: those of the one that has least; ranks share the memory of a CPU."""
     sharing = ranks.local_size if device.type == "cpu" else 1
-    return float(ranks.least(torch.tensor(plan.free_bytes(device) / sharing)))
+    return float(ranks.minimum(torch.tensor(plan.free_bytes(device) / sharing)))
 
 
 def choose_parallel(run: RunConfig, ranks: Ranks, n_vocab: int, room: float, precision: str) -> Choice:
     """none, ddp or fsdp. Raises UserError for what these ranks cannot do."""
     chosen, sharing = Choice(run.parallel.kind, "as asked"), run.parallel.shard_ranks
     if run.parallel.kind == "auto":
-        if not ranks.joined:
+        if not ranks.started_by_torchrun:
             return Choice("none", "one process")
         chosen = plan.choose_parallel(run, n_vocab, ranks.size, room, precision)
-    if chosen.value == "fsdp" and not ranks.joined:
+    if chosen.value == "fsdp" and not ranks.started_by_torchrun:
         raise UserError(
             "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
             "`torchrun --standalone --nproc-per-node=2 train.py …`, or choose parallel=auto"

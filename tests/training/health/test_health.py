@@ -20,7 +20,7 @@ from andrea.text.corpus import prepare
 from andrea.text.loader import Loader
 from andrea.training.health.health import CHECKS, Data, Evaluation, Health, now_of, sampled_weights, update_ratios
 from andrea.training.health.text import ReferenceText
-from andrea.training.parallel.strategy import Alone
+from andrea.training.parallel.strategy import SingleProcess
 from andrea.training.records.run_folder import read_lines
 
 N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91
@@ -100,11 +100,11 @@ def test_the_size_of_an_update_by_hand() -> None:
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[2.0, 0, 0], [0, 0, 1]]))
-        before = sampled_weights(Alone(model))
+        before = sampled_weights(SingleProcess(model))
         model.weight += torch.tensor([[0.0, 1, 0], [0, 0, 2]])
-    ratios = update_ratios(before, sampled_weights(Alone(model)), lambda sums: sums)
+    ratios = update_ratios(before, sampled_weights(SingleProcess(model)), lambda sums: sums)
     assert ratios.tolist() == pytest.approx([1.0])  # √5 / √5; no bias in it
-    assert len(sampled_weights(Alone(torch.nn.Linear(1000, 50)))[0]) <= 1 << 14
+    assert len(sampled_weights(SingleProcess(torch.nn.Linear(1000, 50)))[0]) <= 1 << 14
     health = noted(make(), steady(50))
     assert not found(health, seen(50, update_ratios=torch.tensor([0.01, 0.2, 9.0])))
     message = found(health, seen(60, update_ratios=torch.tensor([0.01, 0.3, 9.0])))["large_updates"]

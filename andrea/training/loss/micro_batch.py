@@ -1,0 +1,46 @@
+"""The loss of one micro-batch: the module that is compiled, and that DDP or FSDP2 wraps.
+
+Shapes: B sequences, T tokens, L layers, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from andrea.attention import HeadStatistics
+from andrea.model.gpt import GPT, call
+from andrea.runtime.device import autocast
+from andrea.text.loader import IGNORED_TARGET
+from andrea.training.loss.cross_entropy import training_loss_sum
+
+
+class MicroBatchLoss(nn.Module):
+    """Forward pass and loss in the run's precision; with the heads' statistics where every step measures them.
+
+    `forward_in_precision` is compiled, or `run_block` and `head_loss` are. Autocast is entered outside of them, because
+    torch does not cache compiled code that enters it.
+    """
+
+    def __init__(self, model: GPT, device: torch.device, precision: str, observing: bool, recompute: bool) -> None:
+        """observing: measure the heads' statistics. recompute: activation checkpointing."""
+        super().__init__()
+        self.model = model
+        self.device, self.precision, self.observing, self.recompute = device, precision, observing, recompute
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
+        """tokens, targets (B, T) int64 -> sum of nats, fp32 scalar, and statistics (L, H) of the rows that have a target."""
+        with autocast(self.device, self.precision):
+            return self.forward_in_precision(tokens, targets)
+
+    def forward_in_precision(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
+        observed: list[HeadStatistics] | None = [] if self.observing else None
+        hidden = self.model(tokens, observed=observed, recompute=self.recompute, run=self.run_block)
+        nats = self.head_loss(hidden, targets)
+        has_target = (targets != IGNORED_TARGET).any(1)
+        return nats, HeadStatistics.of_layers(observed, has_target) if observed else None
+
+    run_block = staticmethod(call)
+
+    def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return training_loss_sum(self.model, hidden, targets, self.precision)

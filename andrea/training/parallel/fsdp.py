@@ -1,0 +1,156 @@
+"""Fully sharded data parallelism: parameters sharded over ranks with torch's FSDP2 (`fully_shard`), also as HSDP.
+
+n matrices of one shape, R rows and C columns each; S ranks share one copy of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from andrea.config import ParallelConfig
+from andrea.model.gpt import GPT
+from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.strategy import Parallel
+
+
+class FullySharded(Parallel):
+    """Each rank keeps some rows of each parameter; a block's parameters are gathered when the block runs.
+
+    With config.shard_ranks S below the number of ranks (for example the ranks of one machine), each group of S ranks
+    shares one copy of the model, and gradients are also summed over the copies (HSDP).
+
+    make_model: an unsharded model of the same shapes, for `gathered_model`.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        ranks: Ranks,
+        config: ParallelConfig,
+        device: torch.device,
+        precision: torch.dtype,
+        make_model: Callable[[], GPT],
+    ) -> None:
+        super().__init__(model, ranks)
+        self.device, self.offload, self.precision = device, config.cpu_offload, precision
+        self.make_model = make_model
+        shard_ranks = config.shard_ranks or ranks.size
+        assert ranks.size % shard_ranks == 0, "checked at the start"
+        if shard_ranks == ranks.size:
+            self.mesh = init_device_mesh(device.type, (shard_ranks,), mesh_dim_names=("shard",))
+        else:
+            shape = (ranks.size // shard_ranks, shard_ranks)
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        shard_mesh = self.mesh["shard"]
+        self.n_shard, self.shard_index, self.shard_group = (
+            shard_mesh.size(), shard_mesh.get_local_rank(), shard_mesh.get_group()
+        )  # fmt: skip
+
+    def wrap(self, loss: MicroBatchLoss, compiled: str) -> nn.Module:
+        """Whether "on" or "blocks": each block and the loss are compiled one by one, because parameters are gathered
+        between them, outside compiled code.
+        """
+        if compiled != "off":
+            for block in self.model.blocks:
+                block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
+            loss.head_loss = torch.compile(loss.head_loss, dynamic=False, fullgraph=True)
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
+        # Blocks are gathered in the precision of their matrix products. The other parameters stay fp32, as on one device.
+        low_precision = None if self.precision == torch.float32 else self.precision
+        block_precision = MixedPrecisionPolicy(
+            param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for block in self.model.blocks:
+            fully_shard(block, mesh=self.mesh, mp_policy=block_precision, offload_policy=offload)
+        register_fsdp_forward_method(self.model.blocks[0], "values")
+        self.wrapped = fully_shard(loss, mesh=self.mesh, offload_policy=offload)
+        self.local_parameters = {
+            name: nn.Parameter(parameter.to_local().detach()) for name, parameter in self.model.named_parameters()
+        }
+        return self.wrapped
+
+    @contextlib.contextmanager
+    def sync_gradients(self, last: bool) -> Iterator[None]:
+        self.wrapped.set_requires_gradient_sync(last)
+        yield
+
+    def set_local_gradients(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.local_parameters[name].grad = parameter.grad.to_local() if parameter.grad is not None else None
+
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def norm_over_shards(self, local_norm: Tensor) -> Tensor:
+        return self.sum_over_shards(local_norm.square()).sqrt()
+
+    def sum_over_shards(self, local_sums: Tensor) -> Tensor:
+        sums = local_sums.clone()
+        dist.all_reduce(sums, group=self.shard_group)
+        return sums
+
+    def local_rows(self, name: str) -> slice:
+        """Rows are divided as torch.chunk divides them: equal shards, the last ones shorter or empty."""
+        n_row = self.shapes[name][0]
+        most = -(-n_row // self.n_shard)
+        return slice(min(n_row, self.shard_index * most), min(n_row, (self.shard_index + 1) * most))
+
+    def apply_to_full_matrices(
+        self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Each rank receives all rows of its share of the matrices, computes, and sends every rank its rows back."""
+        (n, rows_here, columns), size = local_matrices.shape, self.n_shard
+        share, most = -(-n // size), -(-n_row // size)  # matrices of a rank; rows of a shard
+        padded = local_matrices.new_zeros(size, share, most, columns)
+        padded.view(size * share, most, columns)[:n, :rows_here] = local_matrices
+        received = torch.empty_like(padded)  # (rank that keeps the rows, matrix, its rows, C)
+        dist.all_to_all_single(received, padded, group=self.shard_group)
+        full = received.transpose(0, 1).reshape(share, size * most, columns)[:, :n_row]
+        results = local_matrices.new_zeros(share, size * most, columns)
+        results[:, :n_row] = function(full)
+        to_send = results.view(share, size, most, columns).transpose(0, 1).contiguous()
+        dist.all_to_all_single(received, to_send, group=self.shard_group)
+        return received.view(size * share, most, columns)[:n, :rows_here]
+
+    @torch.no_grad()
+    def gathered_model(self) -> GPT | None:
+        """A copy of the model, gathered parameter by parameter; in CPU memory where parameters are offloaded to it."""
+        self.wrapped.reshard()  # after an evaluation the parameters outside the blocks are still gathered
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            gathered = parameter.full_tensor()
+            if self.ranks.is_rank_0:
+                weights[name] = gathered.to("cpu" if self.offload else self.device)
+        if not self.ranks.is_rank_0:
+            return None
+        with torch.device("meta"):
+            copy = self.make_model()
+        copy.load_state_dict(weights, assign=True)
+        for name, buffer in self.model.named_buffers():  # tables that are not in the state_dict
+            module, _, own_name = name.rpartition(".")
+            copy.get_submodule(module).register_buffer(
+                own_name, buffer.to(weights["embedding.weight"].device), persistent=False
+            )
+        return copy
+
+    def cpu_mesh(self) -> DeviceMesh:
+        """The same mesh of ranks on the CPU, for checkpoints, whose tensors are copies in CPU memory."""
+        return init_device_mesh("cpu", tuple(self.mesh.mesh.shape), mesh_dim_names=self.mesh.mesh_dim_names)

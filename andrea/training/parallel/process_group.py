@@ -1,0 +1,124 @@
+"""Joining and leaving torch.distributed's process group, with torchrun's restarts taken into account."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from andrea.runtime.torchrun import RankLost
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.watchdog import StoreWatchdog, Watchdog
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+TORCHRUN_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")  # set by torchrun, or by another launcher
+RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
+# The watchdog limits how long a collective may take, and names the rank that the others wait for.
+COLLECTIVE_TIMEOUT = datetime.timedelta(days=1)
+ADDRESS_KEY = "andrea/rank-0-store"  # in torchrun's store: where rank 0 of the newest start opened its own store
+LOST_CONTACT = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Timed out|remote process exited", re.IGNORECASE
+)
+
+
+@contextlib.contextmanager
+def join_ranks(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
+    """Join the process group that torchrun describes in the environment; yields this process's ranks and watchdog.
+
+    A process that torchrun did not start gets one rank and a watchdog that does nothing. Raises RankLost where another
+    rank is gone.
+    """
+    if not all(name in os.environ for name in TORCHRUN_VARIABLES):
+        yield Ranks(), Watchdog()
+        return
+    ranks = Ranks(*(int(os.environ[name]) for name in RANK_VARIABLES))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
+    with raising_rank_lost():
+        group_store, status_store = open_stores(ranks)
+        dist.init_process_group(
+            backend, store=group_store, rank=ranks.rank, world_size=ranks.size, timeout=COLLECTIVE_TIMEOUT
+        )
+    watchdog = StoreWatchdog(ranks.rank, ranks.size, status_store, watchdog_minutes)
+    sys.excepthook = print_traceback_and_exit
+    with raising_rank_lost():
+        yield ranks, watchdog
+        dist.barrier()  # no rank leaves while another still writes or reads
+    watchdog.finish()
+    dist.destroy_process_group()  # not after an exception: it would wait for collectives that other ranks never start
+
+
+def print_traceback_and_exit(*error: Any) -> None:
+    """An excepthook that ends the process at once: Python's own exit waits for threads that wait for other ranks."""
+    sys.__excepthook__(*error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def open_stores(ranks: Ranks) -> tuple[dist.Store, dist.Store]:
+    """The store of the process group, and the store in which the watchdogs exchange their status.
+
+    torchrun keeps one store over all restarts, and entries that ranks of an earlier start left there are taken for new
+    ones (pytorch issue 135712): the ranks then wait for dead processes. So rank 0 opens a store of its own for each start
+    and writes its address to torchrun's store. The other ranks try the address until the store that answers holds the
+    random word of this start. The watchdogs need a store that outlives rank 0: torchrun's own, under that random word.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # another launcher: rank 0 serves the only store
+        store = dist.TCPStore(host, port, ranks.size, is_master=ranks.is_rank_0, timeout=RENDEZVOUS_TIMEOUT)
+        # A client waits for one answer at a time: the watchdog's thread needs its own.
+        second_client = dist.TCPStore(host, port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
+        return dist.PrefixStore("group", store), dist.PrefixStore("status", second_client)
+    torchrun_store = dist.TCPStore(host, port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
+    if ranks.is_rank_0:
+        address = own_address(host, port)
+        server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)
+        start = secrets.token_hex(8)
+        server.set(start, "here")
+        torchrun_store.set(ADDRESS_KEY, json.dumps([address, server.port, start]))
+        return dist.PrefixStore("group", server), dist.PrefixStore(start, torchrun_store)
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        address, rank_0_port, start = json.loads(torchrun_store.get(ADDRESS_KEY))
+        try:
+            socket.create_connection((address, rank_0_port), timeout=5).close()  # torch retries a closed port for long
+            client = dist.TCPStore(address, rank_0_port, is_master=False, timeout=datetime.timedelta(seconds=20))
+            if client.check([start]):
+                client.set_timeout(RENDEZVOUS_TIMEOUT)
+                return dist.PrefixStore("group", client), dist.PrefixStore(start, torchrun_store)
+        except (OSError, dist.DistError):
+            time.sleep(0.2)
+    raise RankLost(f"rank 0 did not open its store within {RENDEZVOUS_TIMEOUT}")
+
+
+def own_address(host: str, port: int) -> str:
+    """This machine's address in the network in which it reaches `host`."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+@contextlib.contextmanager
+def raising_rank_lost() -> Iterator[None]:
+    """Turns the errors that torch raises when another rank is gone into RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_distributed = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
+        if is_distributed or LOST_CONTACT.search(str(error)):
+            message = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without the line of torch's source
+            raise RankLost(message.partition(". This is typically")[0]) from error
+        raise
