@@ -1,6 +1,14 @@
-"""From a checkpoint to text: choose tokens (sampling), run the model (engine), talk to the terminal (session)."""
+"""Text from a trained model: choosing tokens (sampling), running the model (engine), the `sample.py` command (session)."""
 
-from andrea.generation.engine import Engine, Piece, Request, next_logits_uncached, window_start
-from andrea.generation.sampling import Sampling, choose
+from andrea.generation.engine import Engine, GeneratedToken, Request, next_logits_uncached, window_start
+from andrea.generation.sampling import Sampling, choose_tokens
 
-__all__ = ["Engine", "Piece", "Request", "Sampling", "choose", "next_logits_uncached", "window_start"]
+__all__ = [
+    "Engine",
+    "GeneratedToken",
+    "Request",
+    "Sampling",
+    "choose_tokens",
+    "next_logits_uncached",
+    "window_start",
+]

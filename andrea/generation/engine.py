@@ -1,13 +1,13 @@
-"""Prefill, decode, stream: tokens written one after another, several texts at once.
+"""Text generation: read the prompt (prefill), write one token after another (decode), stream the text; several texts at once.
 
-B texts, N tokens so far, T = sequence_length, V vocabulary.
+B texts, N tokens so far, T = sequence_length, V vocabulary, G tokens of lookahead.
 
-The window. The model sees at most T tokens. When T are seen and one more is needed, the first half of them is
-forgotten and the rest is read again from position 0: positions are never beyond T, and a window is read again once in
-about T / 2 tokens. `window_start` states this as a pure function, and the uncached twin uses the same one.
+The window. The model sees at most T tokens. When it has seen T and needs one more, the first half of them is dropped and
+the rest is read again from position 0. Positions therefore stay below T, and a window is read again once in about T / 2
+tokens. `window_start` states the rule as a pure function; the uncached twin uses the same one.
 
-Chance. Token n of text i is chosen by the n-th random number of its own generator, whatever is computed beside it: texts
-in one batch, whole or guessed ahead, are those that each would be alone.
+Randomness. Token n of text i is chosen by the n-th random number of its own generator, whatever else is computed with it.
+So a text of a batch, with lookahead or without, equals the text that would be written alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from andrea.attention import KeyValueCache
 from andrea.config import UserError
 from andrea.generation.graph import GraphedStep
 from andrea.generation.packing import PackedGPT, pack
-from andrea.generation.sampling import Sampling, choose
-from andrea.generation.speculation import Repetition
+from andrea.generation.sampling import Sampling, choose_tokens
+from andrea.generation.speculation import PromptLookup
 from andrea.generation.text_stream import TextStream
 from andrea.model.gpt import GPT
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What to write: text i draws its random numbers from seed + i, whatever the number of texts.
+    """The texts to write. Text i draws its random numbers from seed + i, whatever the number of texts.
 
-    guess: tokens that are guessed ahead from repetitions in the text, and read in one pass (speculation.py); 0: none. The
-    text stays the same.
+    guess: tokens of lookahead, proposed by prompt lookup (speculation.py) and checked in one pass of the model; 0: none.
+    The texts are the same with and without, except for rounding.
     """
 
     max_new_tokens: int
@@ -50,23 +50,55 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """New text of one sample (it may be empty while a character is unfinished); `ended` says why it is the last."""
+class GeneratedToken:
+    """One new token of one sample, and the text that can be shown since: empty while a character is unfinished."""
 
     sample: int
     token: int
     text: str
-    ended: Literal["end_of_text", "stop", "length"] | None
+    ended: Literal["end_of_text", "stop", "length"] | None  # why this token is the sample's last; None: more follow
+
+
+class GrowingText:
+    """One text of a batch while it is being written."""
+
+    def __init__(self, sample: int, prompt: list[int], tokenizer: Tokenizer, request: Request) -> None:
+        self.sample = sample
+        self.lookup = PromptLookup(prompt)
+        self.tokens = self.lookup.tokens  # the prompt's and the new ones
+        self.generator = torch.Generator().manual_seed(request.seed + sample)
+        self.stream = TextStream(tokenizer, request.stop)
+        self.end_of_text = tokenizer.end_of_text
+        self.tokens_left = request.max_new_tokens
+        self.has_ended = False
+
+    def lookahead(self, most: int) -> list[int]:
+        """At most `most` tokens that may come next, and one fewer than may still be written."""
+        return [] if self.has_ended else self.lookup.lookahead(min(most, self.tokens_left - 1))
+
+    def append(self, token: int) -> GeneratedToken:
+        self.lookup.append(token)
+        self.tokens_left -= 1
+        if token == self.end_of_text:
+            text, ended = self.stream.finish(), "end_of_text"
+        else:
+            is_last = self.tokens_left == 0
+            text = self.stream.push(token)
+            if is_last and not self.stream.stopped:
+                text += self.stream.finish()
+            ended = "stop" if self.stream.stopped else "length" if is_last else None
+        self.has_ended = ended is not None
+        return GeneratedToken(self.sample, token, text, ended)
 
 
 class Engine:
     """Writes text with a model.
 
-    dtype: None writes with the model itself, which may go on training. Else its weights are converted once, into a copy
-    that is laid out for decoding where the device has a layout for it.
-    int8: of that copy the matrices are in 8 bits, the embedding and all that is computed in `dtype`.
-    compiled: the decoding step runs through torch.compile: slower to start, faster after on a card. There it is a CUDA
-    graph, compiled or not.
+    dtype: None writes with the model itself, which may be in training. Otherwise its weights are converted once, into a copy
+    that is laid out for decoding where the device has such a layout.
+    int8: the copy's matrices are in 8 bits; the embedding and every activation are in `dtype`.
+    compiled: the decoding step runs through torch.compile: slower to start, faster afterwards on a GPU. On a GPU the step is
+    recorded as a CUDA graph, compiled or not.
     """
 
     def __init__(
@@ -84,14 +116,14 @@ class Engine:
         self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
         self.fixed_shapes = compiled or self.device.type == "cuda"
         self.step = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
-        if self.device.type == "cuda" and dtype is not None:  # what trains keeps its memory for training
+        if self.device.type == "cuda" and dtype is not None:  # a model in training keeps the memory for its training
             self.step = GraphedStep(self.step)
-        self.idle: dict[tuple, Window] = {}  # the window of the texts written last, whose memory the next may take over
+        self.idle: dict[tuple, Window] = {}  # the last texts' window by shape: the next texts may reuse its memory
         if dtype is not None:
             self.model = pack(self.model, int8, compiled)
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's tokens, after the end-of-text that precedes every document, where there is room for it.
+        """The prompt's tokens. Where the window has one more place, end-of-text stands first, as before every document.
 
         Raises UserError when the prompt is longer than the model's window.
         """
@@ -107,89 +139,91 @@ class Engine:
     def write(self, prompt: str, request: Request) -> list[str]:
         """The samples' texts, without the prompt."""
         texts = [""] * request.num_samples
-        for piece in self.stream(self.encode(prompt), request):
-            texts[piece.sample] += piece.text
+        for generated in self.stream(self.encode(prompt), request):
+            texts[generated.sample] += generated.text
         return texts
 
-    def stream(self, prompt: list[int], request: Request) -> Iterator[Piece]:
-        """Go on from the prompt's tokens (at least one); yields every sample's pieces of each step as they are made."""
+    def stream(self, prompt: list[int], request: Request) -> Iterator[GeneratedToken]:
+        """Continue the prompt's tokens (at least one) `num_samples` times; yields each token as soon as it is chosen."""
         return self.stream_all([prompt] * request.num_samples, request)
 
-    def stream_all(self, prompts: list[list[int]], request: Request) -> Iterator[Piece]:
-        """Go on from each of the prompts, which may differ in length, in one batch; sample i goes on from prompt i."""
-        n_text = len(prompts)
-        repetitions = [Repetition(prompt) for prompt in prompts]
-        written = [repetition.tokens for repetition in repetitions]
-        # What lies behind a text is its first token, so that all of a row is in the text: the repetition penalty reads it.
-        history = torch.tensor([[prompt[0]] for prompt in prompts]).repeat(
-            1, max(map(len, prompts)) + request.max_new_tokens
-        )
-        for row, prompt in zip(history, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
-        history = history.to(self.device)
-        left = [request.max_new_tokens] * n_text
-        texts = [TextStream(self.tokenizer, request.stop) for _ in prompts]
-        generators = [torch.Generator().manual_seed(request.seed + index) for index in range(n_text)]
-        ragged = n_text > 1 and (request.guess > 0 or len(set(map(len, prompts))) > 1)
-        of_one_kind = n_text, ragged, request.guess
-        window = self.idle.pop(of_one_kind, None)
+    def stream_all(self, prompts: list[list[int]], request: Request) -> Iterator[GeneratedToken]:
+        """Continue each of the prompts, which may differ in length, in one batch: sample i continues prompt i.
+
+        Raises UserError when the model's scores are not finite.
+        """
+        texts = [GrowingText(sample, prompt, self.tokenizer, request) for sample, prompt in enumerate(prompts)]
+        history = padded_history(prompts, request.max_new_tokens).to(self.device)
+        ragged = len(texts) > 1 and (request.guess > 0 or len(set(map(len, prompts))) > 1)
+        shape = len(texts), ragged, request.guess
+        window = self.take_window(*shape)
+        while not all(text.has_ended for text in texts):
+            logits, lookaheads = window.next_logits(
+                [text.tokens for text in texts], [text.lookahead(request.guess) for text in texts]
+            )
+            growing = [text for text in texts if not text.has_ended]
+            ended = [text for text in texts if text.has_ended]
+            place = 0  # logits[:, place] are those after a text and `place` tokens of its lookahead
+            while growing:
+                tokens = self.choose_next(logits[:, place], history, texts, growing, request.sampling)
+                if not ragged:
+                    for text in ended:
+                        text.tokens.append(tokens[text.sample])  # never shown; all texts keep one length
+                for text in growing:
+                    yield text.append(tokens[text.sample])
+                # Where the lookahead holds the chosen token, the logits after it are the text's next.
+                right = [text for text in growing if lookaheads[text.sample][place : place + 1] == text.tokens[-1:]]
+                growing = [text for text in right if not text.has_ended]
+                place += 1
+        self.idle[shape] = window
+
+    def take_window(self, n_text: int, ragged: bool, max_lookahead: int) -> Window:
+        """A window for new texts: the idle one if it has this shape, else a new one, after the idle one is dropped."""
+        window = self.idle.pop((n_text, ragged, max_lookahead), None)
         self.idle.clear()
         if window is not None:
             window.restart()
-        else:
-            if isinstance(self.step, GraphedStep):
-                self.step.forget()  # the memory of the texts before, which the new ones need
-            window = Window(self.model, self.step, n_text, self.fixed_shapes, ragged, request.guess)
-        ended = [False] * n_text
-        while not all(ended):
-            guesses = [
-                [] if ended[index] else repetitions[index].guess(min(request.guess, left[index] - 1))
-                for index in range(n_text)
-            ]
-            logits, guesses = window.next_logits(written, guesses)  # (B, 1 + longest guess, V)
-            deciding = [index for index in range(n_text) if not ended[index]]
-            for place in range(logits.shape[1]):
-                if not deciding:
-                    break
-                uniform = torch.zeros(n_text)
-                for index in deciding:
-                    uniform[index] = torch.rand((), generator=generators[index])
-                seen = history[:, : max(map(len, written))]
-                tokens = choose(logits[:, place], seen, request.sampling, uniform.to(self.device))
-                chosen = tokens.tolist()
-                if max(chosen[index] for index in deciding) >= self.tokenizer.n_vocab:  # `draw` finds no place
-                    raise UserError(
-                        "the model's scores of the next token are not finite: its weights are too large or damaged"
-                    )
-                history[deciding, [len(written[index]) for index in deciding]] = tokens[deciding]
-                if not ragged:
-                    for index in range(n_text):  # texts that have ended go on, unseen: all keep one length
-                        if ended[index]:
-                            written[index].append(chosen[index])
-                for index in list(deciding):
-                    repetitions[index].push(chosen[index])
-                    left[index] -= 1
-                    piece = self._piece(index, chosen[index], texts[index], is_last=left[index] == 0)
-                    ended[index] = piece.ended is not None
-                    guessed_right = place < len(guesses[index]) and guesses[index][place] == chosen[index]
-                    if ended[index] or not guessed_right:
-                        deciding.remove(index)
-                    yield piece
-        self.idle[of_one_kind] = window
+            return window
+        if isinstance(self.step, GraphedStep):
+            self.step.forget()  # frees the graphs' memory for the new texts
+        return Window(self.model, self.step, n_text, self.fixed_shapes, ragged, max_lookahead)
 
-    def _piece(self, sample: int, token: int, text: TextStream, is_last: bool) -> Piece:
-        if token == self.tokenizer.end_of_text:
-            return Piece(sample, token, text.finish(), "end_of_text")
-        new_text = text.push(token)
-        if is_last and not text.stopped:
-            new_text += text.finish()
-        return Piece(sample, token, new_text, "stop" if text.stopped else "length" if is_last else None)
+    def choose_next(
+        self,
+        logits: Tensor,
+        history: Tensor,
+        texts: list[GrowingText],
+        growing: list[GrowingText],
+        sampling: Sampling,
+    ) -> list[int]:
+        """One token for each of the B texts, from logits (B, V). Those of `growing` texts enter history (B, N)."""
+        uniform = torch.zeros(len(texts))
+        for text in growing:
+            uniform[text.sample] = torch.rand((), generator=text.generator)
+        seen = history[:, : max(len(text.tokens) for text in texts)]
+        chosen = choose_tokens(logits, seen, sampling, uniform.to(self.device))
+        tokens, rows = chosen.tolist(), [text.sample for text in growing]
+        if max(tokens[row] for row in rows) >= self.tokenizer.n_vocab:  # how `draw` answers scores that are not finite
+            raise UserError("the model's scores of the next token are not finite: its weights are too large or damaged")
+        history[rows, [len(text.tokens) for text in growing]] = chosen[rows]
+        return tokens
+
+
+def padded_history(prompts: list[list[int]], n_new: int) -> Tensor:
+    """(B, longest prompt + n_new) int64: each prompt, padded with its own first token.
+
+    The repetition penalty reads whole rows, so padding must not add a token that the text does not have.
+    """
+    history = torch.tensor([[prompt[0]] for prompt in prompts]).repeat(1, max(map(len, prompts)) + n_new)
+    for row, prompt in zip(history, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    return history
 
 
 class Window:
-    """The model's view of growing texts: what the cache holds of each, and where it begins.
+    """The model's view of growing texts: the part of each that its key-value cache holds.
 
-    ragged: texts may differ in length. most_guessed: the tokens a guess has at the most.
+    ragged: texts may differ in length. max_lookahead: the most tokens that a text's lookahead may have.
     """
 
     def __init__(
@@ -199,61 +233,65 @@ class Window:
         n_text: int,
         fixed_shapes: bool,
         ragged: bool,
-        most_guessed: int = 0,
+        max_lookahead: int = 0,
     ) -> None:
         self.model, self.step = model, step
-        self.fixed_shapes, self.ragged, self.most_guessed = fixed_shapes, ragged, most_guessed
-        # A short guess may be read as wide as a long one.
-        n_room = model.config.sequence_length + most_guessed * (ragged or fixed_shapes)
-        self.cache = model.make_cache(n_text, n_room, fixed_shapes=fixed_shapes, ragged=ragged)
+        self.fixed_shapes, self.ragged, self.max_lookahead = fixed_shapes, ragged, max_lookahead
+        # A short lookahead may be padded to the width of the longest.
+        capacity = model.config.sequence_length + max_lookahead * (ragged or fixed_shapes)
+        self.cache = model.make_cache(n_text, capacity, fixed_shapes=fixed_shapes, ragged=ragged)
         self.n_text = n_text
         self.restart()
 
     def restart(self) -> None:
-        """Other texts begin; what the cache holds of the ones before is written over."""
-        self.starts, self.read = [0] * self.n_text, [0] * self.n_text  # it holds tokens start .. read - 1 of each text
+        """Begin other texts; they overwrite what the cache holds of the last ones."""
+        # The cache holds tokens starts[i] .. read[i] - 1 of text i.
+        self.starts, self.read = [0] * self.n_text, [0] * self.n_text
 
     @torch.inference_mode()
     def next_logits(
-        self, texts: list[list[int]], guesses: list[list[int]] | None = None
+        self, texts: list[list[int]], lookaheads: list[list[int]] | None = None
     ) -> tuple[Tensor, list[list[int]]]:
-        """logits (B, 1 + G, V) of the token after each text, and after each token of its guess; and the guesses as far as
-        the window has room for them, the longest of G tokens.
+        """logits (B, 1 + G, V): of the token after each text, and after each token of its lookahead; and the lookaheads.
 
-        Texts are those of the call before and at least one token more, or the same where a text has ended.
+        Lookaheads come back shortened to what the window has places for; the longest has G tokens. Each text is the one of
+        the last call and at least one token more, or the same where the text has ended.
         """
-        model, n_text, n_window = self.model, len(texts), self.model.config.sequence_length
+        n_text, n_window = len(texts), self.model.config.sequence_length
         if n_text > 1 and not any(self.read) and len(texts[0]) <= n_window and all(text == texts[0] for text in texts):
             return self.read_once(texts[0]).expand(n_text, -1, -1), [[] for _ in texts]
-        guesses = guesses or [[] for _ in texts]
-        for index, text in enumerate(texts):
-            start = window_start(len(text), n_window)
-            if start != self.starts[index]:
-                self.starts[index] = self.read[index] = start
-                if self.ragged and len(text) - start > 1:  # by itself: the others need one token each
-                    again = torch.tensor([text[start:-1]], device=self.device)
-                    model(again, self.cache.of_sequence(index))
-                    self.read[index] = len(text) - 1
-            self.read[index] = min(self.read[index], len(text) - 1)  # what was guessed wrong is written over
-            room = n_window - (len(text) - start)
-            guesses[index] = guesses[index][:room]
+        self.slide(texts)
+        places = [n_window - (len(text) - start) for text, start in zip(texts, self.starts, strict=True)]
+        lookaheads = [tokens[:n] for tokens, n in zip(lookaheads or [[] for _ in texts], places, strict=True)]
         self.cache.set_lengths([read - start for read, start in zip(self.read, self.starts, strict=True)])
-        new = [text[read:] + guess for text, read, guess in zip(texts, self.read, guesses, strict=True)]
-        n_guess, width = max(map(len, guesses)), max(map(len, new))
-        decoding = width <= 1 + self.most_guessed
-        if decoding and self.fixed_shapes and n_guess:
-            width, n_guess = 1 + self.most_guessed, self.most_guessed  # of one shape for the compiled step
+        new = [text[read:] + tokens for text, read, tokens in zip(texts, self.read, lookaheads, strict=True)]
+        n_ahead, width = max(map(len, lookaheads)), max(map(len, new))
+        is_decoding = width <= 1 + self.max_lookahead
+        if is_decoding and self.fixed_shapes and n_ahead:
+            width, n_ahead = 1 + self.max_lookahead, self.max_lookahead  # one shape for the compiled step
         batch = torch.tensor([row + row[-1:] * (width - len(row)) for row in new], device=self.device)
         at = None
-        if n_guess or self.ragged and width > 1:
-            last = torch.tensor([len(row) - 1 - len(guess) for row, guess in zip(new, guesses, strict=True)])
-            at = (last[:, None] + torch.arange(n_guess + 1)).clamp(max=width - 1).to(self.device)
-        logits = (self.step if decoding else step)(model, batch, self.cache, at)
+        if n_ahead or self.ragged and width > 1:
+            last = torch.tensor([len(row) - 1 - len(tokens) for row, tokens in zip(new, lookaheads, strict=True)])
+            at = (last[:, None] + torch.arange(n_ahead + 1)).clamp(max=width - 1).to(self.device)
+        logits = (self.step if is_decoding else step)(self.model, batch, self.cache, at)
         self.read = [read + len(row) for read, row in zip(self.read, new, strict=True)]
-        return logits, guesses
+        return logits, lookaheads
+
+    def slide(self, texts: list[list[int]]) -> None:
+        """Move each text's start to where its window begins now, and forget the lookahead tokens that were wrong."""
+        for index, text in enumerate(texts):
+            start = window_start(len(text), self.model.config.sequence_length)
+            if start != self.starts[index]:
+                self.starts[index] = self.read[index] = start
+                if self.ragged and len(text) - start > 1:  # read again apart: the other texts need one token each
+                    again = torch.tensor([text[start:-1]], device=self.device)
+                    self.model(again, self.cache.of_sequence(index))
+                    self.read[index] = len(text) - 1
+            self.read[index] = min(self.read[index], len(text) - 1)
 
     def read_once(self, prompt: list[int]) -> Tensor:
-        """All texts begin alike: read the prompt for one of them, and copy."""
+        """Read a prompt that all texts share for the first of them, and copy its part of the cache; logits (1, 1, V)."""
         logits = step(self.model, torch.tensor([prompt], device=self.device), self.cache.of_sequence(0))
         self.cache.copy_sequence(0, len(prompt))
         self.read = [len(prompt)] * len(self.read)
@@ -265,7 +303,10 @@ class Window:
 
 
 def step(model: GPT | PackedGPT, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
-    """New tokens (B, T) and the cache of those before -> logits (B, J, V) after the tokens `at` (B, J), or the last (J = 1)."""
+    """logits (B, J, V) after the tokens at positions `at` (B, J) of `tokens` (B, N_new), or after the last (J = 1).
+
+    The cache holds the keys and values of the tokens before, and those of `tokens` are appended to it.
+    """
     hidden = model(tokens, cache)
     if at is None:
         return model.logits(hidden[:, -1:])
@@ -280,6 +321,6 @@ def next_logits_uncached(model: GPT, tokens: Tensor) -> Tensor:
 
 
 def window_start(n_token: int, sequence_length: int) -> int:
-    """Where the window begins that predicts token n_token: 0 while all fit, then in hops of half a window."""
+    """The first token of the window that predicts token n_token: 0 while all fit, then a multiple of half a window."""
     hop = (sequence_length + 1) // 2
     return hop * -(-max(0, n_token - sequence_length) // hop)

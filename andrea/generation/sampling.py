@@ -22,7 +22,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
 
-def choose(logits: Tensor, history: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """The next token of each sample: logits (B, V), history (B, N) int64, uniform (B,) in [0, 1) -> (B,) int64.
 
     The rules run in this order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 takes the

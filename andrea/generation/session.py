@@ -13,7 +13,7 @@ import torch
 
 from andrea.checkpoint import Checkpoint, Damaged, locate
 from andrea.config import MOST_SAMPLED_TOKENS, AttentionConfig, ModelConfig, SampleConfig, UserError, parse
-from andrea.generation.engine import Engine, Piece, Request
+from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.kernels.native import library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
@@ -146,7 +146,7 @@ def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Reques
     show_texts([prompt] * request.num_samples, engine.stream(tokens, request))
 
 
-def show_texts(prompts: list[str], pieces: Iterator[Piece]) -> None:
+def show_texts(prompts: list[str], pieces: Iterator[GeneratedToken]) -> None:
     """The first text appears as it is written; the others, made in the same batch, follow it."""
     is_labelled = len(prompts) > 1
     waiting = [""] * len(prompts)

@@ -1,38 +1,40 @@
-"""Guessing what comes next from what was written before: text repeats itself, and a guess is cheaper to check than to make.
+"""Speculative decoding by prompt lookup: text repeats itself, and checking a token is cheaper than generating it.
 
-Saxena 2023, "Prompt Lookup Decoding": what followed the last few tokens when they stood here before is likely to follow
-them again. The engine reads the guess in one pass and keeps what the model would have chosen anyway.
+When the last few tokens stood in the text before, the tokens that followed them are likely to follow again (Saxena 2023,
+"Prompt Lookup Decoding"). The engine reads these tokens, the lookahead, in one pass of the model, and keeps them as far as
+the model chooses the same ones.
 """
 
 from __future__ import annotations
 
-LONGEST_GRAM = 3  # tokens that must stand here again; tried from the longest to a single one
+LONGEST_RUN = 3  # tokens that must occur again; the longest run that did so decides, down to a single token
 
 
-class Repetition:
-    """One growing text and where each of its short runs of tokens was last followed by another."""
+class PromptLookup:
+    """One growing text, and for each of its runs of at most LONGEST_RUN tokens the place that followed it last."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens: list[int] = []
-        self.follows: dict[tuple[int, ...], int] = {}  # run -> place of the token after its latest occurrence
+        self.follows: dict[tuple[int, ...], int] = {}  # run -> index of the token after its latest occurrence
         for token in tokens:
-            self.push(token)
+            self.append(token)
 
-    def push(self, token: int) -> None:
+    def append(self, token: int) -> None:
         place = len(self.tokens)
-        for size in range(1, min(LONGEST_GRAM, place) + 1):
+        for size in range(1, min(LONGEST_RUN, place) + 1):
             self.follows[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
 
-    def guess(self, most: int) -> list[int]:
-        """Up to `most` tokens that followed the longest run that stands at the end, the last time it stood before; where
-        the text ends, what it would go on with by the same rule.
+    def lookahead(self, most: int) -> list[int]:
+        """The `most` tokens that followed the last occurrence of the longest run that ends the text; [] if none occurred.
+
+        Where they reach the end of the text, the lookahead itself continues it.
         """
-        for size in range(min(LONGEST_GRAM, len(self.tokens)), 0, -1):
+        for size in range(min(LONGEST_RUN, len(self.tokens)), 0, -1):
             place = self.follows.get(tuple(self.tokens[-size:]))
             if place is not None:
-                guess = self.tokens[place : place + most]
-                while len(guess) < most:
-                    guess.append(guess[place + len(guess) - len(self.tokens)])
-                return guess
+                lookahead = self.tokens[place : place + most]
+                while len(lookahead) < most:
+                    lookahead.append(lookahead[place + len(lookahead) - len(self.tokens)])
+                return lookahead
         return []

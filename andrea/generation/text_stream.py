@@ -1,4 +1,4 @@
-"""From tokens to text while they come: no broken characters, and nothing shown that belongs to a stop string."""
+"""Tokens to text, one at a time, without broken characters and without any part of a stop string."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """One sample's text. `push` returns what is safe to show; `stopped` turns true at a stop string.
+    """One sample's text. `push` returns the text that can be shown; `stopped` becomes true at a stop string.
 
-    A token may end inside a character: its bytes wait for the rest. Text that may become a stop string waits too.
-    Bytes that are no UTF-8 become U+FFFD.
+    A token may end inside a character: its bytes wait for the rest of it. Text that may be the beginning of a stop string
+    waits as well. Invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -22,18 +22,19 @@ class TextStream:
         self.stop = tuple(stop)
         self.stopped = False
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.waiting = ""
+        self.waiting = ""  # decoded, not shown yet
 
     def push(self, token: int) -> str:
-        return self._release(self.decoder.decode(self.tokenizer.decode_bytes([token])))
+        return self.release(self.decoder.decode(self.tokenizer.decode_bytes([token])))
 
     def finish(self) -> str:
-        """What still waits, when no more tokens come."""
-        text = self._release(self.decoder.decode(b"", final=True)) + self.waiting
+        """The text that still waits, when no more tokens come."""
+        text = self.release(self.decoder.decode(b"", final=True)) + self.waiting
         self.waiting = ""
         return text
 
-    def _release(self, new_text: str) -> str:
+    def release(self, new_text: str) -> str:
+        """The part of waiting and new text that can be shown now; the rest waits."""
         if self.stopped:
             return ""
         text = self.waiting + new_text
@@ -47,5 +48,5 @@ class TextStream:
 
 
 def longest_overlap(text: str, stop: str) -> int:
-    """The length of the longest end of text with which `stop` begins."""
+    """The number of characters of the longest end of `text` that is a beginning of `stop`, and not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

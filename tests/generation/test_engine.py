@@ -1,4 +1,4 @@
-"""The engine: cached equals uncached, the window slides as stated, texts stream whole, samples are reproducible."""
+"""The engine: cached equals uncached, the window slides as documented, text streams whole, samples are reproducible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, window_start
 from andrea.generation.engine import Window, step
-from andrea.generation.speculation import Repetition
+from andrea.generation.speculation import PromptLookup
 from andrea.generation.text_stream import TextStream, longest_overlap
 from andrea.model.gpt import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
@@ -41,7 +41,9 @@ def make_model(config: ModelConfig = CONFIG) -> GPT:
     initialise(model, torch.Generator().manual_seed(7))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)  # logits far enough apart to tell tokens apart
+            parameter.mul_(
+                3.0 if parameter.dim() > 1 else 1.0
+            )  # logits far enough apart that rounding changes no token
     return model
 
 
@@ -86,32 +88,32 @@ def test_cached_and_uncached_logits_are_equal_while_the_window_slides(config, fi
 @pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2], ids=["andrea", "gpt2"])
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_texts_of_different_lengths_see_what_each_would_see_alone(config, fixed_shapes):
-    """While windows slide at different times, and guesses, right and wrong, are read along."""
+    """Also while windows slide at different times, and while right and wrong lookaheads are read."""
     model, generator = make_model(config), torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 257, (3, 50), generator=generator).tolist()
-    lengths, window = [2, 9, 5], Window(model, step, 3, fixed_shapes, ragged=True, most_guessed=3)
+    lengths, window = [2, 9, 5], Window(model, step, 3, fixed_shapes, ragged=True, max_lookahead=3)
     while max(lengths) < 40:
-        guesses = [
+        lookaheads = [
             row[n : n + torch.randint(4, (), generator=generator)] for row, n in zip(tokens, lengths, strict=True)
         ]
-        for guess in guesses[:1]:  # one row guesses wrong at the end
-            guess[-1:] = [guess[-1] ^ 1] if guess else []
+        for ahead in lookaheads[:1]:  # one row's lookahead is wrong at its end
+            ahead[-1:] = [ahead[-1] ^ 1] if ahead else []
         texts = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
-        logits, kept = window.next_logits(texts, guesses)
-        for index, (text, guess) in enumerate(zip(texts, kept, strict=True)):
-            for place in range(len(guess) + 1):
-                expected = next_logits_uncached(model, torch.tensor([text + guess[:place]]))[0]
+        logits, kept = window.next_logits(texts, lookaheads)
+        for index, (text, ahead) in enumerate(zip(texts, kept, strict=True)):
+            for place in range(len(ahead) + 1):
+                expected = next_logits_uncached(model, torch.tensor([text + ahead[:place]]))[0]
                 torch.testing.assert_close(logits[index, place], expected, atol=2e-5, rtol=2e-5)
-        right = [len(guess) - (index == 0 and bool(guess)) for index, guess in enumerate(kept)]
+        right = [len(ahead) - (index == 0 and bool(ahead)) for index, ahead in enumerate(kept)]
         lengths = [n + 1 + more for n, more in zip(lengths, right, strict=True)]
 
 
 @pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2], ids=["andrea", "gpt2"])
-def test_a_guess_of_one_text_is_read_as_wide_as_any_up_to_the_window_s_end(config):
-    """Of one shape for a compiled step or a graph, also where fewer tokens are left than the widest guess has."""
+def test_a_short_lookahead_is_read_as_wide_as_the_longest_up_to_the_window_s_end(config):
+    """One shape for a compiled step or a graph, also where the window has fewer places than the longest lookahead."""
     model = make_model(config)
     tokens = torch.randint(0, 257, (30,), generator=torch.Generator().manual_seed(3)).tolist()
-    window = Window(model, step, 1, fixed_shapes=True, ragged=False, most_guessed=4)
+    window = Window(model, step, 1, fixed_shapes=True, ragged=False, max_lookahead=4)
     for n_token in range(2, 26):
         logits, kept = window.next_logits([tokens[:n_token]], [tokens[n_token : n_token + 2]])
         for place in range(len(kept[0]) + 1):
@@ -123,10 +125,10 @@ def test_greedy_stream_equals_uncached_generation():
     model = make_model()
     request = Request(max_new_tokens=29, sampling=Sampling(temperature=0))
     tokens = [72, 101, 5]
-    pieces = [piece.token for piece in Engine(model, TOKENIZER).stream(tokens, request)]
-    for _ in range(len(pieces)):
+    generated = [each.token for each in Engine(model, TOKENIZER).stream(tokens, request)]
+    for _ in range(len(generated)):
         tokens.append(int(next_logits_uncached(model, torch.tensor([tokens])).argmax()))
-    assert pieces == tokens[3:] and len(pieces) == 29
+    assert generated == tokens[3:] and len(generated) == 29
 
 
 @pytest.mark.untraced
@@ -134,7 +136,7 @@ def test_compiled_step_equals_eager():
     model = make_model()
     request = Request(max_new_tokens=17, sampling=Sampling(temperature=0))
     eager, compiled = (Engine(model, TOKENIZER, compiled=on).stream([1, 2, 3], request) for on in (False, True))
-    assert [piece.token for piece in eager] == [piece.token for piece in compiled]
+    assert [each.token for each in eager] == [each.token for each in compiled]
 
 
 @pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2], ids=["andrea", "gpt2"])
@@ -159,15 +161,15 @@ SAMPLINGS = [Sampling(temperature=0), Sampling(0.9, top_k=40), Sampling(1.0, rep
 
 def texts_of(engine: Engine, prompts: list[list[int]], request: Request) -> list[list[int]]:
     tokens: list[list[int]] = [[] for _ in prompts]
-    for piece in engine.stream_all(prompts, request):
-        tokens[piece.sample].append(piece.token)
+    for generated in engine.stream_all(prompts, request):
+        tokens[generated.sample].append(generated.token)
     return tokens
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("guess", [0, 1, 4])
-def test_texts_in_a_batch_guessed_ahead_or_not_are_what_each_is_alone(sampling, guess):
-    """The strongest form of "the distribution is unchanged": with the same chance, the same tokens."""
+def test_texts_in_a_batch_with_lookahead_or_without_equal_each_text_alone(sampling, guess):
+    """The strongest form of "the distribution is unchanged": with the same random numbers, the same tokens."""
     engine = Engine(make_model(), TOKENIZER)
     prompts = [[1, 2, 3], [7, 8, 7, 8, 7, 8, 7], [5]]
     request = Request(max_new_tokens=33, seed=3, sampling=sampling, guess=guess)
@@ -182,29 +184,29 @@ def test_texts_in_a_batch_guessed_ahead_or_not_are_what_each_is_alone(sampling, 
 def test_a_text_that_repeats_itself_is_read_in_fewer_passes():
     model, passes = favour(make_model(dataclasses.replace(CONFIG, sequence_length=64)), 97), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    for guess, expected in ((0, 25), (4, 5)):  # one token a pass, or five
+    for guess, expected in ((0, 25), (4, 5)):  # one token in each pass, or five
         passes.clear()
         request = Request(max_new_tokens=25, sampling=Sampling(temperature=0), guess=guess)
         assert Engine(model, TOKENIZER).write("aaaa", request) == ["a" * 25]
         assert len(passes) == expected
 
 
-def test_a_guess_is_what_followed_the_longest_run_the_last_time():
-    repetition = Repetition([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
-    assert repetition.guess(2) == [9, 2]  # 1 2 3 stood before; 2 3 was followed by 8 since
-    repetition.push(9)
-    assert repetition.guess(3) == [2, 3, 8] and repetition.guess(0) == []
-    assert Repetition([4, 5]).guess(3) == []
-    assert Repetition([6, 4, 5, 4, 5]).guess(5) == [4, 5, 4, 5, 4]
+def test_the_lookahead_is_the_tokens_that_followed_the_longest_run_last():
+    lookup = PromptLookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
+    assert lookup.lookahead(2) == [9, 2]  # after 1 2 3, although the shorter 2 3 was followed by 8 since
+    lookup.append(9)
+    assert lookup.lookahead(3) == [2, 3, 8] and lookup.lookahead(0) == []
+    assert PromptLookup([4, 5]).lookahead(3) == []
+    assert PromptLookup([6, 4, 5, 4, 5]).lookahead(5) == [4, 5, 4, 5, 4]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
-def test_a_guess_really_stood_there(tokens):
-    repetition = Repetition(tokens)
-    assert repetition.tokens == tokens
-    guess = repetition.guess(4)
+def test_the_lookahead_is_copied_from_the_text(tokens):
+    lookup = PromptLookup(tokens)
+    assert lookup.tokens == tokens
+    lookahead = lookup.lookahead(4)
     followed = [tokens[place : place + 4] for place in range(1, len(tokens)) if tokens[place - 1] == tokens[-1]]
-    assert any(guess[: len(each)] == each for each in followed) if followed else guess == []
+    assert any(lookahead[: len(each)] == each for each in followed) if followed else lookahead == []
 
 
 def test_a_sample_depends_on_its_own_seed_alone():
@@ -219,7 +221,7 @@ def test_a_sample_depends_on_its_own_seed_alone():
 
 
 def test_texts_written_one_after_another_share_memory_and_nothing_else():
-    """Also where a stream is left in the middle, and where two run at a time."""
+    """Also when a stream is abandoned half-way, and when two run at the same time."""
     engine, request = Engine(make_model(), TOKENIZER), Request(max_new_tokens=19, seed=5)
     texts = {prompt: Engine(make_model(), TOKENIZER).write(prompt, request) for prompt in ("abcdefg", "xy")}
     assert engine.write("abcdefg", request) == texts["abcdefg"]
@@ -228,10 +230,10 @@ def test_texts_written_one_after_another_share_memory_and_nothing_else():
     left = engine.stream(engine.encode("abcdefg"), request)
     first = next(left).text
     assert engine.write("xy", request) == texts["xy"]
-    assert first + "".join(piece.text for piece in left) == texts["abcdefg"][0]
+    assert first + "".join(each.text for each in left) == texts["abcdefg"][0]
 
 
-def test_prompt_follows_end_of_text_where_there_is_room():
+def test_prompt_follows_end_of_text_where_the_window_has_a_place_for_it():
     engine = Engine(make_model(), TOKENIZER)
     assert engine.encode("") == [TOKENIZER.end_of_text]
     assert engine.encode("ab") == [TOKENIZER.end_of_text, 97, 98]
@@ -246,8 +248,8 @@ def test_prompt_longer_than_the_window_is_refused_by_name():
 
 def test_end_of_text_ends_a_sample():
     engine = Engine(favour(make_model(), TOKENIZER.end_of_text), TOKENIZER)
-    pieces = list(engine.stream([65], Request(max_new_tokens=5, num_samples=2, sampling=Sampling(temperature=0))))
-    assert [(piece.sample, piece.text, piece.ended) for piece in pieces] == [
+    generated = engine.stream([65], Request(max_new_tokens=5, num_samples=2, sampling=Sampling(temperature=0)))
+    assert [(each.sample, each.text, each.ended) for each in generated] == [
         (0, "", "end_of_text"),
         (1, "", "end_of_text"),
     ]
@@ -256,15 +258,14 @@ def test_end_of_text_ends_a_sample():
 def test_stop_string_ends_a_sample_and_is_not_shown():
     engine = Engine(favour(make_model(), ord("a")), TOKENIZER)
     request = Request(max_new_tokens=9, stop=("aaa",), sampling=Sampling(temperature=0))
-    pieces = list(engine.stream([65], request))
-    assert [(piece.text, piece.ended) for piece in pieces] == [("", None), ("", None), ("", "stop")]
+    assert [(each.text, each.ended) for each in engine.stream([65], request)] == [("", None), ("", None), ("", "stop")]
 
 
 def test_length_ends_a_sample_and_shows_what_waited():
     engine = Engine(favour(make_model(), ord("a")), TOKENIZER)
     request = Request(max_new_tokens=3, stop=("aaaa",), sampling=Sampling(temperature=0))
-    pieces = list(engine.stream([65], request))
-    assert "".join(piece.text for piece in pieces) == "aaa" and pieces[-1].ended == "length"
+    generated = list(engine.stream([65], request))
+    assert "".join(each.text for each in generated) == "aaa" and generated[-1].ended == "length"
 
 
 def test_one_sample_may_end_before_another():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from andrea.generation.sampling import (
     Sampling,
-    choose,
+    choose_tokens,
     draw,
     keep_min_p,
     keep_top_k,
@@ -20,7 +20,7 @@ from andrea.generation.sampling import (
 # Five tokens of probability 0.4, 0.3, 0.15, 0.1, 0.05, in mixed order.
 PROBABILITIES = [0.1, 0.4, 0.05, 0.3, 0.15]
 LOGITS = torch.tensor([PROBABILITIES]).log()
-NOTHING = torch.empty(1, 0, dtype=torch.int64)
+NO_HISTORY = torch.empty(1, 0, dtype=torch.int64)
 
 
 def kept(logits: torch.Tensor) -> list[int]:
@@ -88,13 +88,15 @@ def test_draw_never_takes_an_impossible_token():
 
 def test_temperature_zero_is_argmax_and_a_tiny_one_nearly():
     uniform = torch.tensor([1 - 2**-24])
-    assert choose(LOGITS, NOTHING, Sampling(temperature=0), uniform).tolist() == [1]
-    assert choose(LOGITS * 1e4, NOTHING, Sampling(temperature=1e-36), uniform).tolist() == [1]
+    assert choose_tokens(LOGITS, NO_HISTORY, Sampling(temperature=0), uniform).tolist() == [1]
+    assert choose_tokens(LOGITS * 1e4, NO_HISTORY, Sampling(temperature=1e-36), uniform).tolist() == [1]
 
 
 def test_temperature_zero_reads_the_penalty():
     history = torch.tensor([[1]])
-    assert choose(LOGITS, history, Sampling(temperature=0, repetition_penalty=5.0), torch.zeros(1)).tolist() == [3]
+    assert choose_tokens(LOGITS, history, Sampling(temperature=0, repetition_penalty=5.0), torch.zeros(1)).tolist() == [
+        3
+    ]
 
 
 def test_frequencies_follow_probability_and_temperature():
@@ -102,7 +104,7 @@ def test_frequencies_follow_probability_and_temperature():
     logits = LOGITS.expand(10_007, -1)
     history = torch.empty(10_007, 0, dtype=torch.int64)
     for temperature in (0.5, 1.0, 2.0):
-        tokens = choose(logits, history, Sampling(temperature=temperature), uniform)
+        tokens = choose_tokens(logits, history, Sampling(temperature=temperature), uniform)
         weights = torch.tensor(PROBABILITIES) ** (1 / temperature)
         frequencies = torch.bincount(tokens, minlength=5) / 10_007
         assert torch.allclose(frequencies, weights / weights.sum(), atol=2e-4)
@@ -124,7 +126,7 @@ def test_any_setting_chooses_a_possible_token(seed, temperature, top_k, top_p, m
     logits[:, 7] = -torch.inf
     history = torch.randint(0, 13, (3, 5), generator=generator)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
-    tokens = choose(logits, history, sampling, torch.full((3,), uniform))
+    tokens = choose_tokens(logits, history, sampling, torch.full((3,), uniform))
     assert tokens.shape == (3,) and tokens.dtype == torch.int64
     assert ((tokens >= 0) & (tokens < 13) & (tokens != 7)).all()
 
@@ -132,5 +134,5 @@ def test_any_setting_chooses_a_possible_token(seed, temperature, top_k, top_p, m
 @pytest.mark.parametrize("penalty", [1e-300, 1e-30, 1e30])
 def test_an_extreme_penalty_leaves_something_to_draw(penalty: float) -> None:
     logits, history = torch.randn(2, 7), torch.arange(7).expand(2, 7)
-    chosen = choose(logits, history, Sampling(repetition_penalty=penalty), torch.tensor([0.0, 0.999]))
+    chosen = choose_tokens(logits, history, Sampling(repetition_penalty=penalty), torch.tensor([0.0, 0.999]))
     assert chosen.min() >= 0 and chosen.max() < 7
