@@ -45,7 +45,8 @@ def main(argv: list[str]) -> None:
     import torch
 
     from andrea.model.size import flops_per_token
-    from andrea.runtime.device import choose_compile, choose_device, shorten_compiling
+    from andrea.runtime.compiling import choose_compile, compile_graph, configure_compiler
+    from andrea.runtime.device import choose_device
     from andrea.training.planning import plan
 
     run = plan.complete(configure(RunConfig, "train", argv))
@@ -53,8 +54,8 @@ def main(argv: list[str]) -> None:
     device = choose_device(run.device)
     if device.type == "cpu" and choose_compile(run.compile, device, flops).value != "off":
         torch.set_num_threads(1)
-        shorten_compiling(device)
-        torch.compile(torch.exp)(torch.zeros(64, 64))
+        configure_compiler(device)
+        compile_graph(torch.exp)(torch.zeros(64, 64))
 
 
 if __name__ == "__main__":

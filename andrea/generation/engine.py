@@ -28,6 +28,7 @@ from andrea.generation.sampling import Sampling, choose_tokens
 from andrea.generation.speculation import PromptLookup
 from andrea.generation.text_stream import TextStream
 from andrea.model.gpt import GPT
+from andrea.runtime.compiling import compile_graph
 
 if TYPE_CHECKING:
     from andrea.text.tokenizer import Tokenizer
@@ -115,7 +116,7 @@ class Engine:
         self.device = model.embedding.weight.device
         self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
         self.fixed_shapes = compiled or self.device.type == "cuda"
-        self.step = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
+        self.step = compile_graph(step) if compiled else step
         if self.device.type == "cuda" and dtype is not None:  # a model in training keeps the memory for its training
             self.step = GraphedStep(self.step)
         self.idle: dict[tuple, Window] = {}  # the last texts' window by shape: the next texts may reuse its memory

@@ -31,7 +31,8 @@ from andrea.generation.kernels.native import ACTIVATIONS, NAMES, Layer, Matrix, 
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm, SwiGLU, gelu, relu_squared, softcap
 from andrea.model.positions import Position, RotaryPosition
-from andrea.runtime.native import LargePages, address
+from andrea.runtime.device import LargePages
+from andrea.runtime.native import address
 
 LONGEST_SUM = 2**31 // (127 * 255)  # products of a byte and an int8 that surely fit our kernel's 32 bits
 FEW_ROWS = 8  # up to so many, a product reads its weights at most as often as it computes with them
@@ -358,7 +359,7 @@ def bytes_of_matrices(model: GPT, int8: bool) -> int:
     """What their packed weights need, the head's included."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     weights += [model.head_weight] if model.head is None else []
-    return sum(LargePages.room_for(weight.numel() if int8 else weight.nbytes) for weight in weights)
+    return sum(LargePages.aligned_bytes(weight.numel() if int8 else weight.nbytes) for weight in weights)
 
 
 def replace_linears(module: nn.Module, make_linear: MakeLinear) -> None:

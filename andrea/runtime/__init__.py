@@ -1,1 +1,1 @@
-"""The machine: devices, compiling, C++, torchrun, files."""
+"""The machine: device and precision, torch.compile, our C++, restarts by torchrun, files."""

@@ -1,21 +1,19 @@
-"""What to run on and how: device, threads, precision, torch.compile. Each choice comes with its reason, in words."""
+"""The device of a run, its CPU threads, the precision of matrix products, and memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import resource
-import shutil
-import subprocess
+import mmap
 import sys
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from andrea.config import UserError
 
-# Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets; MFU is shown only for a card that is listed.
+# Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. MFU (model FLOPs utilisation) is shown for these cards only.
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -29,42 +27,52 @@ PEAK_FLOPS = {
     "A10G": 70e12,
 }
 
-MALLOC_TRIM_THRESHOLD, MALLOC_TOP_PAD, MALLOC_MMAP_MAX = -1, -2, -4  # <malloc.h>'s numbers
+MALLOC_TRIM_THRESHOLD, MALLOC_TOP_PAD, MALLOC_MMAP_MAX = -1, -2, -4  # mallopt's option numbers, from <malloc.h>
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why, for the line shown at the start."""
+    """A setting's value and the reason for it, in the words of the line that a run prints at its start."""
 
     value: str
     why: str
 
 
-def choose_device(asked: str) -> torch.device:
-    """`auto` is the first of cuda, mps, cpu that is there. Raises UserError for a device that is not."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    kind, _, index = asked.partition(":")
+def choose_device(requested: str) -> torch.device:
+    """The device of that name; `auto` is the first of cuda, mps and cpu that this machine has.
+
+    Raises UserError for a device that it does not have.
+    """
+    available = [kind for kind in ("cuda", "mps", "cpu") if is_available(kind)]
+    kind, _, index = requested.partition(":")
     if kind == "auto":
-        return torch.device(next(name for name, is_there in there.items() if is_there))
-    if not there[kind] or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
-        raise UserError(f"device={asked} is not on this machine; there: {', '.join(k for k, v in there.items() if v)}")
+        return torch.device(available[0])
+    if kind not in available or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
+        raise UserError(f"device={requested} is not on this machine; available: {', '.join(available)}")
     if index and kind == "cuda":
         torch.cuda.set_device(int(index))
-    return torch.device(asked)
+    return torch.device(requested)
 
 
-def choose_threads(asked: int | str) -> int:
-    """Set and return torch's CPU threads; auto is torch's own choice, one per physical core it may use."""
-    if asked != "auto":
-        torch.set_num_threads(int(asked))
+def is_available(kind: str) -> bool:
+    """Whether torch can compute on a device of this kind here."""
+    if kind == "cuda":
+        return torch.cuda.is_available()
+    return kind == "cpu" or torch.backends.mps.is_available()
+
+
+def choose_threads(requested: int | str) -> int:
+    """Set and return the number of torch's CPU threads; `auto` keeps torch's default, one per physical core it may use."""
+    if requested != "auto":
+        torch.set_num_threads(int(requested))
     return torch.get_num_threads()
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep the memory of tensors that are freed, for the next ones; glibc only, for this process.
+    """Let this process keep the memory of freed tensors for new ones, instead of returning it to the system; glibc only.
 
-    It hands large blocks back to the system otherwise, and a CPU's training step then takes them anew, page by page: at
-    andrea-120m a seventh of the step (bench/README.md). The peak stays, and is up to a twentieth higher.
+    By default glibc returns large blocks at once, and the next training step on a CPU requests them again page by page,
+    which took a seventh of the step at andrea-120m (bench/README.md). Peak memory grows by up to a twentieth.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
@@ -72,81 +80,43 @@ def keep_freed_memory() -> None:
             set_option(option, value)
 
 
-def choose_precision(asked: str, device: torch.device) -> Choice:
-    """bf16 where the device multiplies in it, fp16 with a loss scale on older cards, else fp32."""
-    if asked == "fp16" and device.type != "cuda":
+def choose_precision(requested: str, device: torch.device) -> Choice:
+    """`auto` is bf16 where the device multiplies in bf16, fp16 with a loss scale on older cards, and fp32 otherwise.
+
+    Raises UserError for fp16 without a CUDA card.
+    """
+    if requested == "fp16" and device.type != "cuda":
         raise UserError(f"precision=fp16 needs a CUDA card, got device={device.type}; use precision=bf16 or fp32")
-    if asked != "auto":
-        return Choice(asked, "as asked")
+    if requested != "auto":
+        return Choice(requested, "as asked")
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return Choice("bf16", "the card multiplies in bf16")
-        return Choice("fp16", "the card is older than bf16; the loss is scaled")
+        return Choice("fp16", "the card has no bf16; the loss is scaled")
     if device.type == "cpu" and cpu_multiplies_bf16():
         return Choice("bf16", "this CPU multiplies in bf16")
-    return Choice("fp32", "this device gains nothing from bf16")
+    return Choice("fp32", "bf16 is not faster on this device")
 
 
 def weight_dtype(precision: str) -> torch.dtype:
-    """The type weights are converted to where nothing is trained."""
+    """The type that `precision` stands for, to which weights are converted for inference."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
 
 def cpu_multiplies_bf16() -> bool:
+    """Whether the processor has instructions for products of bf16 numbers."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def choose_compile(asked: str, device: torch.device, total_flops: float) -> Choice:
-    """torch.compile pays when the run is long enough to earn back its time: a quarter of a minute block by block on a CPU,
-    half a minute to a minute for all in one graph, which is a few percent faster (bench/README.md).
-    """
-    if asked != "auto":
-        return Choice(asked, "as asked")
-    if device.type == "mps":
-        return Choice("off", "torch.compile is not reliable on mps")
-    if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")):
-        return Choice("off", "no C++ compiler found; install g++ to train faster")
-    if total_flops < (1e13 if device.type == "cpu" else 1e16):
-        return Choice("off", "the run is too short to earn back the compile time")
-    if device.type == "cpu" and total_flops < 1e14:
-        return Choice("blocks", "block by block, for a short run: compiling all in one takes twice as long")
-    return Choice("on", "faster after about a minute of compiling")
-
-
-def shorten_compiling(device: torch.device) -> None:
-    """Settle what torch.compile leaves aside by default, and what costs a start seconds.
-
-    What it has made of an autograd.Function is kept for the next start only where that is allowed: ours depend on their
-    arguments alone. And it tries out a CPU's vector instructions with programs of its own, for ten seconds: they are
-    known from the processor, and every compiler since GCC 11 knows all of them.
-    """
-    from torch._functorch import config as autograd_settings
-    from torch._inductor import config as compiler_settings
-
-    if hasattr(autograd_settings, "autograd_cache_allow_custom_autograd_functions"):
-        autograd_settings.autograd_cache_allow_custom_autograd_functions = True
-    if device.type == "cpu" and sys.platform == "linux" and gcc_version() >= 11:
-        compiler_settings.cpp.vec_isa_ok = True
-
-
-def gcc_version() -> int:
-    """The major version of g++, which is what torch.compile calls; 0 where there is none, or another compiler."""
-    if os.environ.get("CXX") or not shutil.which("g++"):
-        return 0
-    told = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout
-    major = told.partition(".")[0].strip()
-    return int(major) if major.isdigit() else 0
-
-
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
-    """Matrix products in the chosen precision; weights stay fp32."""
+    """Within it matrix products run in `precision`; weights stay fp32."""
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, weight_dtype(precision))
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s, or None where it is not known: then no MFU is shown."""
+    """The device's dense bf16 peak in FLOP/s, or None for a device that is not listed."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -154,8 +124,40 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory held so far: by tensors on the card, or by this process on a CPU."""
+    """The largest memory so far: of tensors on the card, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    import resource  # not on Windows
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+class LargePages:
+    """Memory for tensors that are read again and again, in pages of 2 MB where Linux grants them.
+
+    A processor prefetches within a page only, and has to translate the address of each new page: long matrices were read
+    at 50 GB/s from large pages and at 35 GB/s from the usual ones of 4 kB (bench/README.md).
+    """
+
+    ALIGNMENT_BYTES = 64  # one cache line
+
+    def __init__(self, n_bytes: int) -> None:
+        self.memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without large pages
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.used = 0
+
+    @classmethod
+    def aligned_bytes(cls, n_bytes: int) -> int:
+        """The bytes that a tensor of `n_bytes` takes up here."""
+        return -(-n_bytes // cls.ALIGNMENT_BYTES) * cls.ALIGNMENT_BYTES
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of `tensor` in this memory, which is freed together with the last tensor in it."""
+        start, self.used = self.used, self.used + self.aligned_bytes(tensor.nbytes)
+        assert self.used <= len(self.memory), f"{self.used} bytes do not fit {len(self.memory)}"
+        if not tensor.numel():
+            return tensor
+        placed = torch.frombuffer(self.memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        return placed.view(tensor.shape).copy_(tensor)

@@ -1,8 +1,8 @@
-"""What torchrun's restarts must not do again: exit codes that a restart cannot cure end the job.
+"""Restarts by torchrun: an exit code that a restart cannot cure ends the job. Imports no torch.
 
-torchrun starts all ranks anew when one ends with an exit code other than 0, whichever it is. So a rank that ends with a
-verdict leaves a note for the torchrun process that started it, and a rank that finds one ends with it before it has
-loaded or read anything. Imports no torch.
+torchrun starts all ranks again when one of them exits with a code other than 0, whatever the code. A rank that exits with
+a final code therefore leaves a note for the torchrun process that started it. After the restart each rank finds the note
+and exits with the same code, before it has loaded or read anything.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from pathlib import Path
 from andrea.config import UserError
 from andrea.runtime.files import replace_text
 
-# Wrong input, not finite, failed health; and stopped by a signal: whoever sent it did not mean another start.
-NOT_RETRIED = (2, 3, 4, 130, 143)
+# Wrong input, non-finite, failed health, stopped by Ctrl-C or SIGTERM: whoever sent the signal wants no restart.
+FINAL_EXIT_CODES = (2, 3, 4, 130, 143)
 RANK_LOST = 6  # an exit code that a restart may cure
-SECONDS_TO_SPEAK = 10
+GRACE_SECONDS = 10
 
 
 class ErrorOfRank0(UserError):
-    """A UserError of rank 0, raised on every rank; rank 0 alone shows it."""
+    """A UserError of rank 0, raised on every rank; rank 0 alone prints it."""
 
 
 class RankLost(Exception):
-    """Another rank has died or does not answer; a restart, which torchrun makes, goes on from the last checkpoint."""
+    """Another rank has died or does not answer. torchrun can restart all ranks, which resume from the last checkpoint."""
 
 
 def restarts() -> int:
+    """How often torchrun has restarted the ranks before this start."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -37,7 +38,7 @@ def is_restart() -> bool:
 
 
 def is_rank_0() -> bool:
-    """Whether this process shows what all ranks have to say: rank 0, and a process that torchrun did not start."""
+    """Whether this process prints for all ranks: rank 0, or a process that torchrun did not start."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
@@ -46,22 +47,22 @@ def has_many_ranks() -> bool:
 
 
 def rank_prefix() -> str:
-    """What a line of another rank than 0 begins with."""
+    """The first words of a line that a rank other than 0 prints; empty on rank 0."""
     return "" if is_rank_0() else f"rank {os.environ['RANK']}: "
 
 
 def give_rank_0_time() -> None:
-    """torchrun ends all ranks as soon as one has ended: where rank 0 has the same to say, this one is ended here."""
-    time.sleep(SECONDS_TO_SPEAK)
+    """Wait for rank 0 to print an error that all ranks have: torchrun ends every rank as soon as one has exited."""
+    time.sleep(GRACE_SECONDS)
 
 
 def recorded_exit_code() -> int | None:
-    """The exit code with which the start before this one said that no other start is of use."""
-    path = note()
+    """The final exit code of the start before this one; None without a note, or where the job has run since."""
+    path = note_path()
     if path is None or not path.exists():
         return None
-    code, start = map(int, path.read_text().split())
-    if restarts() - start not in (0, 1):  # another start came between, in which the run went on
+    code, noted_at = map(int, path.read_text().split())
+    if restarts() - noted_at not in (0, 1):  # a start in between did not exit with the noted code
         path.unlink()
         return None
     record_exit_code(code)
@@ -69,12 +70,13 @@ def recorded_exit_code() -> int | None:
 
 
 def record_exit_code(code: int) -> None:
-    path = note()
-    if code in NOT_RETRIED and path is not None:
+    """Leave a note for the next start where `code` is final."""
+    path = note_path()
+    if code in FINAL_EXIT_CODES and path is not None:
         replace_text(path, f"{code} {restarts()}")
 
 
-def note() -> Path | None:
-    """In the folder that this torchrun process keeps for its ranks, over all restarts; None where none started this one."""
+def note_path() -> Path | None:
+    """A file in the folder that this torchrun process keeps over all restarts; None without torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # …/attempt_0/0/error.json
     return Path(error_file).parents[2] / "andrea-verdict" if error_file else None

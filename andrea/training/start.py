@@ -24,11 +24,11 @@ from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise
 from andrea.model.size import flops_per_token
 from andrea.model.transfer import Transfer
+from andrea.runtime.compiling import compile_errors, configure_compiler
 from andrea.runtime.device import (
     choose_threads,
     keep_freed_memory,
     peak_flops,
-    shorten_compiling,
     weight_dtype,
 )
 from andrea.runtime.files import Locked, exclusive_lock, remove_unfinished, replace_text, storing
@@ -165,22 +165,19 @@ def make_loss(
 
     A machine that cannot compile trains without where compile was left `auto`, and is told so; the choice is the run's.
     """
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-    from torch._inductor.exc import CppCompileError, InductorError
-
     recompute = run.train.activation_checkpointing
     micro = MicroBatchLoss(parallel.model, device, run.precision, measures_every_step(run), recompute)
     loss = parallel.wrap(micro, run.compile)
     if run.compile == "off":
         return loss, run
-    shorten_compiling(device)
+    configure_compiler(device)
     console.say("compiling the training step, up to a minute (kept for the next start) …")
     clock = time.perf_counter()
     shape = (run.train.micro_batch, run.model.sequence_length)
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
         loss(tokens, targets)[0].backward()
-    except (TorchDynamoException, FailOnRecompileLimitHit, InductorError, CppCompileError) as error:
+    except compile_errors() as error:
         if not may_do_without:
             raise
         console.say(f"torch.compile failed here, training goes on without it: {str(error).strip().splitlines()[0]}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ from andrea.generation.packing import (
 )
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm
-from andrea.runtime.native import LargePages, compiled
+from andrea.runtime.native import compiled_library
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHARED_KEYS = dataclasses.replace(CONFIG, d_model=48, n_head=6, n_kv_head=2)  # heads of 8
@@ -269,18 +268,6 @@ def test_attention_that_no_kernel_serves_keeps_torch_s():
         assert isinstance(packed.model.blocks[0].attention.query, NativeLinear)
 
 
-def test_large_pages_hold_what_is_placed_in_them():
-    tensors = [draw(5, 3), torch.arange(7, dtype=torch.int8), draw(0), draw(64).bfloat16()]
-    pages = LargePages(sum(LargePages.room_for(tensor.nbytes) for tensor in tensors))
-    placed = [pages.place(tensor) for tensor in tensors]
-    for tensor, copied in zip(tensors, placed, strict=True):
-        assert torch.equal(tensor, copied) and copied.data_ptr() % LargePages.ALIGNED == 0
-    with pytest.raises(AssertionError, match="do not fit"):
-        pages.place(draw(1))
-    del pages
-    assert torch.equal(placed[3], tensors[3])
-
-
 # ------------------------------------------------------------------------------------------------------- the compiler
 
 
@@ -293,7 +280,7 @@ def fresh_library():
 
 def forget():
     native.library.cache_clear()
-    compiled.cache_clear()
+    compiled_library.cache_clear()
 
 
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
@@ -311,31 +298,6 @@ def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeyp
         assert not onednn or isinstance(engine.model.head, OneDNNLinear)
         assert engine.write("ab", request) == plain.write("ab", request)
     assert list(tmp_path.rglob("*.so")) == []
-
-
-def test_what_the_compiler_said_is_passed_on(fresh_library, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "g++ -fno-such-option")
-    with pytest.warns(UserWarning, match="decode.cpp was not compiled, torch's kernels serve: .*no-such-option"):
-        assert native.library() is None
-
-
-def test_it_is_compiled_once_and_kept(fresh_library, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.library() is not None
-    (kept,) = tmp_path.rglob("*.so")
-    written = kept.stat().st_mtime_ns
-    forget()
-    monkeypatch.setattr(subprocess, "run", only_the_version(subprocess.run))
-    assert native.library() is not None and kept.stat().st_mtime_ns == written
-
-
-def only_the_version(run):
-    def checked(command: list[str], **options):
-        assert "--version" in command, f"compiled again: {command}"
-        return run(command, **options)
-
-    return checked
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(fresh_library, monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from andrea.attention.mask import Causal, Mask, SlidingWindow, as_batch_of_heads, visible_interval, visible_keys
+from andrea.runtime.compiling import compile_graph
 
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -96,4 +97,4 @@ def plain_flex():
 
 @functools.cache
 def compiled_flex():
-    return torch.compile(plain_flex(), dynamic=False)
+    return compile_graph(plain_flex(), fullgraph=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from andrea.runtime.native import COUNT, POINTER, address, compiled
+from andrea.runtime.native import COUNT, POINTER, address, compiled_library
 
 SOURCE = Path(__file__).with_name("attend.cpp")
 
@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("attend.cpp")
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where there is no compiler, or the processor has no products of bf16."""
-    functions = compiled(SOURCE)
+    functions = compiled_library(SOURCE)
     if functions is None or not functions.multiplies_bf16():
         return None
     functions.attend_forward.argtypes = [POINTER] * 6 + [COUNT] * 5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled
+from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 ACTIVATIONS = ("gelu", "relu2", "swiglu")  # in the order of decode.cpp's
@@ -42,7 +42,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    functions = compiled(SOURCE)
+    functions = compiled_library(SOURCE)
     if functions is not None:
         for name, arguments in ARGUMENTS.items():
             for kind in NAMES.values():

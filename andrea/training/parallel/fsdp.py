@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from andrea.config import ParallelConfig
 from andrea.model.gpt import GPT
+from andrea.runtime.compiling import compile_graph
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.strategy import Parallel
@@ -67,8 +68,8 @@ class FullySharded(Parallel):
         """
         if compiled != "off":
             for block in self.model.blocks:
-                block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
-            loss.head_loss = torch.compile(loss.head_loss, dynamic=False, fullgraph=True)
+                block.forward = compile_graph(block.forward)
+            loss.head_loss = compile_graph(loss.head_loss)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
         # Blocks are gathered in the precision of their matrix products. The other parameters stay fp32, as on one device.
         low_precision = None if self.precision == torch.float32 else self.precision

@@ -15,10 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor, nn
 
 from andrea.model.gpt import GPT
+from andrea.runtime.compiling import compile_graph
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.parallel.ranks import Ranks
 
@@ -109,8 +109,8 @@ def compile_loss(loss: MicroBatchLoss, compiled: str) -> MicroBatchLoss:
     depth; a step takes a few percent longer.
     """
     if compiled == "on":
-        loss.forward_in_precision = torch.compile(loss.forward_in_precision, dynamic=False, fullgraph=True)
+        loss.forward_in_precision = compile_graph(loss.forward_in_precision)
     if compiled == "blocks":
-        loss.run_block = torch.compile(loss.run_block, dynamic=False, fullgraph=True)
-        loss.head_loss = torch.compile(loss.head_loss, dynamic=False, fullgraph=True)
+        loss.run_block = compile_graph(loss.run_block)
+        loss.head_loss = compile_graph(loss.head_loss)
     return loss

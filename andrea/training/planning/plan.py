@@ -10,7 +10,8 @@ import torch
 
 from andrea.config import RunConfig, Text, UserError
 from andrea.model.size import count_parameters, flops_per_token
-from andrea.runtime.device import Choice, choose_compile, choose_device, choose_precision
+from andrea.runtime.compiling import choose_compile
+from andrea.runtime.device import Choice, choose_device, choose_precision
 from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.float8 import check_float8
 from andrea.training.planning.memory import Memory, plan_memory

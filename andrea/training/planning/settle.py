@@ -11,7 +11,8 @@ from andrea.attention.implementations.fastest import measure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import make_mask
 from andrea.model.size import count_parameters, flops_per_token
-from andrea.runtime.device import Choice, choose_compile, choose_device, choose_precision, choose_threads, weight_dtype
+from andrea.runtime.compiling import choose_compile
+from andrea.runtime.device import Choice, choose_device, choose_precision, choose_threads, weight_dtype
 from andrea.text.corpus import Corpus
 from andrea.training.float8 import check_float8
 from andrea.training.parallel.ranks import Ranks
