@@ -26,8 +26,11 @@ from andrea.model.gpt import GPT
 from andrea.text.corpus import Corpus, prepare
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
-from andrea.training.health.health import Data, Evaluation, Health
-from andrea.training.health.text import ReferenceText
+from andrea.training.health.check import Evidence
+from andrea.training.health.data import DataSummary
+from andrea.training.health.health import Health
+from andrea.training.health.reference_text import ReferenceText
+from andrea.training.health.text import judge_texts
 from andrea.training.records.run_folder import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()
@@ -119,7 +122,7 @@ def windows(tokens: np.ndarray, tokenizer: Tokenizer, n_token: int, count: int) 
 
 def named(reference: ReferenceText, config: HealthConfig, text: str) -> set[str]:
     """What is found where every sample looks like this one text."""
-    return set(reference.judge([text], config)[1])
+    return set(judge_texts([text], reference, config).findings)
 
 
 def grouped(texts: list[str], size: int) -> list[list[str]]:
@@ -141,7 +144,7 @@ def samples(checkpoint: Path, count: int, n_token: int, prompt: str) -> tuple[in
 def replayed(folder: Path, run: RunConfig, corpus: Corpus) -> dict[str, list[str]]:
     """Step of each evaluation in the run's records -> what is found in its losses, gradients and heads, without text."""
     loader = Loader(corpus.sources, run.model.sequence_length, run.seed)
-    health = Health(run, corpus.tokenizer.n_vocab, Data.of(corpus, loader), None)
+    health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), None)
     records, heads, found = read_lines(folder / "metrics.jsonl"), None, {}
     last = max(record["step"] for record in records)
     for record in records:
@@ -157,8 +160,8 @@ def replayed(folder: Path, run: RunConfig, corpus: Corpus) -> dict[str, list[str
         if "val/loss" in record and heads is not None:
             # The last evaluation reads the whole held-out split, those before a part: not to be compared.
             val = {corpus.sources[0].name: {"loss": record["val/loss"], "tokens": float(record["step"] == last)}}
-            evaluation = Evaluation(record["step"], record["tokens"], [], heads, None, val)
-            found[str(record["step"])] = sorted(health.judge(evaluation)[1])
+            evidence = Evidence(record["step"], record["tokens"], [], heads, None, val)
+            found[str(record["step"])] = sorted(health.judge(evidence)[1])
     return found
 
 
@@ -216,7 +219,7 @@ def main() -> None:
                     print("missed", tokenizer.kind, kind, found, repr(collapsed))
         for kind, texts in collapsed_texts.items():  # as in training: several texts at an evaluation
             groups = grouped(texts, config.samples)
-            right = sum(kind in reference.judge(group, config)[1] for group in groups)
+            right = sum(kind in judge_texts(group, reference, config).findings for group in groups)
             row["evaluations_named_right"][kind] = [right, len(groups)]
         lists_ = [value for kind, value in row["false_alarms"].items() if kind.startswith("list")]
         row["false_alarms"]["all lists"] = [sum(value[0] for value in lists_), sum(value[1] for value in lists_)]
@@ -228,7 +231,7 @@ def main() -> None:
         reference = ReferenceText.of([held_out], corpus.tokenizer, n_token)
         for checkpoint in checkpoints_of(folder):
             step, texts = samples(checkpoint, chosen.samples, n_token, str(run.data.sample_prompt))
-            alarms = [set(reference.judge(group, config)[1]) for group in grouped(texts, config.samples)]
+            alarms = [set(judge_texts(group, reference, config).findings) for group in grouped(texts, config.samples)]
             models[f"{folder.name} step {step}"] = {
                 "evaluations": len(alarms), "named": sorted(name for names in alarms for name in names),
                 "single_texts_named": sum(bool(named(reference, config, each)) for each in texts),

@@ -36,8 +36,7 @@ from andrea.text.corpus import Corpus, prepare
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.float8 import to_float8
-from andrea.training.health.health import Data, Health
-from andrea.training.health.text import ReferenceText
+from andrea.training.health.health import make_health
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
@@ -120,7 +119,8 @@ def start(
         loggers, run_id = open_loggers(run, folder, checkpoint, console, derived) if ranks.is_rank_0 else ([], None)
         facts = {"config": to_plain(run), "data": corpus.fingerprint, "wandb_id": run_id, "ranks": ranks.size}
 
-        health = make_health(run, corpus, checkpoint)
+        loader = Loader(corpus.sources, run.model.sequence_length, run.seed)
+        health = make_health(run, corpus, loader, checkpoint)
         trainer = Trainer(
             run=run, folder=folder, corpus=corpus, parallel=parallel, loss_sum=loss, optimizer=optimizer, scale=scale,
             device=device, precision=run.precision, micro_batch=run.train.micro_batch, flops_per_token=per_token,
@@ -299,19 +299,6 @@ def open_loggers(
         loggers.append(wandb)
         run_id = wandb.run_id
     return loggers, run_id
-
-
-def make_health(run: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> Health:
-    """The judge of the run, who remembers what it had seen before the checkpoint."""
-    reference = None
-    if run.health.samples and run.train.sample_tokens:
-        held_out = [source.val for source in corpus.sources]
-        reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
-    loader = Loader(corpus.sources, run.model.sequence_length, run.seed)
-    health = Health(run, corpus.tokenizer.n_vocab, Data.of(corpus, loader), reference)
-    if checkpoint is not None and "health" in checkpoint.state:  # older versions wrote none
-        health.load_state(checkpoint.state["health"])
-    return health
 
 
 def drawer(run: RunConfig, corpus: Corpus, observe: Observe | None) -> Callable[[GPT], str] | None:

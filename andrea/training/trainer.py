@@ -24,12 +24,14 @@ from andrea.runtime.device import peak_memory_bytes
 from andrea.text.corpus import Corpus
 from andrea.text.loader import IGNORED_TARGET, Loader, validation_batches
 from andrea.training.heads import heatmaps, probe, probe_batch, scalars
-from andrea.training.health.health import Evaluation, Health, sampled_weights, update_ratios
+from andrea.training.health.check import Evidence
+from andrea.training.health.health import Health
 from andrea.training.loss.cross_entropy import evaluate, summary
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.optimizer.qk_clip import clip_logits
 from andrea.training.optimizer.schedule import rate_at
+from andrea.training.optimizer.update_size import sampled_weights, update_ratios
 from andrea.training.parallel.saver import Saver
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
@@ -323,14 +325,14 @@ class Trainer:
         if model is None:
             return {}
         texts = self.texts(model, self.run.health.samples)
-        if self.health.suspects(texts, self.progress.step):
+        if self.health.needs_more_samples(texts, self.progress.step):
             texts = self.texts(model, SECOND_LOOK * self.run.health.samples)
         heads = self.probed_heads(model)
-        seen = Evaluation(self.progress.step, self.progress.tokens, texts, heads, ratios, self.evaluated)
-        figures, begun, ended = self.health.judge(seen)
+        evidence = Evidence(self.progress.step, self.progress.tokens, texts, heads, ratios, self.evaluated)
+        figures, begun, ended = self.health.judge(evidence)
         alerts = [{"finding": name, "begins": True, "message": message} for name, message in begun.items()]
         alerts += [
-            {"finding": name, "begins": False, "message": f"over; it began at step {step}"}
+            {"finding": name, "begins": False, "message": f"no longer found; it began at step {step}"}
             for name, step in ended.items()
         ]
         for alert in alerts:

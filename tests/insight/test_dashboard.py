@@ -74,11 +74,11 @@ def test_attention_panels_name_figures_that_training_logs() -> None:
 def test_health_panels_catch_every_check() -> None:
     import re
 
-    from andrea.training.health.health import CHECKS
+    from andrea.training.health.health import FINDINGS
 
     panels = panels_of(specification(make_workspace(config_of())))["Health"]
     patterns = [panel["metricRegex"] for panel in panels]
-    for name in CHECKS:
+    for name in FINDINGS:
         assert any(re.search(pattern, f"health/findings/{name}") for pattern in patterns)
 
 

@@ -1,1 +1,1 @@
-"""A run that fails says so by name."""
+"""Health checks: a run with a problem names it."""

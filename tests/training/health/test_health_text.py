@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from andrea.config import HealthConfig, parse
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.training.health.text import ReferenceText, TextFigures, find_loop, pieces_of
+from andrea.training.health.loops import find_loop, split_pieces
+from andrea.training.health.reference_text import ReferenceText, TextFigures
+from andrea.training.health.text import judge_texts
 
 TOKENIZER = ByteTokenizer()
 DEFAULT = yaml.safe_load((ROOT / "configs" / "health" / "default.yaml").read_text(encoding="utf-8"))
@@ -32,17 +34,17 @@ def reference(real: str) -> ReferenceText:
 
 
 def named(reference: ReferenceText, *texts: str, **changed: float) -> dict[str, str]:
-    return reference.judge(texts, parse(HealthConfig, DEFAULT | changed))[1]
+    return judge_texts(texts, reference, parse(HealthConfig, DEFAULT | changed))[1]
 
 
 # ----------------------------------------------------------------------------------------------------- by hand
 
 
 def test_pieces_are_words_numbers_and_runs_of_marks() -> None:
-    assert pieces_of("Games, games;\n====== 12 '''''") == ["games", ",", "games", ";", "=", "12", "'"]
-    assert pieces_of("a_b == [],") == ["a", "_", "b", "=", ",[]"]
-    assert pieces_of("=" * 101) == ["="] * 101 and pieces_of("=" * 100) == ["="]
-    assert pieces_of(" " * 101) == [" "] * 101 and pieces_of(" " * 100) == []
+    assert split_pieces("Games, games;\n====== 12 '''''") == ["games", ",", "games", ";", "=", "12", "'"]
+    assert split_pieces("a_b == [],") == ["a", "_", "b", "=", ",[]"]
+    assert split_pieces("=" * 101) == ["="] * 101 and split_pieces("=" * 100) == ["="]
+    assert split_pieces(" " * 101) == [" "] * 101 and split_pieces(" " * 100) == []
 
 
 def test_a_loop_solved_by_hand() -> None:
@@ -181,12 +183,12 @@ def test_what_validation_text_does_too_is_not_named(real: str) -> None:
 
 def test_a_text_too_short_is_not_judged(reference: ReferenceText) -> None:
     assert TextFigures.of("games, games, games", TOKENIZER) is None
-    assert reference.judge(["games, games"] * 4, parse(HealthConfig, DEFAULT)) == ({}, {})
-    assert reference.judge([], parse(HealthConfig, DEFAULT)) == ({}, {})
+    assert judge_texts(["games, games"] * 4, reference, parse(HealthConfig, DEFAULT)) == ({}, {})
+    assert judge_texts([], reference, parse(HealthConfig, DEFAULT)) == ({}, {})
 
 
 def test_each_figure_stands_beside_that_of_validation_text(reference: ReferenceText, real: str) -> None:
-    figures, _ = reference.judge([real[:N_TOKEN]], parse(HealthConfig, DEFAULT))
+    figures, _ = judge_texts([real[:N_TOKEN]], reference, parse(HealthConfig, DEFAULT))
     names = ("loop_share", "distinct_1", "distinct_2", "distinct_3", "vocabulary", "compression")
     beside = {f"health/text/{name}{of}" for name in names for of in ("", "_validation")}
     assert figures.keys() == beside | {"health/text/judged"}

@@ -1,0 +1,65 @@
+"""Checks of the attention heads. L layers, H heads.
+
+A single head may attend to one key (often the first token) or uniformly over all keys; a run has failed where nearly all
+heads do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from andrea.training.health.check import Check, Evidence, Finding, Judgement, optimizer_remedy
+
+REMEDY = "set `model.qk_norm=true` or `attention=qk_clip`"
+
+
+@final
+class AttentionCheck(Check):
+    FINDINGS: ClassVar = {
+        "heads_on_one_key": Finding(
+            "nearly all heads attend to one key",
+            fails_run=True,
+            keys=("head_share", "one_key_entropy"),
+            remedy=f"{REMEDY}; halve the learning rate",
+        ),
+        "heads_uniform": Finding(
+            "nearly all heads attend uniformly over all keys",
+            fails_run=True,
+            keys=("head_share", "uniform_entropy"),
+            remedy="halve the learning rate",
+        ),
+        "large_logits": Finding(
+            "attention logits grow so large that low precision loses the differences between them",
+            fails_run=True,
+            keys=("largest_logit",),
+            remedy=REMEDY,
+        ),
+    }
+
+    def judge(self, evidence: Evidence) -> Judgement:
+        config, findings = self.config, {}
+        figures = evidence.heads.figures()
+        # (L * H,); a head that no query counted for is neither on one key nor uniform
+        entropy_share = figures["entropy_share"].flatten().nan_to_num(nan=0.5)
+        on_one_key = float((entropy_share < config.one_key_entropy).double().mean())
+        uniform = float((entropy_share > config.uniform_entropy).double().mean())
+        largest_logit = float(figures["largest_logit"].amax())
+        if on_one_key >= config.head_share:
+            findings["heads_on_one_key"] = (
+                f"{on_one_key:.0%} of the heads (health.head_share={config.head_share:g}) attend to one key (entropy below "
+                f"health.one_key_entropy={config.one_key_entropy:g} of the largest possible); set model.qk_norm=true or "
+                f"attention=qk_clip, and {optimizer_remedy(self.run.optimizer)}"
+            )
+        if uniform >= config.head_share and not self.too_early(evidence.step):
+            findings["heads_uniform"] = (
+                f"{uniform:.0%} of the heads (health.head_share={config.head_share:g}) attend uniformly over all keys (entropy "
+                f"above health.uniform_entropy={config.uniform_entropy:g} of the largest possible) at step "
+                f"{evidence.step}; {optimizer_remedy(self.run.optimizer)}"
+            )
+        if largest_logit > config.largest_logit:
+            findings["large_logits"] = (
+                f"the largest attention logit is {largest_logit:.4g} (health.largest_logit={config.largest_logit:g}): as "
+                f"logits grow, {self.run.precision} loses the differences between them; set model.qk_norm=true or "
+                f"attention=qk_clip"
+            )
+        return Judgement({"health/heads_on_one_key": on_one_key, "health/heads_uniform": uniform}, findings)

@@ -1,0 +1,177 @@
+"""Checks of the data: sources read too often, sources that others displace, leaked held-out text, overfitting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from andrea.config import RunConfig
+from andrea.text.corpus import Corpus
+from andrea.text.loader import Loader
+from andrea.training.health.check import Check, Evidence, Finding, Judgement
+from andrea.training.health.history import FEWEST_STEPS, StepHistory
+
+COUNTED_TOKENS = 1 << 22  # training tokens that are counted, at most, for the entropy of single tokens
+COUNTED_PIECES = 16  # evenly spaced pieces of each source that are counted
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What is known of the training data before training."""
+
+    shares: dict[str, float]  # source -> its share of the training tokens
+    lengths: dict[str, int]  # source -> its training tokens
+    unigram_nats: float  # entropy of single training tokens: the loss of a model that knows only how frequent each is
+
+    @classmethod
+    def of(cls, corpus: Corpus, loader: Loader) -> DataSummary:
+        """Counts the tokens of evenly spaced pieces of each source."""
+        shares, n_vocab = loader.source_shares(), corpus.tokenizer.n_vocab
+        frequency = np.zeros(n_vocab)  # (V,), sums to 1
+        for source, share in zip(corpus.sources, shares, strict=True):
+            counts = np.zeros(n_vocab)
+            counted = min(len(source.train), COUNTED_TOKENS // len(corpus.sources))
+            length = counted // COUNTED_PIECES
+            for start in np.linspace(0, len(source.train) - length, COUNTED_PIECES).astype(int):
+                counts += np.bincount(source.train[start : start + length], minlength=n_vocab)[:n_vocab]
+            frequency += share * counts / max(counts.sum(), 1)
+        known = frequency[frequency > 0]
+        return cls(
+            {source.name: share for source, share in zip(corpus.sources, shares.tolist(), strict=True)},
+            {source.name: len(source.train) for source in corpus.sources},
+            float(-(known * np.log(known)).sum()),
+        )
+
+    def weighted_loss(self, val: dict[str, dict[str, float]]) -> float:
+        """Validation loss (nats per token) with each source in its share of the training tokens.
+
+        This is the loss to compare with the training loss.
+        """
+        return sum(self.shares[name] * part["loss"] for name, part in val.items())
+
+
+@final
+class DataCheck(Check):
+    FINDINGS: ClassVar = {
+        "source_rising": Finding(
+            "one source's validation loss rose while that of every other source fell",
+            fails_run=False,
+            keys=("source_rise_nats",),
+            remedy="raise `data.sources.NAME.weight`",
+        ),
+        "leak": Finding(
+            "the validation loss is below the training loss by more than chance",
+            fails_run=False,
+            keys=("leak_nats", "leak_errors"),
+            remedy="search `data.path` for held-out text",
+        ),
+        "overfitting": Finding(
+            "the validation loss rose while the training loss fell, after a source was read once",
+            fails_run=False,
+            keys=("overfit_nats",),
+            remedy="use `checkpoints/best`, add text, or raise `optimizer.weight_decay`",
+        ),
+        "many_epochs": Finding(
+            "a source was read more often than `health.epochs`",
+            fails_run=False,
+            keys=("epochs",),
+            remedy="add text, or lower `data.sources.NAME.weight` or `train.steps`",
+        ),
+    }
+
+    def __init__(self, run: RunConfig, history: StepHistory, data: DataSummary) -> None:
+        super().__init__(run, history)
+        self.data = data
+        self.val: dict[str, dict[str, float]] = {}  # `Evidence.val` of the last evaluation
+        self.best: dict[str, float] | None = None  # the lowest validation loss, and the training loss at that step
+
+    def judge(self, evidence: Evidence) -> Judgement:
+        shares, lengths = self.data.shares, self.data.lengths
+        epochs = {name: evidence.tokens * share / lengths[name] for name, share in shares.items()}
+        source = max(epochs, key=lambda name: epochs[name])
+        figures = {"health/epochs": epochs[source]}
+        findings = self.epochs(source, epochs[source]) | self.rising_source(evidence)
+        if len(self.history.losses) >= FEWEST_STEPS:
+            train, error = line_end(list(self.history.losses))
+            val = self.data.weighted_loss(evidence.val)
+            figures |= {
+                "health/train_loss_now": train,
+                "health/train_loss_error": error,
+                "health/val_less_train": val - train,
+            }
+            findings |= self.leak(train, error, val) | self.overfitting(evidence, train, val, epochs[source])
+        self.val = evidence.val
+        return Judgement(figures, findings)
+
+    def epochs(self, source: str, epochs: float) -> dict[str, str]:
+        if epochs <= self.config.epochs:
+            return {}
+        return {
+            "many_epochs": f"the source {source} was read {epochs:.2f} times (health.epochs={self.config.epochs:g}): reading "
+            f"it again teaches the model less; add text, or lower data.sources.{source}.weight or train.steps"
+        }
+
+    def rising_source(self, evidence: Evidence) -> dict[str, str]:
+        """A source whose loss rises while that of every other source falls: the others are learned at its cost."""
+        comparable = len(evidence.val) > 1 and all(
+            name in self.val and self.val[name]["tokens"] == part["tokens"] for name, part in evidence.val.items()
+        )
+        if not comparable:
+            return {}
+        rise = {name: part["loss"] - self.val[name]["loss"] for name, part in evidence.val.items()}
+        source = max(rise, key=lambda name: rise[name])
+        if rise[source] <= self.config.source_rise_nats or any(r >= 0 for n, r in rise.items() if n != source):
+            return {}
+        return {
+            "source_rising": f"the validation loss of {source} rose by {rise[source]:.3f} since the last evaluation "
+            f"(health.source_rise_nats={self.config.source_rise_nats:g}) while that of every other source fell; raise "
+            f"data.sources.{source}.weight"
+        }
+
+    def leak(self, train: float, error: float, val: float) -> dict[str, str]:
+        config = self.config
+        if train - val <= max(config.leak_nats, config.leak_errors * error):
+            return {}
+        return {
+            "leak": f"validation loss {val:.3f} is below the training loss {train:.3f} ± {error:.3f} (health.leak_nats="
+            f"{config.leak_nats:g}, health.leak_errors={config.leak_errors:g}): the training data may contain held-out "
+            f"text, or the held-out text is easier; search data.path for duplicates"
+        }
+
+    def overfitting(self, evidence: Evidence, train: float, val: float, epochs: float) -> dict[str, str]:
+        """Compares with the evaluation of the lowest validation loss, over equally many held-out tokens."""
+        tokens, best = sum(part["tokens"] for part in evidence.val.values()), self.best
+        if best is None or best["tokens"] != tokens or val < best["val"]:
+            self.best = {"val": val, "train": train, "tokens": tokens, "step": evidence.step}
+            return {}
+        if val - best["val"] <= self.config.overfit_nats or train >= best["train"] or epochs <= 1:
+            return {}
+        return {
+            "overfitting": f"validation loss rose from {best['val']:.3f} at step {best['step']} to {val:.3f} "
+            f"(health.overfit_nats={self.config.overfit_nats:g}) while the training loss fell; use checkpoints/best, add "
+            f"text, or raise optimizer.weight_decay above {self.run.optimizer.weight_decay:g}"
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; its keys are part of the checkpoint's format."""
+        return {"val": self.val, "best": self.best}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.val, self.best = state["val"], state["best"]
+
+
+def line_end(losses: Sequence[float]) -> tuple[float, float]:
+    """The last value of a straight line fitted to a falling series by least squares: (value, its standard error).
+
+    The mean of the series would be above the current loss of a falling series, which would look like a leak.
+    """
+    time = np.arange(1 - len(losses), 1, dtype=np.float64)  # 0 is the newest
+    spread = ((time - time.mean()) ** 2).sum()
+    slope = ((time - time.mean()) * losses).sum() / spread
+    value = np.mean(losses) - slope * time.mean()
+    residual = np.asarray(losses) - value - slope * time
+    variance = (residual**2).sum() / (len(losses) - 2)
+    return float(value), float(np.sqrt(variance * (1 / len(losses) + time.mean() ** 2 / spread)))

@@ -1,0 +1,75 @@
+"""What is noted at each training step, for the health checks of the next evaluation.
+
+Every figure is a host number that the trainer has read anyway: no step waits for these notes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any, final
+
+from andrea.config import RunConfig
+
+RECENT_STEPS = 50  # whose losses and gradient norms define the usual range
+LATEST_STEPS = 10  # whose median is the current loss
+FEWEST_STEPS = 20  # with fewer there is no usual range
+MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+
+
+@final
+class StepHistory:
+    """Losses and gradient norms of the last RECENT_STEPS steps, and the spikes since the last evaluation."""
+
+    def __init__(self, run: RunConfig, unigram_nats: float) -> None:
+        """unigram_nats: the entropy of single training tokens."""
+        self.config, self.clip_norm, self.unigram_nats = run.health, run.optimizer.clip_norm, unigram_nats
+        self.losses: deque[float] = deque(maxlen=RECENT_STEPS)  # nats per token, newest last
+        self.norms: deque[float] = deque(maxlen=RECENT_STEPS)  # of the gradient before clipping, newest last
+        self.interval = {"steps": 0, "loss_spikes": 0, "gradient_spikes": 0, "clipped": 0}  # since the last evaluation
+        self.worst: dict[str, list[float]] = {}  # kind of spike -> [step, value, limit] of the highest since then
+        self.learned = False  # the current loss has once been below unigram_nats
+
+    def note(self, step: int, loss: float, norm: float) -> None:
+        """Note a step's training loss (nats per token) and gradient norm, both finite."""
+        self.interval["steps"] += 1
+        if len(self.losses) >= FEWEST_STEPS:
+            middle = statistics.median(self.losses)
+            deviation = MAD_TO_DEVIATION * statistics.median(abs(each - middle) for each in self.losses)
+            self.note_spike("loss_spikes", step, loss, middle + self.config.loss_spike * deviation)
+            self.note_spike("gradient_spikes", step, norm, self.config.gradient_spike * statistics.median(self.norms))
+        self.interval["clipped"] += int(self.clip_norm is not None and norm > self.clip_norm)
+        self.losses.append(loss)
+        self.norms.append(norm)
+        if len(self.losses) >= LATEST_STEPS and self.current_loss() < self.unigram_nats:
+            self.learned = True
+
+    def note_spike(self, kind: str, step: int, value: float, limit: float) -> None:
+        if value > limit > 0:
+            self.interval[kind] += 1
+            if kind not in self.worst or value > self.worst[kind][1]:
+                self.worst[kind] = [step, value, limit]
+
+    def current_loss(self) -> float:
+        """The median training loss of the last LATEST_STEPS steps, nats per token."""
+        return statistics.median(list(self.losses)[-LATEST_STEPS:])
+
+    def begin_interval(self) -> None:
+        """Count spikes and clipped steps anew: an evaluation has judged the last ones."""
+        self.interval = dict.fromkeys(self.interval, 0)
+        self.worst = {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; its keys are part of the checkpoint's format."""
+        return {
+            "losses": list(self.losses),
+            "norms": list(self.norms),
+            "interval": self.interval,
+            "worst": self.worst,
+            "learned": self.learned,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.losses.extend(state["losses"])
+        self.norms.extend(state["norms"])
+        self.interval, self.worst, self.learned = state["interval"], state["worst"], state["learned"]

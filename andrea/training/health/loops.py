@@ -1,0 +1,103 @@
+"""Finds the loop that a collapsed model repeats.
+
+A text is read as pieces: words, numbers, and runs of punctuation marks. A ruler (`=====`), `'''` or `],` is one piece,
+whatever its length, so that a list, a table or an underline does not count as a loop because it has many characters.
+N pieces in a text, P pieces in the unit of a loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# No word or ruler is longer: a longer run is a loop without blanks, and is split into its characters.
+LONGEST_PIECE_CHARACTERS = 100
+PIECE = re.compile(r"[^\W_]+|(?:[^\w\s]|_)+|\s{101,}")
+# Values besides numbers. The last five are the marks of '', "", [], () and {} in a list, as `split_pieces` sorts them.
+LITERALS = {"true", "false", "none", "null", "nan", "',", '",', ",[]", "(),", ",{}"}
+TABLE_REPETITION = (
+    0.9  # share of a text that a loop of values must cover: a shorter one is a table, as in `[0, 0, 0, 0]`
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The loop that covers most of a text."""
+
+    share: float  # of the text's pieces, in 0..1
+    unit: tuple[str, ...]  # the P pieces that are repeated
+
+    def covers(self, repetition: float) -> bool:
+        """Whether the loop covers more than `repetition` of the text; for a table of values, TABLE_REPETITION."""
+        return self.share > (max(repetition, TABLE_REPETITION) if self.is_table else repetition)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the unit holds values only: real text repeats values too."""
+        words = [piece for piece in self.unit if is_word(piece)]
+        return all(map(is_value, words)) and any(map(is_value, self.unit))
+
+    @property
+    def finding(self) -> str:
+        """The name of the health finding."""
+        if not any(map(is_word, self.unit)):
+            return "repeated_punctuation"
+        return "repeated_word" if len(self.unit) == 1 else "repeated_phrase"
+
+
+NO_LOOP = Loop(0.0, ())
+
+
+def is_word(piece: str) -> bool:
+    """Whether the piece is a word or a number, not punctuation."""
+    return piece[0].isalnum()
+
+
+def is_value(piece: str) -> bool:
+    """Whether the piece is a number or another literal. Tables and lists hold hundreds of these."""
+    return piece[0].isdigit() or piece in LITERALS
+
+
+def split_pieces(text: str) -> list[str]:
+    """Words in lower case, numbers, and for each run of marks its different marks, sorted."""
+    pieces: list[str] = []
+    for piece in PIECE.findall(text):
+        if len(piece) > LONGEST_PIECE_CHARACTERS:
+            pieces += list(piece)
+        elif is_word(piece):
+            pieces.append(piece.lower())
+        else:
+            pieces.append("".join(sorted(set(piece))))
+    return pieces
+
+
+def find_loop(pieces: Sequence[str]) -> Loop:
+    """The loop with a unit of at most N / 3 pieces that covers most of the pieces.
+
+    A loop of P pieces covers every stretch of at least P + 2 pieces that each equal the piece P before, and the P pieces
+    in front of the stretch. A list or a table with different entries has no such stretch, however similar its rows are.
+    A stray word ends one stretch of a loop and leaves the others. The share is of pieces or of their characters,
+    whichever is larger.
+    """
+    n_piece = len(pieces)
+    number_of = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    numbers = np.array([number_of[piece] for piece in pieces])  # (N,)
+    characters = np.array([len(piece) for piece in pieces])  # (N,)
+    loops: list[Loop] = []
+    for period in range(1, n_piece // 3 + 1):
+        same = np.concatenate([[False], numbers[period:] == numbers[:-period], [False]])
+        edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)  # (stretches, 2): first and one past the last
+        stretches = edges[edges[:, 1] - edges[:, 0] >= period + 2]
+        if len(stretches):
+            covered = np.zeros(n_piece, dtype=bool)
+            for first, stop in stretches:
+                covered[first : stop + period] = True
+            longest = stretches[np.argmax(stretches[:, 1] - stretches[:, 0]), 0]
+            share = max(covered.mean(), characters[covered].sum() / characters.sum())
+            loops.append(Loop(float(share), tuple(pieces[longest : longest + period])))
+    most = max((loop.share for loop in loops), default=0.0)
+    # A repeated word is a repeated pair too, so the shortest unit that covers nearly as much is the loop's.
+    return next((loop for loop in loops if loop.share >= 0.9 * most), NO_LOOP)
