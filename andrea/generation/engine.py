@@ -98,7 +98,7 @@ class Engine:
     dtype: None writes with the model itself, which may be in training. Otherwise its weights are converted once, into a copy
     that is laid out for decoding where the device has such a layout.
     int8: the copy's matrices are in 8 bits; the embedding and every activation are in `dtype`.
-    compiled: the decoding step runs through torch.compile: slower to start, faster afterwards on a GPU. On a GPU the step is
+    compiled: the decoding step runs through torch.compile: slower to start, faster afterwards on a card. On a card the step is
     recorded as a CUDA graph, compiled or not.
     """
 

@@ -1,6 +1,6 @@
-"""From logits to the next token: pure functions, so that each rule can be read and tested by itself.
+"""Logits to the next token: pure functions, so that each rule can be read and tested by itself.
 
-B samples, V vocabulary, N tokens so far. A token that a rule takes away gets the logit -inf.
+B samples, V vocabulary, N tokens so far. A token that a rule excludes gets the logit -inf.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; None and 1.0 leave a rule out. Limits are checked by `config.SampleConfig`."""
+    """How a token is chosen; None and 1.0 switch a rule off. `config.SampleConfig` checks the limits."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -25,14 +25,14 @@ class Sampling:
 def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """The next token of each sample: logits (B, V), history (B, N) int64, uniform (B,) in [0, 1) -> (B,) int64.
 
-    The rules run in this order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 takes the
-    likeliest token and reads no other rule but the penalty. `uniform` is all the chance there is: the same numbers
-    choose the same tokens on every device.
+    The rules apply in this order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 takes the
+    likeliest token; of the rules only the penalty applies then. All randomness is in `uniform`: the same numbers choose
+    the same tokens on every device.
     """
     logits = penalise_repetition(logits.float(), history, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    # Shifted first: dividing by a tiny temperature would overflow to inf - inf. In fp64: the smallest are 0 in fp32.
+    # Shifted so that division by a tiny temperature cannot overflow to inf - inf; in fp64, where such a temperature is not 0.
     logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / sampling.temperature
     logits = keep_top_k(logits, sampling.top_k)
     logits = keep_top_p(logits, sampling.top_p)
@@ -41,19 +41,19 @@ def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: 
 
 
 def penalise_repetition(logits: Tensor, history: Tensor, penalty: float) -> Tensor:
-    """Make tokens of history less likely: positive logits are divided, negative ones multiplied by the penalty
-    (Keskar et al. 2019, arXiv 1909.05858, section 4.1; the sign rule as in Hugging Face transformers).
+    """Make the tokens of history (B, N) less likely: divide their positive logits and multiply their negative ones by the
+    penalty (Keskar et al. 2019, arXiv 1909.05858, section 4.1; the rule for the sign is Hugging Face transformers').
     """
     if penalty == 1.0 or history.shape[1] == 0:
         return logits
     present = logits.gather(1, history)
     penalised = torch.where(present > 0, present / penalty, present * penalty)
-    largest = torch.finfo(logits.dtype).max  # an extreme penalty leaves extreme numbers, not infinite ones
+    largest = torch.finfo(logits.dtype).max  # keeps logits finite under an extreme penalty
     return logits.scatter(1, history, penalised.clamp(-largest, largest))
 
 
 def keep_top_k(logits: Tensor, top_k: int | None) -> Tensor:
-    """Only the k likeliest tokens (Fan et al. 2018, arXiv 1805.04833); a tie with the k-th stays."""
+    """Keep the k likeliest tokens (Fan et al. 2018, arXiv 1805.04833), and those as likely as the k-th."""
     if top_k is None or top_k >= logits.shape[-1]:
         return logits
     least = logits.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
@@ -61,19 +61,19 @@ def keep_top_k(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float | None) -> Tensor:
-    """The fewest likeliest tokens that together hold probability top_p (Holtzman et al. 2019, arXiv 1904.09751)."""
+    """Keep the fewest likeliest tokens with a total probability of top_p (Holtzman et al. 2019, arXiv 1904.09751)."""
     if top_p is None or top_p >= 1:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     probability = ordered.softmax(dim=-1)
-    before = probability.cumsum(dim=-1) - probability  # what the likelier tokens hold; the first always stays
+    before = probability.cumsum(dim=-1) - probability  # total probability of the likelier tokens
     dropped = (before >= top_p).scatter(1, order, before >= top_p)
-    dropped.scatter_(1, order[:, :1], False)
+    dropped.scatter_(1, order[:, :1], False)  # the likeliest always stays
     return logits.masked_fill(dropped, -torch.inf)
 
 
 def keep_min_p(logits: Tensor, min_p: float | None) -> Tensor:
-    """Tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
+    """Keep the tokens that are at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
     if not min_p:
         return logits
     probability = logits.softmax(dim=-1)
@@ -81,7 +81,10 @@ def keep_min_p(logits: Tensor, min_p: float | None) -> Tensor:
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the cumulated probability first exceeds `uniform`; one of probability 0 is never drawn."""
+    """(B,) int64: the token at which the cumulated probability first exceeds `uniform`; never one of probability 0.
+
+    Where logits are not finite, the result is V, which is no token.
+    """
     cumulated = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (B, V)
     threshold = uniform.to(cumulated)[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, threshold, right=True).squeeze(1)

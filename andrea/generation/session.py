@@ -1,4 +1,4 @@
-"""What `sample.py` does: find the checkpoint, say what it is, write text to the terminal as it is made."""
+"""`sample.py`: load a checkpoint, describe it, write text to the terminal as it is generated."""
 
 from __future__ import annotations
 
@@ -22,58 +22,62 @@ from andrea.text.tokenizer import Tokenizer
 WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def sample(run: SampleConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Print what was loaded, then the samples; the exit code. Raises UserError."""
-    prompt = read_prompt(run.prompt)
-    checkpoint = locate(run.checkpoint, Path(run.runs_dir), report=lambda line: print(line, file=sys.stderr))
+def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Print a description of the checkpoint, then the texts; return the exit code. Raises UserError."""
+    prompt = read_prompt(config.prompt)
+    checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, tokenizer).to(device)
-    int8 = run.precision == "int8"
-    if int8 and device.type == "cpu" and library() is None:
-        raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
-    if int8 and device.type != "cpu" and run.compile == "off":
-        raise UserError(f"precision=int8 gains nothing on {device} without compile=on; add it, or use precision=bf16")
-    if run.compile == "on" and device.type != "cuda":
-        raise UserError(
-            f"compile=on is for a CUDA card, got device={device.type}, where it gains nothing; use compile=off"
-        )
-    engine = Engine(model, tokenizer, dtype=dtype, int8=int8, compiled=run.compile == "on")
-    request = Request(
-        max_new_tokens=run.max_new_tokens,
-        num_samples=run.num_samples,
-        seed=run.seed,
-        stop=tuple(run.stop),
-        guess=run.guess,
-        sampling=Sampling(run.temperature, run.top_k, run.top_p, run.min_p, run.repetition_penalty),
-    )
-    prompts = [prompt] if run.prompts is None else read_lines(run.prompts)
-    tokens = [engine.encode(each) for each in prompts]  # one that is too long is refused before anything is shown
-    if len(prompts) * run.max_new_tokens > MOST_SAMPLED_TOKENS:
-        raise UserError(
-            f"prompts={run.prompts} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens="
-            f"{run.max_new_tokens} is more than the {MOST_SAMPLED_TOKENS} tokens that are held at a time; lower one of them"
-        )
+    check_device_offers(config.precision, config.compile, device)
+    int8 = config.precision == "int8"
+    engine = Engine(model, tokenizer, dtype=dtype, int8=int8, compiled=config.compile == "on")
+    prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
+    tokens = [engine.encode(each) for each in prompts]  # a prompt that is too long is refused before any output
     numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if int8 else "")
     show(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
-    if run.prompts is not None:
+    request = request_of(config)
+    if config.prompts is not None:
         show_texts(prompts, engine.stream_all(tokens, request))
-    elif run.interactive:
-        converse(engine, prompt, request)
+    elif config.interactive:
+        answer_lines(engine, prompt, request)
     else:
         show_samples(engine, prompt, tokens[0], request)
     return 0
 
 
+def check_device_offers(precision: str, compile_: str, device: torch.device) -> None:
+    """Raises UserError where precision=int8 or compile=on is not possible on this device, or gains nothing there."""
+    if precision == "int8" and device.type == "cpu" and library() is None:
+        raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
+    if precision == "int8" and device.type != "cpu" and compile_ == "off":
+        raise UserError(f"precision=int8 gains nothing on {device} without compile=on; add it, or use precision=bf16")
+    if compile_ == "on" and device.type != "cuda":
+        raise UserError(
+            f"compile=on is for a CUDA card, got device={device.type}, where it gains nothing; use compile=off"
+        )
+
+
+def request_of(config: SampleConfig) -> Request:
+    return Request(
+        max_new_tokens=config.max_new_tokens,
+        num_samples=config.num_samples,
+        seed=config.seed,
+        stop=tuple(config.stop),
+        guess=config.guess,
+        sampling=Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty),
+    )
+
+
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, the content of FILE for @FILE, or standard input for -. Raises UserError."""
+    """The prompt itself; for @FILE the file's content; for - standard input. Raises UserError."""
     if prompt == "-":
         content, origin = sys.stdin.buffer.read(), "standard input"
     elif prompt.startswith("@"):
         path = Path(prompt[1:])
-        if not os.path.isfile(path):  # False, too, for what no file can be named
+        if not os.path.isfile(path):  # also False for names that no file can have
             raise UserError(
-                f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads one, and a text that begins with @ "
-                f"comes through standard input with prompt=-"
+                f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads the prompt from a file; a prompt that "
+                f"begins with @ itself can be given on standard input, with prompt=-"
             )
         content, origin = path.read_bytes(), str(path)
     else:
@@ -84,15 +88,20 @@ def read_prompt(prompt: str) -> str:
         raise UserError(f"prompt={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
 
 
-def read_lines(file: str) -> list[str]:
-    """The file's lines, but for empty ones. Raises UserError."""
+def read_prompts(file: str, max_new_tokens: int) -> list[str]:
+    """The lines of the file that are not empty. Raises UserError, also where they are too many to write for at once."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
+        raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'the file is not UTF-8 text'}") from None
     prompts = [line for line in lines if line]
     if not prompts:
-        raise UserError(f"prompts={file}: there is no prompt in it; write one on each line")
+        raise UserError(f"prompts={file}: the file has no prompt in it; write one on each line")
+    if len(prompts) * max_new_tokens > MOST_SAMPLED_TOKENS:
+        raise UserError(
+            f"prompts={file} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens={max_new_tokens} is more "
+            f"than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
+        )
     return prompts
 
 
@@ -131,7 +140,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
 
 
 def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: str) -> str:
-    """Model, step, validation figure, tokenizer and where it runs, in two lines."""
+    """Two lines: the checkpoint's path; model, step, validation figure, tokenizer, and `where` the model runs."""
     n_parameter = sum(parameter.numel() for parameter in model.parameters())
     bits_per_byte = checkpoint.state.get("val_bpb")
     quality = "not validated yet" if bits_per_byte is None else f"validation {bits_per_byte:.4f} bits per byte"
@@ -146,16 +155,16 @@ def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Reques
     show_texts([prompt] * request.num_samples, engine.stream(tokens, request))
 
 
-def show_texts(prompts: list[str], pieces: Iterator[GeneratedToken]) -> None:
-    """The first text appears as it is written; the others, made in the same batch, follow it."""
+def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken]) -> None:
+    """Show the first text as it is generated, and after it the others, which were generated in the same batch."""
     is_labelled = len(prompts) > 1
     waiting = [""] * len(prompts)
     show((label(0) if is_labelled else "") + prompts[0])
-    for piece in pieces:
-        if piece.sample == 0:
-            show(piece.text)
+    for token in tokens:
+        if token.sample == 0:
+            show(token.text)
         else:
-            waiting[piece.sample] += piece.text
+            waiting[token.sample] += token.text
     show("\n")
     for index in range(1, len(prompts)):
         show(label(index) + prompts[index] + waiting[index] + "\n")
@@ -165,13 +174,16 @@ def label(sample_index: int) -> str:
     return f"--- sample {sample_index + 1} ---\n"
 
 
-def converse(engine: Engine, prompt: str, request: Request) -> None:
-    """One prompt a line until the input ends (Ctrl-D); each starts afresh. A prompt given with prompt= goes first."""
+def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
+    """Continue each line of standard input, independently of the lines before, until the input ends (Ctrl-D).
+
+    A prompt given with prompt= comes first.
+    """
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (its presence gives input() line editing and a history)
+        import readline  # noqa: F401 (importing it gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is a prompt like any other
-    show("each line is a prompt of its own; Ctrl-D ends\n")
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is accepted as well
+    show("each line is a separate prompt; Ctrl-D ends\n")
     if prompt:
         show_samples(engine, prompt, engine.encode(prompt), request)
     while True:
@@ -189,7 +201,7 @@ def converse(engine: Engine, prompt: str, request: Request) -> None:
 
 
 def show(text: str) -> None:
-    """Write to standard output now; what its encoding cannot say becomes '?'."""
+    """Write to standard output and flush; characters that its encoding does not have become '?'."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

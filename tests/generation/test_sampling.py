@@ -60,7 +60,7 @@ def test_min_p(min_p, expected):
     assert kept(keep_min_p(LOGITS, min_p)) == expected
 
 
-def test_repetition_penalty_lowers_only_what_was_there():
+def test_repetition_penalty_lowers_only_the_tokens_of_the_history():
     logits = torch.tensor([[2.0, -3.0, 1.0, -1.0], [4.0, 0.0, -2.0, 6.0]])
     history = torch.tensor([[0, 1, 0], [3, 2, 3]])
     expected = torch.tensor([[1.0, -6.0, 1.0, -1.0], [4.0, 0.0, -4.0, 3.0]])
@@ -68,7 +68,7 @@ def test_repetition_penalty_lowers_only_what_was_there():
     assert penalise_repetition(logits, history, 1.0) is logits
 
 
-def test_rules_treat_rows_apart():
+def test_rules_treat_each_row_by_itself():
     logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     assert keep_top_k(logits, 1).isfinite().tolist() == [[False, False, True], [True, False, False]]
     assert keep_top_p(logits, 0.1).isfinite().tolist() == [[False, False, True], [True, False, False]]
