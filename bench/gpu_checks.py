@@ -119,10 +119,12 @@ def compiled_row(precision: torch.dtype, device: str) -> dict:
     }
 
 
-def generation_row(device: str, guess: int = 0, **how) -> dict:
+def generation_row(device: str, lookahead: int = 0, **how) -> dict:
     """Greedy text of andrea-nano by CUDA graph, beside the same text made again and again from the start, on the card."""
     model = make_andrea(model_config("andrea-nano"), 4096, device).eval().requires_grad_(False)
-    request = Request(max_new_tokens=300, sampling=Sampling(temperature=0), guess=guess)  # more than the window holds
+    request = Request(
+        max_new_tokens=300, sampling=Sampling(temperature=0), lookahead=lookahead
+    )  # more than the window holds
     prompts = [[1, 2, 3, 4, 5], [9, 8, 9, 8, 9], [7]]
     engine, written = Engine(model, NumberTokenizer(4096), dtype=torch.float32, **how), [[] for _ in prompts]
     for piece in engine.stream_all(prompts, request):
@@ -134,7 +136,7 @@ def generation_row(device: str, guess: int = 0, **how) -> dict:
     passes = written == alone and alone[0][:60] == twin[5:]
     if device != "cpu":
         passes = passes and any(engine.step.recorded.values())  # a graph was made, and not only asked for
-    return {"check": "generation", "case": f"guess={guess}, {how}", "passes": passes}
+    return {"check": "generation", "case": f"lookahead={lookahead}, {how}", "passes": passes}
 
 
 def loss_rows(device: str) -> Iterator[dict]:
@@ -188,7 +190,13 @@ def main() -> None:
     rows = [compiled_row(precision, chosen.device) for precision in (torch.bfloat16, torch.float16)]
     rows += [model_row(precision, chosen.device) for precision in ("fp32", "bf16")]
     rows += loss_rows(chosen.device)
-    for how in ({}, {"guess": 3}, {"compiled": True}, {"compiled": True, "guess": 3}, {"compiled": True, "int8": True}):
+    for how in (
+        {},
+        {"lookahead": 3},
+        {"compiled": True},
+        {"compiled": True, "lookahead": 3},
+        {"compiled": True, "int8": True},
+    ):
         try:
             rows.append(generation_row(chosen.device, **how))
         except Exception as error:  # whatever it is, attention is still to be judged

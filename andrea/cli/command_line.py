@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.config import LARGEST_INTEGER, Text, UserError, nearest, parse
+from andrea.config import LARGEST_INTEGER, Text, UserError, current_key, nearest, parse
 from andrea.runtime import torchrun
 from andrea.runtime.files import StorageFailed
 
@@ -94,7 +94,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     """Split `key=value` words and check every key against the dataclass `kind`. Raises UserError."""
     groups: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for word in argv:
+    for word in with_current_names(kind, argv):
         key, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"{word!r} is not of the form key=value{nearest(key, keys(kind))}; --help lists the keys")
@@ -112,6 +112,19 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     for group, choice in groups.items():
         check_choice(group, choice)
     return CommandLine(groups, values)
+
+
+def with_current_names(kind: type, argv: list[str]) -> list[str]:
+    """argv with each renamed key under its present name; rank 0 names each such key once, on standard error."""
+    words, renamed = [], {}
+    for word in argv:
+        key, equals, value = word.partition("=")
+        words.append(current_key(kind, key) + equals + value)
+        renamed[key] = current_key(kind, key)
+    for old, new in renamed.items():
+        if old != new and torchrun.is_rank_0():
+            print(f"{old} is now called {new}", file=sys.stderr)
+    return words
 
 
 def compose(kind: type, config_name: str, line: CommandLine) -> dict:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import CONFIGS, check_choice, hint_of, hydra_errors, keys
+from andrea.cli.command_line import CONFIGS, check_choice, hint_of, hydra_errors, keys, with_current_names
 from andrea.config import RunConfig, UserError, folder_name, nearest, readable_path
 
 SWITCHES = ("-m", "--multirun")
@@ -65,7 +65,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Our own words by key, their spelling checked, and those meant for Hydra. Raises UserError."""
     typed: dict[str, str] = {}
     of_hydra = []
-    for word in argv:
+    for word in with_current_names(RunConfig, argv):
         key, equals, value = word.partition("=")
         if word in SWITCHES:
             continue

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Request:
     """The texts to write. Text i draws its random numbers from seed + i, whatever the number of texts.
 
-    guess: tokens of lookahead, proposed by prompt lookup (speculation.py) and checked in one pass of the model; 0: none.
+    lookahead: tokens proposed by prompt lookup (speculation.py) and checked in one pass of the model; 0: none.
     The texts are the same with and without, except for rounding.
     """
 
@@ -47,7 +47,7 @@ class Request:
     seed: int = 0
     stop: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    guess: int = 0
+    lookahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ class Engine:
         """
         texts = [GrowingText(sample, prompt, self.tokenizer, request) for sample, prompt in enumerate(prompts)]
         history = padded_history(prompts, request.max_new_tokens).to(self.device)
-        ragged = len(texts) > 1 and (request.guess > 0 or len(set(map(len, prompts))) > 1)
-        shape = len(texts), ragged, request.guess
+        ragged = len(texts) > 1 and (request.lookahead > 0 or len(set(map(len, prompts))) > 1)
+        shape = len(texts), ragged, request.lookahead
         window = self.take_window(*shape)
         while not all(text.has_ended for text in texts):
             logits, lookaheads = window.next_logits(
-                [text.tokens for text in texts], [text.lookahead(request.guess) for text in texts]
+                [text.tokens for text in texts], [text.lookahead(request.lookahead) for text in texts]
             )
             growing = [text for text in texts if not text.has_ended]
             ended = [text for text in texts if text.has_ended]

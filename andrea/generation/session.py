@@ -63,7 +63,7 @@ def request_of(config: SampleConfig) -> Request:
         num_samples=config.num_samples,
         seed=config.seed,
         stop=tuple(config.stop),
-        guess=config.guess,
+        lookahead=config.lookahead,
         sampling=Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty),
     )
 

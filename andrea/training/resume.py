@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole, read_small_json
-from andrea.config import RunConfig, UserError
+from andrea.config import RunConfig, UserError, with_current_keys
 from andrea.runtime import torchrun
 from andrea.training.records.run_folder import read_lines
 
@@ -65,6 +65,7 @@ def merge(
     A typed group replaces the saved one key by key, but for what the saved run had settled of an `auto`; what it settled
     for its machine's sake is settled anew where the number of ranks is another (`other_ranks`).
     """
+    saved = with_current_keys(RunConfig, saved)
     before, now = flatten(saved), flatten(composed)
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}

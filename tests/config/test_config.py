@@ -176,7 +176,7 @@ def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None
         ("data.path=\0", "cannot be the name"),
         ("data.path=\ud800", "cannot be the name"),
         ("model.name=a\udcff", "is not text in UTF-8"),
-        ("data.path=~nobody-of-this-name/x", "no user here is named 'nobody-of-this-name'"),
+        ("data.path=~nobody-of-this-name/x", "this machine has no user 'nobody-of-this-name'"),
         ('data.sources={a: {kind: text, path: "\\0"}}', "data.sources.a.path"),
     ],
 )

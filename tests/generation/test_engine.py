@@ -172,9 +172,9 @@ def test_texts_in_a_batch_with_lookahead_or_without_equal_each_text_alone(sampli
     """The strongest form of "the distribution is unchanged": with the same random numbers, the same tokens."""
     engine = Engine(make_model(), TOKENIZER)
     prompts = [[1, 2, 3], [7, 8, 7, 8, 7, 8, 7], [5]]
-    request = Request(max_new_tokens=33, seed=3, sampling=sampling, guess=guess)
+    request = Request(max_new_tokens=33, seed=3, sampling=sampling, lookahead=guess)
     alone = [
-        texts_of(engine, [prompt], dataclasses.replace(request, seed=3 + index, guess=0))[0]
+        texts_of(engine, [prompt], dataclasses.replace(request, seed=3 + index, lookahead=0))[0]
         for index, prompt in enumerate(prompts)
     ]
     assert texts_of(engine, prompts, request) == alone
@@ -186,7 +186,7 @@ def test_a_text_that_repeats_itself_is_read_in_fewer_passes():
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     for guess, expected in ((0, 25), (4, 5)):  # one token in each pass, or five
         passes.clear()
-        request = Request(max_new_tokens=25, sampling=Sampling(temperature=0), guess=guess)
+        request = Request(max_new_tokens=25, sampling=Sampling(temperature=0), lookahead=guess)
         assert Engine(model, TOKENIZER).write("aaaa", request) == ["a" * 25]
         assert len(passes) == expected
 
@@ -215,8 +215,8 @@ def test_a_sample_depends_on_its_own_seed_alone():
     assert len(set(three)) == 3
     for index, text in enumerate(three):
         assert engine.write("ab", Request(max_new_tokens=19, seed=5 + index)) == [text]
-    assert engine.write("ab", Request(max_new_tokens=19, num_samples=3, seed=5, guess=3)) == three
-    repeating = [engine.write("ababab", Request(max_new_tokens=19, num_samples=2, guess=guess)) for guess in (0, 3)]
+    assert engine.write("ab", Request(max_new_tokens=19, num_samples=3, seed=5, lookahead=3)) == three
+    repeating = [engine.write("ababab", Request(max_new_tokens=19, num_samples=2, lookahead=guess)) for guess in (0, 3)]
     assert repeating[0] == repeating[1]
 
 

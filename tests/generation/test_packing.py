@@ -235,7 +235,7 @@ def test_what_is_written_alone_is_written_in_a_batch(int8, guess):
     """One row goes through the attention kernel, several texts of different lengths through torch's."""
     engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, int8=int8)
     prompts = [[1, 2, 3], [7, 8, 7, 8, 7], [5]]
-    request = Request(max_new_tokens=23, sampling=Sampling(temperature=0), guess=guess)
+    request = Request(max_new_tokens=23, sampling=Sampling(temperature=0), lookahead=guess)
     alone = [[piece.token for piece in engine.stream(prompt, request)] for prompt in prompts]
     together: list[list[int]] = [[] for _ in prompts]
     for piece in engine.stream_all(prompts, request):

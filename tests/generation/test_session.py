@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from andrea.checkpoint import read_checkpoint, write_checkpoint
-from andrea.config import AttentionConfig, ModelConfig, SampleConfig, Text, UserError, to_plain
+from andrea.config import AttentionConfig, ModelConfig, SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.session import load_model, read_prompt, sample
 from andrea.model.gpt import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
@@ -43,7 +43,7 @@ def write(runs: Path, **changes) -> Path:
 def config_of(runs: Path, **changes) -> SampleConfig:
     defaults = SampleConfig(
         checkpoint=None, runs_dir=Text(runs), prompt=Text("def "), max_new_tokens=5, temperature=0.0, top_k=None,
-        top_p=None, min_p=None, repetition_penalty=1.0, prompts=None, guess=0, num_samples=1, seed=1, stop=[],
+        top_p=None, min_p=None, repetition_penalty=1.0, prompts=None, lookahead=0, num_samples=1, seed=1, stop=[],
         interactive=False, device="cpu",
         threads=1, precision="fp32", compile="off",
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
     config = config_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"))
     expected = "--- sample 1 ---\ndef aaaaa\n--- sample 2 ---\nclass A:aaaaa\n"
     for guess in (0, 3):
-        assert output(dataclasses.replace(config, guess=guess), capsys).split("\n\n", 1)[1] == expected
+        assert output(dataclasses.replace(config, lookahead=guess), capsys).split("\n\n", 1)[1] == expected
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_named(tmp_path, content, said)
 
 def test_a_file_of_prompts_excludes_another_prompt(tmp_path):
     with pytest.raises(UserError, match="leave out prompt"):
-        config_of(tmp_path, prompts=Text("file")).check("")
+        parse(SampleConfig, to_plain(config_of(tmp_path, prompts=Text("file"))))
 
 
 def test_stop_strings_reach_the_engine(tmp_path, capsys):

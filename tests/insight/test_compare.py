@@ -249,7 +249,7 @@ def test_a_word_that_is_a_path_is_a_path_even_with_an_equals_sign(tmp_path: Path
         (["runs=a", "out=x.png"], "must end in .html"),
         (["runs=a", "size=big"], "size=big is not a picture's size"),
         (["runs=a", "size=100x100"], "size=100x100"),
-        (["runs=a", "predict_tokens=5"], "set predict=andrea-480m"),
+        (["runs=a", "predict_tokens=5"], "predict=andrea-480m"),
         (["runs=a", "predict=andrea-nano", "predict_tokens=-5"], "predict_tokens=-5 must be greater"),
         (["runs=a", "seed=-1"], "seed=-1 must be from 0"),
         (["runs=a", "predcit=x"], "did you mean predict"),

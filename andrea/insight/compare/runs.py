@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import checkpoints_of
-from andrea.config import UserError
+from andrea.config import RunConfig, UserError, with_current_keys
 from andrea.training.records.logger import AXES
 from andrea.training.records.run_folder import read_lines
 
@@ -158,7 +158,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = with_current_keys(RunConfig, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
         config["model"]["name"], config["train"]["steps"]  # noqa: B018 - what the rest relies on
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise LeftOut(f"config.yaml is not a run's ({error!r})") from None

@@ -22,26 +22,26 @@ class TextCheck(Check):
         "repeated_word": Finding(
             "most samples repeat one word, which real text rarely does",
             fails_run=True,
-            keys=("repetition", "showing"),
+            keys=("repetition", "failing_share"),
             remedy=REMEDY,
         ),
         "repeated_phrase": Finding(
             "most samples repeat one phrase, which real text rarely does",
             fails_run=True,
-            keys=("repetition", "showing"),
+            keys=("repetition", "failing_share"),
             remedy=REMEDY,
         ),
         "repeated_punctuation": Finding(
             "most samples repeat the same marks, which real text rarely does",
             fails_run=True,
-            keys=("repetition", "showing"),
+            keys=("repetition", "failing_share"),
             remedy=REMEDY,
         ),
         "poor_text": Finding(
             "most samples have far fewer different words, pairs, triples or tokens, or compress far better, than the least "
             "varied validation text",
             fails_run=False,
-            keys=("variety", "showing"),
+            keys=("variety", "failing_share"),
             remedy=REMEDY,
         ),
     }
@@ -91,7 +91,7 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     looping = [each.loop for each in judged if each.loop.covers(config.repetition)]
     real = reference.looping_share(config.repetition)
     expected = real + 3 * (real * (1 - real) / len(judged)) ** 0.5
-    if not looping or len(looping) < config.showing * len(judged) or len(looping) <= expected * len(judged):
+    if not looping or len(looping) < config.failing_share * len(judged) or len(looping) <= expected * len(judged):
         return {}
     names = [loop.finding for loop in looping]
     name = max(sorted(set(names)), key=names.count)
@@ -99,7 +99,7 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     unit = " ".join(worst.unit)
     shown = unit if len(unit) <= SHOWN_UNIT_CHARACTERS else unit[: SHOWN_UNIT_CHARACTERS - 1] + "…"
     return {
-        name: f"{len(looping)} of {len(judged)} samples (health.showing={config.showing:g}) repeat themselves: in the worst, "
+        name: f"{len(looping)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) repeat themselves: in the worst, "
         f"{shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); of validation text, "
         f"{real:.1%} repeats itself"
     }
@@ -113,11 +113,11 @@ def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText, conf
     long = [each for each in judged if each.tokens >= reference.median("tokens") / 2 and not each.tabular]
     rows = [{name: reference.relative_variety(each, name) for name in VARIETY} for each in long]
     poor = [row for row in rows if min(row.values()) < config.variety]
-    if not poor or len(poor) < config.showing * len(judged):
+    if not poor or len(poor) < config.failing_share * len(judged):
         return {}
     worst = min(poor, key=lambda row: min(row.values()))
     low = ", ".join(f"{name} {share:.0%}" for name, share in worst.items() if share < config.variety)
     return {
-        "poor_text": f"{len(poor)} of {len(judged)} samples (health.showing={config.showing:g}) have little variety: the "
+        "poor_text": f"{len(poor)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) have little variety: the "
         f"worst has {low} of the least varied validation text (health.variety={config.variety:g})"
     }

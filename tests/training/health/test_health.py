@@ -245,7 +245,15 @@ def test_a_remedy_names_what_is_switched_off_first() -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["on_failure=ignore", "samples=-1", "showing=1.5", "repetition=-0.1", "loss_spike=0", "epochs=0", "leak_nats=-1"],
+    [
+        "on_failure=ignore",
+        "samples=-1",
+        "failing_share=1.5",
+        "repetition=-0.1",
+        "loss_spike=0",
+        "epochs=0",
+        "leak_nats=-1",
+    ],
 )
 def test_an_impossible_threshold_is_refused(word: str) -> None:
     with pytest.raises(UserError, match="health." + word.split("=")[0]):

@@ -127,8 +127,8 @@ def test_some_samples_must_show_it(reference: ReferenceText, real: str) -> None:
     assert not named(reference, loop, healthy, healthy, healthy, healthy)
     assert not named(reference, loop, loop, healthy, healthy, healthy)
     assert set(named(reference, loop, loop, loop, healthy, healthy)) == {"repeated_word"}
-    assert not named(reference, loop, loop, loop, healthy, healthy, showing=0.7)
-    assert set(named(reference, loop, healthy, healthy, showing=0.2)) == {"repeated_word"}
+    assert not named(reference, loop, loop, loop, healthy, healthy, failing_share=0.7)
+    assert set(named(reference, loop, healthy, healthy, failing_share=0.2)) == {"repeated_word"}
 
 
 def test_a_few_words_in_any_order_are_poor(reference: ReferenceText, real: str) -> None:

@@ -1,0 +1,234 @@
+"""Checks that span several keys, or need more than a range: a function for each configuration dataclass that has any.
+
+`path` is the dotted key of the group ('' at the top), used in messages. Each function raises UserError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from andrea.config.errors import UserError
+from andrea.config.limits import Between
+from andrea.config.schema import (
+    AttentionConfig,
+    CompareConfig,
+    DataConfig,
+    LensConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SampleConfig,
+    SourceConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+
+LARGEST_ROTARY_TABLE = 2**25  # positions times head width
+MOST_SAMPLED_TOKENS = 2**26  # held in memory at a time
+LARGEST_VOCABULARY = 2**16  # token shards hold two bytes a token
+
+
+def check_model(model: ModelConfig, path: str) -> None:
+    if model.d_model % model.n_head:
+        raise UserError(
+            f"{path}.n_head={model.n_head} does not divide {path}.d_model={model.d_model}: the head width d_model / n_head "
+            f"must be whole; try {path}.n_head={nearest_divisor(model.d_model, model.n_head)}"
+        )
+    if model.n_kv_head is not None and (model.n_kv_head < 1 or model.n_head % model.n_kv_head):
+        raise UserError(
+            f"{path}.n_kv_head={model.n_kv_head} does not divide {path}.n_head={model.n_head}: each key/value head is shared "
+            f"by equally many query heads; try {path}.n_kv_head={nearest_divisor(model.n_head, model.n_kv_head)}"
+        )
+    if model.position == "rotary" and model.sequence_length * model.d_head > LARGEST_ROTARY_TABLE:
+        raise UserError(
+            f"{path}.sequence_length={model.sequence_length} times the head width d_model / n_head = {model.d_head} is more "
+            f"than the {LARGEST_ROTARY_TABLE} angles that {path}.position=rotary keeps; lower one of them"
+        )
+    if model.position == "rotary" and model.d_head % 2:
+        raise UserError(
+            f"{path}.position=rotary turns pairs of numbers and needs an even head width, got d_model / n_head = "
+            f"{model.d_head}; change {path}.n_head or set {path}.position=learned"
+        )
+
+
+def nearest_divisor(whole: int, wanted: int) -> int:
+    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - wanted))
+
+
+def check_attention(attention: AttentionConfig, path: str) -> None:
+    if attention.qk_clip is not None and attention.compatibility in ("cosine", "additive"):
+        raise UserError(
+            f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys, which does not bound the logits of "
+            f"{path}.compatibility={attention.compatibility}; set {path}.qk_clip=null"
+        )
+    if attention.qk_clip is not None and attention.implementation not in ("auto", "reference", "triton"):
+        raise UserError(
+            f"{path}.qk_clip={attention.qk_clip:g} needs each step's largest logits, which "
+            f"{path}.implementation={attention.implementation} does not return; use auto, triton or reference"
+        )
+    if attention.compatibility == "additive" and attention.implementation not in ("auto", "reference", "chunked"):
+        raise UserError(
+            f"{path}.implementation={attention.implementation} needs a compatibility function that is a dot product, which "
+            f"{path}.compatibility=additive is not; use auto, chunked or reference"
+        )
+    if attention.compatibility != "additive" and attention.implementation == "chunked":
+        raise UserError(
+            f"{path}.implementation=chunked serves {path}.compatibility=additive only, got {attention.compatibility}; "
+            f"use auto"
+        )
+
+
+def check_source(source: SourceConfig, path: str) -> None:
+    if source.kind in ("text", "shards") and not source.path:
+        raise UserError(
+            f"{path}.path is missing: {path}.kind={source.kind} reads a file or a folder; set {path}.path=…"
+        )
+
+
+def check_data(data: DataConfig, path: str) -> None:
+    if data.kind in ("text", "shards") and not data.path:
+        raise UserError(f"{path}.path is missing: data={data.kind} reads a file or a folder; set {path}.path=…")
+    if data.kind == "mixture" and not data.sources:
+        raise UserError(
+            f"{path}.sources is empty: a mixture names its sources, e.g. "
+            f"{path}.sources='{{code: {{kind: pystdlib}}, notes: {{kind: text, path: notes/, weight: 0.3}}}}'"
+        )
+    if data.kind != "mixture" and data.sources:
+        raise UserError(f"{path}.sources is read by data=mixture only, got data={data.kind}; choose data=mixture")
+
+
+def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
+    if tokenizer.kind != "bpe":
+        return
+    if tokenizer.vocab_size is None:
+        raise UserError(
+            f"{path}.vocab_size is missing: tokenizer=bpe needs a whole number from 257 to {LARGEST_VOCABULARY}"
+        )
+    if not 257 <= tokenizer.vocab_size <= LARGEST_VOCABULARY:
+        raise UserError(
+            f"{path}.vocab_size={tokenizer.vocab_size} is out of range: 256 bytes and end-of-text need 257, two-byte token "
+            f"shards hold at most {LARGEST_VOCABULARY}"
+        )
+
+
+def check_optimizer(optimizer: OptimizerConfig, path: str) -> None:
+    if (optimizer.tuned_d_model is None) != (optimizer.tuned_n_layer is None):
+        raise UserError(
+            f"{path}.tuned_d_model={optimizer.tuned_d_model} and {path}.tuned_n_layer={optimizer.tuned_n_layer} belong "
+            f"together: set both to the size of the model that the rates were tuned on, or both to null"
+        )
+    if optimizer.kind == "muon" and (optimizer.matrix_learning_rate is None or optimizer.momentum is None):
+        raise UserError(f"{path}.matrix_learning_rate and {path}.momentum must be numbers with optimizer=muon")
+    if optimizer.schedule == "constant_then_decay":
+        if optimizer.decay_fraction is None:
+            raise UserError(
+                f"{path}.decay_fraction is missing: {path}.schedule=constant_then_decay needs a number in 0..1"
+            )
+        Between(0, 1)(f"{path}.decay_fraction", optimizer.decay_fraction)
+
+
+def check_train(train: TrainConfig, path: str) -> None:
+    if train.tokens_per_parameter is not None and train.flops is not None:
+        raise UserError(
+            f"{path}.tokens_per_parameter={train.tokens_per_parameter:g} and {path}.flops={train.flops:g} both set the "
+            f"length of training; leave one out"
+        )
+
+
+def check_parallel(parallel: ParallelConfig, path: str) -> None:
+    for key in ("shard_ranks", "cpu_offload"):
+        if getattr(parallel, key) and parallel.kind != "fsdp":
+            raise UserError(
+                f"{path}.{key}={getattr(parallel, key)} is read by parallel=fsdp only, got {path}.kind={parallel.kind}; "
+                f"choose parallel=fsdp"
+            )
+
+
+def check_run(config: RunConfig, path: str) -> None:
+    if config.name == "wandb":
+        raise UserError("name=wandb is the folder of wandb's own files; choose another name")
+    if config.resume and config.init_from:
+        raise UserError(
+            "resume and init_from exclude each other: resume=… continues a run, init_from=… starts a new one"
+        )
+    if config.attention.compatibility == "additive" and config.model.position == "rotary":
+        raise UserError(
+            "attention.compatibility=additive has no dot product that model.position=rotary could act on; "
+            "set model.position=learned or none"
+        )
+    if config.attention.qk_clip is not None and config.model.qk_norm:
+        raise UserError(
+            f"attention.qk_clip={config.attention.qk_clip:g} rescales queries and keys, which model.qk_norm=true normalises "
+            f"again; set model.qk_norm=false or attention.qk_clip=null"
+        )
+    length = config.model.sequence_length
+    if config.tokens_per_step < length:
+        raise UserError(
+            f"train.tokens_per_step={config.tokens_per_step} is less than one sequence of model.sequence_length={length} "
+            f"tokens; raise the first or lower the second"
+        )
+    if config.tokens_per_step % length:
+        near = max(1, round(config.tokens_per_step / length)) * length
+        raise UserError(
+            f"train.tokens_per_step={config.tokens_per_step} is not a multiple of model.sequence_length={length}; "
+            f"try train.tokens_per_step={near}"
+        )
+
+
+def check_sample(config: SampleConfig, path: str) -> None:
+    if config.max_new_tokens * config.num_samples > MOST_SAMPLED_TOKENS:
+        raise UserError(
+            f"max_new_tokens={config.max_new_tokens} times num_samples={config.num_samples} is more than the "
+            f"{MOST_SAMPLED_TOKENS} tokens that are held at a time; lower one of them"
+        )
+    if config.prompts is not None and (config.prompt or config.num_samples != 1 or config.interactive):
+        raise UserError(
+            "prompts=FILE writes one text for each line of the file; leave out prompt, num_samples and interactive"
+        )
+    if config.top_p == 0:
+        raise UserError(
+            "top_p=0 leaves no token to choose; use a number above 0, or temperature=0 for the likeliest token"
+        )
+    if "" in config.stop:
+        raise UserError("stop='' is empty and would stop at once; give a text, or leave stop out")
+
+
+def check_lens(config: LensConfig, path: str) -> None:
+    if not config.out.endswith((".html", ".npz", ".png")):
+        raise UserError(
+            f"out={config.out} is not a format that the lens writes; allowed endings: .html (a page), .npz (arrays), "
+            f".png (one head's picture)"
+        )
+
+
+def check_compare(config: CompareConfig, path: str) -> None:
+    if not config.runs:
+        raise UserError("no run named; name run folders, or a folder that holds some: python -m andrea compare runs/")
+    if not config.out.endswith(".html"):
+        raise UserError(f"out={config.out} must end in .html: it is a page; its picture is written next to it as .png")
+    width, cross, height = config.size.partition("x")
+    are_digits = all(side.isascii() and side.isdigit() and len(side) <= 4 for side in (width, height))
+    if not (cross and are_digits) or not (400 <= int(width) <= 8000 and 300 <= int(height) <= 8000):
+        raise UserError(
+            f"size={config.size} is not a picture's size; write 1600x1000, from 400x300 to 8000x8000 pixels"
+        )
+    if config.predict_tokens is not None and config.predict is None:
+        raise UserError("predict_tokens belongs to the size named by predict=…; set that too, e.g. predict=andrea-480m")
+
+
+CHECKS: dict[type, Callable[[Any, str], None]] = {
+    ModelConfig: check_model,
+    AttentionConfig: check_attention,
+    SourceConfig: check_source,
+    DataConfig: check_data,
+    TokenizerConfig: check_tokenizer,
+    OptimizerConfig: check_optimizer,
+    TrainConfig: check_train,
+    ParallelConfig: check_parallel,
+    RunConfig: check_run,
+    SampleConfig: check_sample,
+    LensConfig: check_lens,
+    CompareConfig: check_compare,
+}

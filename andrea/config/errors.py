@@ -1,0 +1,7 @@
+"""The one error that is the user's to mend."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """The user's input or configuration is wrong. Shown as one line with exit code 2, never with a traceback."""

@@ -1,0 +1,106 @@
+"""Limits of single values: the ranges that the types in schema.py carry, and what makes a path, a folder name or a device.
+
+Each limit is called with a key and its value, and raises UserError when the value is outside. `parse` calls it after the
+value has been converted to its type, so a limit on `int | None` never sees None.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from andrea.config.errors import UserError
+
+# Sanity limits. Larger values are mistakes, and make arithmetic, torch or the system fail in ways of their own.
+LARGEST_INTEGER = 2**63 - 1
+LARGEST_NUMBER = 1e30
+LONGEST_NAME_BYTES = 200  # of a folder's name: disks take 255, and we append endings
+LONGEST_PATH_BYTES = 2048
+LONGEST_PART_BYTES = 255  # of a path's part, between two slashes
+
+
+class Text(str):
+    """Type of a key whose value is taken from the command line byte for byte: a prompt, a path, a name."""
+
+
+class PathText(Text):
+    """Type of a key that names a file or a folder: taken byte for byte, and refused if no disk could hold the name."""
+
+
+@dataclass(frozen=True)
+class Positive:
+    """Greater than 0."""
+
+    def __call__(self, key: str, value: float) -> None:
+        if not 0 < value <= LARGEST_NUMBER:
+            raise UserError(f"{key}={value} must be greater than 0 and at most {LARGEST_NUMBER:g}")
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    least: float
+
+    def __call__(self, key: str, value: float) -> None:
+        if not self.least <= value <= LARGEST_NUMBER:
+            raise UserError(f"{key}={value} must be at least {self.least} and at most {LARGEST_NUMBER:g}")
+
+
+@dataclass(frozen=True)
+class Between:
+    """From `low` to `high`, both included; `high` is excluded with `upper_open`."""
+
+    low: float
+    high: float
+    upper_open: bool = False
+
+    def __call__(self, key: str, value: float) -> None:
+        if not (self.low <= value < self.high if self.upper_open else self.low <= value <= self.high):
+            excluded = ", the upper end excluded" if self.upper_open else ""
+            raise UserError(f"{key}={value} must be from {self.low} to {self.high}{excluded}")
+
+
+def device_name(key: str, value: str) -> None:
+    kind, _, index = value.partition(":")
+    is_index = index.isascii() and index.isdigit() and len(index) <= 4
+    if kind not in ("auto", "cpu", "cuda", "mps") or (index and not is_index) or (kind == "auto" and index):
+        raise UserError(f"{key}={value} is not a device; allowed: auto, cpu, cuda, cuda:0, mps")
+
+
+def folder_name(key: str, value: str) -> None:
+    """A name for one folder, not a path."""
+    if (
+        value in ("", ".", "..")
+        or "/" in value
+        or not can_be_path(value)
+        or len(os.fsencode(value)) > LONGEST_NAME_BYTES
+    ):
+        raise UserError(
+            f"{key}={value!r} is not a folder name: at most {LONGEST_NAME_BYTES} bytes, no '/', not '.' or '..'; set the "
+            f"folder around it with runs_dir=…"
+        )
+
+
+def can_be_path(value: str) -> bool:
+    """Whether a disk can hold a file of this name: no NUL, encodable as bytes, no part and no whole too long."""
+    try:
+        parts = os.fsencode(value).split(b"/")
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return (
+        "\0" not in value
+        and max(map(len, parts)) <= LONGEST_PART_BYTES
+        and sum(map(len, parts)) + len(parts) <= LONGEST_PATH_BYTES
+    )
+
+
+def readable_path(key: str, value: str) -> str:
+    """`value`, if it can name a file or a folder. Raises UserError."""
+    if not can_be_path(value):
+        raise UserError(
+            f"{key}={value[:80]!r} cannot be the name of a file or a folder: no NUL, at most {LONGEST_PART_BYTES} bytes "
+            f"between two slashes and {LONGEST_PATH_BYTES} in all"
+        )
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        user = value[1:].partition("/")[0]
+        raise UserError(f"{key}={value}: this machine has no user {user!r}; write ./{value} for a file of that name")
+    return value

@@ -1,0 +1,180 @@
+"""Configuration crosses the border here, once: plain mappings in, frozen dataclasses out, or a UserError of one line.
+
+Nothing further inside reads a mapping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+from andrea.config.checks import CHECKS
+from andrea.config.errors import UserError
+from andrea.config.limits import LARGEST_INTEGER, PathText, Text, readable_path
+from andrea.config.renamed import with_current_keys
+
+
+class WrongType(UserError):
+    """A value is not of the type asked for; another type of a union may still fit."""
+
+
+def nearest(word: str, allowed: typing.Iterable[str]) -> str:
+    """'; did you mean X?' for the nearest spelling, or '' when nothing is near."""
+    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def parse(kind: type, values: Any, path: str = "") -> Any:
+    """Turn a plain mapping into the frozen dataclass `kind`, checking names, types, ranges and combinations.
+
+    path: the dotted key of `values` ('' at the top), used in messages. Old names of keys are accepted. Raises UserError.
+    """
+    return parse_group(kind, with_current_keys(kind, values), path)
+
+
+def parse_group(kind: type, values: Any, path: str) -> Any:
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{path}={values!r} is not a set of keys: {path} is a group; choose one with {path}=NAME or set {path}.KEY=…"
+        )
+    hints = typing.get_type_hints(kind, include_extras=True)
+    prefix = f"{path}." if path else ""
+    for key in values:
+        if key not in hints:
+            near = nearest(f"{prefix}{key}", [prefix + name for name in hints])
+            raise UserError(f"unknown key {prefix}{key}{near}")
+    parsed = {}
+    for field in dataclasses.fields(kind):
+        where = prefix + field.name
+        if field.name in values:
+            parsed[field.name] = convert(hints[field.name], values[field.name], where)
+        elif field.default is dataclasses.MISSING:
+            raise UserError(f"{where} is missing; set {where}=…")
+    config = kind(**parsed)
+    if kind in CHECKS:
+        CHECKS[kind](config, path)
+    return config
+
+
+def convert(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint` of a configuration dataclass; numbers may come as text. Raises UserError.
+
+    where: the dotted key, used in messages.
+    """
+    if dataclasses.is_dataclass(hint):
+        return parse_group(hint, value, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        converted = convert(arguments[0], value, where)
+        for limit in arguments[1:]:
+            limit(where, converted)
+        return converted
+    if origin in (typing.Union, types.UnionType):
+        return convert_union(hint, value, where)
+    if origin is Literal:
+        if value in arguments and not isinstance(value, bool):
+            return value
+        shown = ", ".join(map(str, arguments))
+        raise WrongType(f"{where}={value} is not allowed; allowed: {shown}{nearest(str(value), map(str, arguments))}")
+    if origin is list:
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        return [convert(arguments[0], entry, where) for entry in entries]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise WrongType(f"{where}={value!r} is not a mapping; write {where}='{{NAME: {{…}}}}'")
+        return {str(key): convert(arguments[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    return convert_scalar(hint, value, where)
+
+
+def convert_union(hint: Any, value: Any, where: str) -> Any:
+    choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+    if type(None) in typing.get_args(hint):
+        # The command line accepts the YAML's null. For text, `none` and `None` may be a name.
+        spellings = ("null",) if any(map(is_text, choices)) else ("null", "none", "None")
+        if value is None or type(value) is str and value in spellings:
+            return None
+    for choice in choices:
+        try:
+            return convert(choice, value, where)
+        except WrongType:
+            continue
+    raise WrongType(f"{where}={value} is not allowed; allowed: {describe(hint)}")
+
+
+def is_text(hint: Any) -> bool:
+    bare = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    return isinstance(bare, type) and issubclass(bare, Text)
+
+
+def convert_scalar(hint: Any, value: Any, where: str) -> Any:
+    wrong = WrongType(f"{where}={value} is not allowed; allowed: {describe(hint)}")
+    if isinstance(value, (dict, list)) or value is None:
+        raise wrong
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise wrong
+    if hint is int:
+        whole = whole_number(value)
+        if whole is None:
+            raise wrong
+        if abs(whole) > LARGEST_INTEGER:
+            raise UserError(f"{where}={value} is too large; allowed: whole numbers up to {LARGEST_INTEGER}")
+        return whole
+    if hint is float:
+        try:
+            if isinstance(value, bool):
+                raise wrong
+            return float(value)
+        except (ValueError, OverflowError):
+            raise wrong from None
+    if hint is str and any("\ud800" <= character <= "\udfff" for character in str(value)):
+        raise UserError(f"{where}={value!r} is not text in UTF-8")
+    if hint in (str, Text):
+        return str(value)
+    assert hint is PathText, f"no conversion for {hint}"
+    return readable_path(where, str(value))
+
+
+def whole_number(value: Any) -> int | None:
+    """12, 12.0, "12" and "1e3" as integers; None for anything that is not a whole number."""
+    try:
+        number = float(value) if not isinstance(value, int) else value
+        if isinstance(value, bool) or number != int(number):
+            return None
+        # Digits are read as they stand: through a float, large numbers would be rounded.
+        is_digits = isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit()
+        return int(value) if is_digits else int(number)
+    except (ValueError, OverflowError):
+        return None
+
+
+def describe(hint: Any) -> str:
+    """A type in a user's words: 'a whole number or auto'."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return describe(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(describe, arguments))
+    if origin is Literal:
+        return ", ".join(map(str, arguments))
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Text: "text",
+        PathText: "a path",
+        type(None): "null",
+    }
+    return names.get(hint, "a group of keys" if dataclasses.is_dataclass(hint) else "a list")
+
+
+def to_plain(config: Any) -> dict:
+    """The dataclass as plain mappings, lists and numbers, as config.yaml and wandb hold it."""
+    return dataclasses.asdict(config)

@@ -1,0 +1,294 @@
+"""What a user may configure: a frozen dataclass for each group of keys, with names, types and ranges.
+
+The YAML files under configs/ hold the values and a comment for each key. Keys with a default here may be missing from
+those files and from configurations saved by older versions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from andrea.config.limits import (
+    AtLeast,
+    Between,
+    PathText,
+    Positive,
+    Text,
+    device_name,
+    folder_name,
+)
+
+LARGEST_SEED = 2**62  # random streams are numbered upwards from the seed
+LARGEST_LOOKAHEAD = 64  # tokens: longer drafts are hardly ever right, and each token of them costs time
+
+PositiveInteger = Annotated[int, Positive()]
+NonNegativeInteger = Annotated[int, AtLeast(0)]
+PositiveNumber = Annotated[float, Positive()]
+NonNegativeNumber = Annotated[float, AtLeast(0)]
+Share = Annotated[float, Between(0, 1)]
+Decay = Annotated[float, Between(0, 1, upper_open=True)]  # of a running mean, per step
+Seed = Annotated[int, Between(0, LARGEST_SEED)]
+Threads = Annotated[int, Between(1, 1024)]
+Device = Annotated[str, device_name]
+FolderName = Annotated[Text, folder_name]
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: Annotated[str, folder_name]
+    d_model: Annotated[int, Between(1, 2**17)]
+    n_layer: Annotated[int, Between(1, 2**12)]
+    n_head: Annotated[int, Between(1, 2**17)]
+    d_mlp: Annotated[int, Between(1, 2**20)]
+    sequence_length: Annotated[int, Between(1, 2**20)]
+    position: Literal["rotary", "learned", "none"]
+    rotary_base: PositiveNumber
+    norm: Literal["rmsnorm", "layernorm"]
+    norm_epsilon: PositiveNumber
+    mlp: Literal["relu2", "gelu", "swiglu"]
+    bias: bool
+    tied_head: bool
+    qk_norm: bool
+    logit_softcap: PositiveNumber | None
+    zero_init_projections: bool
+    recipe_steps: PositiveInteger
+    recipe_tokens_per_step: PositiveInteger
+    n_kv_head: int | None = None
+    value_residual: bool = False
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.n_head
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    compatibility: Literal["scaled_dot", "dot", "bilinear", "cosine", "additive"]
+    implementation: Literal[
+        "auto", "reference", "chunked", "native", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"
+    ]
+    window: PositiveInteger | None = None
+    across_documents: bool = True
+    qk_clip: PositiveNumber | None = None
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One named source of a mixture."""
+
+    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu"]
+    path: PathText | None = None
+    weight: PositiveNumber | None = None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "mixture"]
+    path: PathText | None
+    sources: dict[str, SourceConfig]
+    sample_prompt: Text = Text("")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    kind: Literal["byte", "bpe", "gpt2"]
+    vocab_size: int | None
+    path: PathText | None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    kind: Literal["muon", "adamw"]
+    tuned_d_model: PositiveInteger | None
+    tuned_n_layer: PositiveInteger | None
+    learning_rate: PositiveNumber
+    embedding_learning_rate: PositiveNumber | None
+    matrix_learning_rate: PositiveNumber | None
+    beta1: Decay
+    beta2: Decay
+    epsilon: PositiveNumber
+    momentum: Decay | None
+    weight_decay: NonNegativeNumber
+    clip_norm: PositiveNumber | None
+    schedule: Literal["constant_then_decay", "cosine"]
+    warmup_steps: NonNegativeInteger
+    decay_fraction: float | None
+    final_fraction: Share
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    wandb: Literal["auto", "online", "offline", "disabled"]
+    project: str
+    group: str | None
+    tags: list[str]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: PositiveInteger | Auto
+    tokens_per_step: PositiveInteger | Auto
+    micro_batch: PositiveInteger | Auto
+    log_every: PositiveInteger
+    eval_every: PositiveInteger | Auto
+    eval_tokens: PositiveInteger | None
+    save_every: PositiveInteger | Auto
+    keep: PositiveInteger
+    sample_every: PositiveInteger | Auto
+    sample_tokens: NonNegativeInteger
+    max_minutes: PositiveNumber | None
+    attention_every: PositiveInteger | Auto = "auto"
+    tokens_per_parameter: PositiveNumber | None = None
+    flops: PositiveNumber | None = None
+    lens_prompt: Text | None = None
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """Thresholds of the health checks."""
+
+    on_failure: Literal["warn", "stop"]
+    samples: NonNegativeInteger
+    failing_share: Share
+    repetition: Share
+    variety: Share
+    loss_spike: PositiveNumber
+    gradient_spike: PositiveNumber
+    clipped_share: Share
+    update_ratio: PositiveNumber
+    unigram_steps: NonNegativeInteger
+    head_share: Share
+    one_key_entropy: Share
+    uniform_entropy: Share
+    largest_logit: PositiveNumber
+    source_rise_nats: NonNegativeNumber
+    leak_nats: NonNegativeNumber
+    leak_errors: NonNegativeNumber
+    overfit_nats: NonNegativeNumber
+    epochs: PositiveNumber
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks that torchrun starts share the work. A single process uses `watchdog_minutes` alone."""
+
+    kind: Literal["auto", "ddp", "fsdp"]
+    shard_ranks: PositiveInteger | None
+    cpu_offload: bool
+    async_save: bool
+    watchdog_minutes: PositiveNumber
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that training needs (configs/train.yaml)."""
+
+    name: FolderName | None
+    runs_dir: PathText
+    data_dir: PathText
+    seed: Seed
+    device: Device
+    threads: Threads | Auto
+    precision: Literal["auto", "bf16", "fp16", "fp32"]
+    compile: Literal["auto", "on", "blocks", "off"]
+    deterministic: bool | Auto
+    resume: PathText | None
+    init_from: PathText | None
+    dry_run: bool
+    model: ModelConfig
+    attention: AttentionConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    logger: LoggerConfig
+    health: HealthConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    float8: bool = False
+
+    @property
+    def steps(self) -> int:
+        return self.model.recipe_steps if self.train.steps == "auto" else self.train.steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.model.recipe_tokens_per_step if self.train.tokens_per_step == "auto" else self.train.tokens_per_step
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.tokens_per_step // self.model.sequence_length
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Everything that `sample` needs (configs/sample.yaml)."""
+
+    checkpoint: PathText | None
+    runs_dir: PathText
+    prompt: Text
+    prompts: PathText | None
+    max_new_tokens: PositiveInteger
+    temperature: NonNegativeNumber
+    top_k: PositiveInteger | None
+    top_p: Share | None
+    min_p: Share | None
+    repetition_penalty: PositiveNumber
+    lookahead: Annotated[int, Between(0, LARGEST_LOOKAHEAD)]
+    num_samples: PositiveInteger
+    seed: Seed
+    stop: list[Text]
+    interactive: bool
+    device: Device
+    threads: Threads | Auto
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
+    compile: Literal["on", "off"]
+
+
+@dataclass(frozen=True)
+class ConsolidateConfig:
+    """Everything that `consolidate` needs (configs/consolidate.yaml)."""
+
+    checkpoint: PathText | None
+    runs_dir: PathText
+
+
+@dataclass(frozen=True)
+class LensConfig:
+    """Everything that `lens` needs (configs/lens.yaml)."""
+
+    checkpoint: PathText | None
+    runs_dir: PathText
+    prompt: Text
+    out: PathText
+    heads: list[Text]
+    device: Device
+    threads: Threads | Auto
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Everything that `compare` needs (configs/compare.yaml)."""
+
+    runs: list[PathText]
+    out: PathText
+    size: str
+    predict: str | None
+    predict_tokens: PositiveInteger | None
+    seed: Seed
+
+    @property
+    def size_pixels(self) -> tuple[int, int]:
+        width, _, height = self.size.partition("x")
+        return int(width), int(height)
+
+
+@dataclass(frozen=True)
+class DashboardConfig:
+    """Everything that `dashboard` needs (configs/dashboard.yaml)."""
+
+    entity: str | None
+    project: str
+    name: Text

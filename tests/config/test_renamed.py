@@ -1,0 +1,75 @@
+"""A key that was renamed stays accepted under its old name: said when typed, silent in what was saved."""
+
+from __future__ import annotations
+
+import pytest
+
+from andrea.cli.command_line import configure, read
+from andrea.config import (
+    HealthConfig,
+    RunConfig,
+    SampleConfig,
+    UserError,
+    current_key,
+    parse,
+    to_plain,
+    with_current_keys,
+)
+from andrea.config.renamed import RENAMED
+from andrea.training.resume import merge
+
+
+def old_values() -> dict:
+    """A run's saved configuration as a version before the renaming wrote it."""
+    values = to_plain(configure(RunConfig, "train", ["health.failing_share=0.25"]))
+    values["health"]["showing"] = values["health"].pop("failing_share")
+    return values
+
+
+def test_new_names_exist_and_old_ones_do_not() -> None:
+    for kind, names in RENAMED.items():
+        for old, new in names.items():
+            assert new in kind.__dataclass_fields__ and old not in kind.__dataclass_fields__
+
+
+def test_an_old_key_typed_works_and_is_named_once(capsys: pytest.CaptureFixture) -> None:
+    assert configure(SampleConfig, "sample", ["guess=3", "guess=4"]).lookahead == 4
+    assert capsys.readouterr() == ("", "guess is now called lookahead\n")
+    assert configure(RunConfig, "train", ["health.showing=0.25"]).health.failing_share == 0.25
+    assert capsys.readouterr() == ("", "health.showing is now called health.failing_share\n")
+    configure(SampleConfig, "sample", ["lookahead=3"])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_old_key_with_a_wrong_value_is_refused_under_its_new_name() -> None:
+    with pytest.raises(UserError, match="^lookahead=65 must be from 0 to 64"):
+        configure(SampleConfig, "sample", ["guess=65"])
+
+
+def test_a_saved_configuration_with_old_keys_is_read_without_a_word(capsys: pytest.CaptureFixture) -> None:
+    config = parse(RunConfig, old_values())
+    assert config.health.failing_share == 0.25
+    assert parse(HealthConfig, old_values()["health"]) == config.health
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_resumed_run_keeps_what_it_saved_under_an_old_key() -> None:
+    composed = to_plain(configure(RunConfig, "train", []))
+    merged, changes = merge(old_values(), composed, {}, {})
+    assert (parse(RunConfig, merged).health.failing_share, changes) == (0.25, [])
+    line = read(RunConfig, ["health.showing=0.75"])
+    composed["health"]["failing_share"] = "0.75"
+    merged, changes = merge(old_values(), composed, line.groups, line.values)
+    assert changes == ["health.failing_share: 0.25 → 0.75"]
+
+
+def test_both_names_at_once_are_refused() -> None:
+    with pytest.raises(UserError, match="showing is now called failing_share, and both are set"):
+        with_current_keys(RunConfig, {"health": {"showing": 0.5, "failing_share": 0.5}})
+
+
+def test_keys_that_do_not_exist_stay_as_they_are() -> None:
+    assert current_key(RunConfig, "health.x.showing") == "health.x.showing"
+    assert current_key(RunConfig, "guess") == "guess"  # a key of sample alone
+    hostile = {"health": 3, "model": None, 7: {"showing": 1}}
+    assert with_current_keys(RunConfig, hostile) == hostile
