@@ -17,9 +17,9 @@ from common import RESULTS, write_record
 from torch.nn.functional import cross_entropy
 
 from andrea.checkpoint import read_checkpoint
+from andrea.checkpoint.model import load_model
 from andrea.config import DataConfig, TokenizerConfig, parse
 from andrea.generation import Engine
-from andrea.generation.session import load_model
 from andrea.text.corpus import prepare
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 

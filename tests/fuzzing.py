@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from andrea.checkpoint import write_checkpoint
+from andrea.checkpoint.model import load_model
 from andrea.cli.command_line import CommandLine, compose, lay_over, one_line, read
 from andrea.cli.sweep import read_values, split
 from andrea.config import (
@@ -53,7 +54,7 @@ from andrea.config import (
 )
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
-from andrea.generation.session import describe, load_model, read_prompt
+from andrea.generation.session import describe, read_prompt
 from andrea.insight.compare.compare import run_words
 from andrea.insight.dashboard import option_words
 from andrea.model.gpt import GPT, initialise

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import torch
 
-from andrea.checkpoint import Checkpoint, Damaged, locate
-from andrea.config import MOST_SAMPLED_TOKENS, AttentionConfig, ModelConfig, SampleConfig, UserError, parse
+from andrea.checkpoint import Checkpoint, locate
+from andrea.checkpoint.model import load_model
+from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.kernels.native import library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
-
-WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> int:
@@ -103,40 +102,6 @@ def read_prompts(file: str, max_new_tokens: int) -> list[str]:
             f"than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
         )
     return prompts
-
-
-def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
-    """The checkpoint's model, fp32, on the CPU. Raises Damaged when configuration, weights and tokenizer disagree."""
-    config = checkpoint.state["config"]
-    try:
-        model_config = parse(ModelConfig, config.get("model"), "model")
-        attention_config = parse(AttentionConfig, config.get("attention"), "attention")
-    except UserError as error:
-        raise Damaged(f"{checkpoint.path} is of a version this program does not read: {error}") from None
-    written = checkpoint.state.get("tokenizer", tokenizer.identity)
-    if written != tokenizer.identity:
-        raise Damaged(f"{checkpoint.path} was trained with tokenizer {written}, its folder holds {tokenizer.identity}")
-    tensors = checkpoint.model_tensors()
-    if model_config.n_layer > len(tensors):  # said before so many layers are made
-        raise Damaged(f"{checkpoint.path} has {len(tensors)} tensors, too few for model.n_layer={model_config.n_layer}")
-    with torch.device("meta"):
-        model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise Damaged(
-                f"{checkpoint.path} does not fit its configuration and its tokenizer {tokenizer.identity}: {name} is "
-                f"{found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} in the model"
-            )
-    for name, tensor in tensors.items():
-        if tensor.dtype not in WEIGHT_TYPES:
-            raise Damaged(f"{checkpoint.path} is damaged: {name} is {tensor.dtype}, no type of weights")
-    model = GPT(
-        model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text
-    )  # buffers (rotary tables) are computed, not stored
-    model.load_state_dict(tensors)
-    return model.eval().requires_grad_(False)
 
 
 def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: str) -> str:

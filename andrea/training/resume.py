@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole, read_small_json
+from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole
+from andrea.checkpoint.folder import read_small_json
 from andrea.config import RunConfig, UserError, with_current_keys
 from andrea.runtime import torchrun
 from andrea.training.records.run_folder import read_lines

@@ -17,8 +17,8 @@ from andrea.checkpoint import (
     Checkpoint,
     checkpoints_of,
     read_checkpoint,
-    set_aside_after,
 )
+from andrea.checkpoint.keep import set_aside_after
 from andrea.config import RunConfig, Text, UserError, to_plain
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, initialise

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from andrea.checkpoint import read_checkpoint, write_checkpoint
+from andrea.checkpoint import write_checkpoint
 from andrea.config import AttentionConfig, ModelConfig, SampleConfig, Text, UserError, parse, to_plain
-from andrea.generation.session import load_model, read_prompt, sample
+from andrea.generation.session import read_prompt, sample
 from andrea.model.gpt import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
 
@@ -172,52 +171,6 @@ def test_interactive_answers_line_by_line_and_survives_a_long_one(tmp_path, caps
         "\n\neach line is a separate prompt; Ctrl-D ends\nzeroaaaaa\nprompt> oneaaaaa\nprompt> prompt> twoaaaaa\nprompt> \n"
     )
     assert captured.err.startswith("error: prompt has 99 tokens")
-
-
-# --------------------------------------------------------------------------------------------- foreign checkpoints
-
-
-def refuse(folder: Path, match: str) -> None:
-    checkpoint = read_checkpoint(folder)
-    with pytest.raises(UserError, match=match) as refused:
-        load_model(checkpoint, checkpoint.tokenizer())
-    assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
-    refuse(write(tmp_path, tensors={"embedding.weight": torch.zeros(257, 9)}), "does not fit its configuration")
-
-
-def test_configuration_of_another_version_is_refused(tmp_path):
-    refuse(write(tmp_path, config={"model": {**to_plain(CONFIG), "d_modell": 3}}), "of a version")
-    refuse(write(tmp_path, config={"attention": None}), "of a version")
-
-
-def test_tokenizer_of_another_checkpoint_is_refused(tmp_path):
-    folder = write(tmp_path)
-    checkpoint = read_checkpoint(folder)
-    other = dataclasses.replace(
-        checkpoint, state=json.loads(json.dumps({**checkpoint.state, "tokenizer": "bpe-999-0"}))
-    )
-    with pytest.raises(UserError, match="was trained with tokenizer bpe-999-0, its folder holds byte-257"):
-        load_model(other, other.tokenizer())
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(wrong: float, tmp_path):
-    model = GPT(CONFIG, ATTENTION, 257)
-    initialise(model, torch.Generator().manual_seed(7))
-    tensors = model.state_dict()
-    tensors["blocks.0.mlp.up.weight"][0, 0] = wrong
-    path = write(tmp_path, tensors=tensors)
-    with pytest.raises(UserError, match="blocks.0.mlp.up.weight holds numbers that are not finite"):
-        load_model(read_checkpoint(path), ByteTokenizer())
-
-
-def test_a_model_of_far_more_layers_than_its_file_is_refused_before_it_is_made(tmp_path):
-    path = write(tmp_path, config={"model": to_plain(CONFIG) | {"n_layer": 4096}})
-    with pytest.raises(UserError, match="too few for model.n_layer=4096"):
-        load_model(read_checkpoint(path), ByteTokenizer())
 
 
 def test_a_prompt_file_of_an_impossible_name_is_refused():

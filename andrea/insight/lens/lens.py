@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from andrea.checkpoint import locate
+from andrea.checkpoint.model import load_model
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
-from andrea.generation.session import load_model, read_prompt
+from andrea.generation.session import read_prompt
 from andrea.insight.lens.page.page import Facts, Head, Page, measure, visible_text
 from andrea.insight.lens.scores import NAMES, probe_scores, score_layer, stacked, targets_of
 from andrea.insight.lens.trace import walk

@@ -33,19 +33,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from andrea.checkpoint import (
-    SHARDS,
-    Checkpoint,
-    Damaged,
-    best_of,
-    consolidate,
-    finished_folder,
-    folder_beside,
-    keep_newest,
-    load_into,
-    write_checkpoint,
-)
-from andrea.runtime.files import StorageFailed, replace_text, storing
+from andrea.checkpoint import Checkpoint, Damaged, best_of, consolidate, write_checkpoint
+from andrea.checkpoint.folder import SHARDS, make_staging_folder, publish
+from andrea.checkpoint.keep import keep_newest, mark_best
+from andrea.runtime.files import StorageFailed, storing
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.fsdp import FullySharded
@@ -88,9 +79,7 @@ class Saver(ABC):
 
     def announce(self, path: Path, best: bool) -> None:
         if best or best_of(self.folder) is None:
-            best_file = self.folder / "checkpoints" / "best"
-            with storing(best_file):
-                replace_text(best_file, path.name + "\n")
+            mark_best(self.folder, path.name)
         keep_newest(self.folder, self.keep)
 
 
@@ -165,7 +154,7 @@ class ShardSaver(Saver):
     def restore(self, checkpoint: Checkpoint) -> None:
         weights = {name: torch.empty_like(part, device="cpu") for name, part in self.parallel.local_parameters.items()}
         tensors = weights | self.optimizer.blank_state_tensors()
-        load_into(checkpoint, self.described(tensors))
+        checkpoint.read_into(self.described(tensors))
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise Damaged(f"{checkpoint.path} is damaged: {name} is not finite; use an older checkpoint")
@@ -195,7 +184,7 @@ class ShardSaver(Saver):
     def write(self, tensors: dict[str, Tensor], state: dict[str, Any], best: bool) -> None:
         """Every rank its files; then rank 0 the rest, and the rename that makes them a checkpoint."""
         first, checkpoints = self.parallel.ranks.is_rank_0, self.folder / "checkpoints"
-        places = [folder_beside(checkpoints, state["step"]) if first else None]
+        places = [make_staging_folder(checkpoints, state["step"]) if first else None]
         dist.broadcast_object_list(places, group=self.group)
         beside = places[0]
         with storing(beside):
@@ -215,7 +204,7 @@ class ShardSaver(Saver):
                     raise StorageFailed(
                         f"{beside / name}, which another rank wrote, is not here: all hosts must share runs_dir"
                     )
-            self.announce(finished_folder(checkpoints, beside, state, self.tokenizer, shards), best)
+            self.announce(publish(checkpoints, beside, state, self.tokenizer, shards), best)
         dist.barrier(group=self.group)
 
     def described(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

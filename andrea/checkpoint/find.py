@@ -1,0 +1,77 @@
+"""Finding checkpoints: the newest of a run, the best, the one that a user names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from andrea.checkpoint.folder import Checkpoint, Damaged, read_checkpoint
+from andrea.config import UserError, nearest
+
+STEP_NAME = re.compile(r"step-\d{8,}")
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first; none where the folder may not be read."""
+    folder = run / "checkpoints"
+    if not os.path.isdir(folder):  # also False where permissions forbid to look into `run`
+        return []
+    return sorted(path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir())
+
+
+def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
+    """The newest checkpoint of a run that passes verification; newer ones that are damaged are reported."""
+    for path in reversed(checkpoints_of(run)):
+        try:
+            return read_checkpoint(path)
+        except Damaged as fault:
+            report(f"passed over: {fault}")
+    return None
+
+
+def best_of(run: Path) -> str | None:
+    """The name of the checkpoint with the lowest validation loss, from the small file `best`; None without one."""
+    path = run / "checkpoints" / "best"
+    name = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return name if STEP_NAME.fullmatch(name) else None
+
+
+def runs_of(runs_dir: Path) -> list[Path]:
+    """The run folders with checkpoints, in no particular order."""
+    return [path for path in Path(runs_dir).glob("*") if checkpoints_of(path)] if os.path.isdir(runs_dir) else []
+
+
+def newest_run(runs_dir: Path) -> Path | None:
+    """The run whose newest checkpoint was written last."""
+    return max(runs_of(runs_dir), key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
+
+
+def locate(
+    requested: str | None, runs_dir: Path, key: str = "checkpoint", report: Callable[[str], None] = print
+) -> Checkpoint:
+    """The checkpoint that a user means by a checkpoint folder, a run folder or a run's name.
+
+    Of a run that is its newest whole checkpoint. None means the newest run under `runs_dir`. Raises UserError or Damaged;
+    the message names `key`, the configuration key to change.
+    """
+    if not requested:
+        run = newest_run(runs_dir)
+        if run is None:
+            raise UserError(
+                f"no checkpoint under runs_dir={runs_dir}; train one with `python train.py`, or name one with {key}=…"
+            )
+    else:
+        run = next((path for path in (Path(requested), Path(runs_dir) / requested) if os.path.isdir(path)), None)
+        if run is None:
+            names = [path.name for path in runs_of(runs_dir)]
+            raise UserError(
+                f"{key}={requested} is neither a folder nor a run under runs_dir={runs_dir}{nearest(requested, names)}"
+            )
+        if not checkpoints_of(run) and not os.path.isdir(run / "checkpoints"):
+            return read_checkpoint(run)
+    found = newest_whole(run, report)
+    if found is None:
+        raise UserError(f"{run} has no whole checkpoint; name another with {key}=…")
+    return found

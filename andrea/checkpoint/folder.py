@@ -1,0 +1,305 @@
+"""The checkpoint folder: written whole or not at all, and verified before its content is used.
+
+    runs/NAME/checkpoints/step-00000060/
+        model.safetensors       weights, fp32 masters, under the model's own parameter names
+        optimizer.safetensors   the optimizer's state, `parameter/quantity`
+        state.json              step, tokens, random state, configuration, figures, tokenizer identity, format version
+        tokenizer.json …        the tokenizer, so that text can be generated without the data
+        manifest.json           size and sha256 of each of the files above
+
+A sharded run, in which every rank writes the rows that it keeps, has `shards/` in place of the first two: safetensors
+files in the layout of torch.distributed.checkpoint, weights and optimizer state in separate files. `consolidate` turns
+them into the two files.
+
+A checkpoint is written to a staging folder, flushed to the disk and renamed. A crash leaves the whole folder or none. No
+pickle is ever read or written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from andrea.config import UserError
+from andrea.runtime.files import file_sha256, flush_to_disk, remove_unfinished, replace_text, staging_path, storing
+from andrea.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT_VERSION = 1
+LARGEST_JSON_BYTES = 1 << 26
+SHARDS = "shards"
+FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
+# The fields of state.json that every reader relies on, with their types.
+STATE_TYPES = {"step": (int,), "tokens": (int,), "config": (dict,), "val_bpb": (float, type(None))}
+Files = dict[str, dict[str, Any]]  # by name relative to the checkpoint: {"bytes": size, "sha256": digest}
+
+
+class Damaged(UserError):
+    """The folder is not a whole checkpoint of this project; the message names the folder and the fault."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint folder. `state` is the content of state.json; tensors are read by the methods."""
+
+    path: Path
+    state: dict[str, Any]
+    is_sharded: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights by parameter name, on the CPU. Raises Damaged."""
+        if self.is_sharded:
+            return self.tensors_of_shards(of_optimizer=False)
+        return read_tensors(self.path / "model.safetensors")
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state by `parameter/quantity`, on the CPU. Raises Damaged, or UserError where only weights are here."""
+        if self.is_sharded:
+            return self.tensors_of_shards(of_optimizer=True)
+        if not (self.path / "optimizer.safetensors").exists():
+            raise UserError(
+                f"{self.path} holds weights only and cannot be resumed; start from them with init_from={self.path}"
+            )
+        return read_tensors(self.path / "optimizer.safetensors")
+
+    def tensors_of_shards(self, of_optimizer: bool) -> dict[str, torch.Tensor]:
+        from andrea.checkpoint.shards import read_whole_tensors  # imports torch
+
+        folder = self.path / SHARDS
+        with damaged_if_unreadable(folder):
+            return read_whole_tensors(folder, lambda name: ("/" in name) == of_optimizer)
+
+    def read_into(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill `tensors` by name: whole ones, or DTensors with the rows of the calling rank. Every rank must call.
+
+        Raises Damaged.
+        """
+        from andrea.checkpoint.shards import read_into  # imports torch
+
+        folder = self.path / SHARDS if self.is_sharded else self.path
+        with damaged_if_unreadable(folder):
+            read_into(folder, tensors)
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path)
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def write_checkpoint(
+    checkpoints: Path,
+    state: dict[str, Any],
+    model_tensors: dict[str, torch.Tensor],
+    optimizer_tensors: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+) -> Path:
+    """Write `checkpoints/step-00000600`, numbered by `state["step"]`, whole or not at all, and return its path.
+
+    Raises StorageFailed where the disk refuses; earlier checkpoints are then as they were.
+    """
+    staging = make_staging_folder(checkpoints, state["step"])
+    with storing(checkpoints / step_name(state["step"])), removed_on_failure(staging):
+        write_tensors(staging / "model.safetensors", model_tensors)
+        write_tensors(staging / "optimizer.safetensors", optimizer_tensors)
+        files = flushed_files(staging, staging.glob("*.safetensors"))
+    return publish(checkpoints, staging, state, tokenizer, files)
+
+
+def make_staging_folder(checkpoints: Path, step: int) -> Path:
+    """A new folder, which no reader opens, for the files of a checkpoint; those of crashed writers are removed.
+
+    Raises StorageFailed.
+    """
+    remove_unfinished(checkpoints)
+    staging = staging_path(checkpoints / step_name(step))
+    with storing(checkpoints / step_name(step)):
+        staging.mkdir(parents=True)
+    return staging
+
+
+def flushed_files(folder: Path, paths: Iterable[Path]) -> Files:
+    """Flush the files and return their sizes and hashes. Raises OSError."""
+    files = {}
+    for path in sorted(paths):
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        flush_to_disk(path)
+    return files
+
+
+def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: Tokenizer, tensor_files: Files) -> Path:
+    """Complete a staging folder, whose files of tensors are flushed, and rename it to its final name.
+
+    Raises StorageFailed, after which the staging folder is gone.
+    """
+    final = checkpoints / step_name(state["step"])
+    with storing(final), removed_on_failure(staging):
+        tokenizer.save(staging)
+        state = {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity}
+        (staging / "state.json").write_text(json_text(state), encoding="utf-8")
+        other_files = [path for path in staging.iterdir() if path.is_file() and path.name not in tensor_files]
+        write_manifest(staging, tensor_files | flushed_files(staging, other_files))
+        for folder in (staging / SHARDS, staging):
+            if folder.exists():
+                flush_to_disk(folder)
+        replaced = staging_path(final)
+        if final.exists():  # damaged, or the run went back and passes this step again
+            os.rename(final, replaced)
+        os.rename(staging, final)
+        flush_to_disk(checkpoints)
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one safetensors file. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # safetensors' own error for a full disk
+        raise OSError(str(error)) from error
+
+
+def write_manifest(folder: Path, files: Files) -> None:
+    """Replace manifest.json as a whole. Raises OSError."""
+    replace_text(folder / "manifest.json", json_text({"format_version": FORMAT_VERSION, "files": files}))
+
+
+def json_text(content: Any) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+# ------------------------------------------------------------------------------------------- reading and verifying
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Verify size and sha256 of every file and return the checkpoint. Raises Damaged, which names folder and fault."""
+    path = Path(path)
+    if not os.path.isdir(path):
+        raise Damaged(f"{path} is not a checkpoint folder: no such folder")
+    try:
+        manifest, state = (read_small_json(path / name) for name in ("manifest.json", "state.json"))
+        files = {str(name): expected for name, expected in dict(manifest["files"]).items()}
+        version = int(manifest["format_version"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        raise Damaged(
+            f"{path} is not a whole checkpoint of this project: manifest.json or state.json is missing or cannot be read; "
+            f"name another with checkpoint=…"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise Damaged(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+    is_sharded = check_files(path, files)
+    check_state(path, state)
+    return Checkpoint(path, state, is_sharded)
+
+
+def read_small_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError, ValueError or RecursionError.
+
+    A link or a device is refused with ValueError: it may have no end.
+    """
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_JSON_BYTES:
+        raise ValueError(f"{path} is no plain file of at most {LARGEST_JSON_BYTES} bytes")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def check_files(path: Path, files: dict[str, Any]) -> bool:
+    """Compare the folder's files with the manifest's list. Returns whether they are shards; raises Damaged."""
+    is_sharded = any(name.startswith(f"{SHARDS}/") for name in files)
+    for name in ("state.json", "tokenizer.json", *([] if is_sharded else ["model.safetensors"])):
+        if name not in files:
+            raise Damaged(f"{path} is damaged: manifest.json does not list {name}")
+    for name, expected in files.items():
+        check_file(path, name, expected)
+    if is_sharded and {f"{SHARDS}/{name}" for name in os.listdir(path / SHARDS)} - files.keys():
+        raise Damaged(
+            f"{path} is not a checkpoint of this project: {SHARDS}/ holds files that its manifest does not list"
+        )
+    for name in ("tokenizer.tiktoken", *(["optimizer.safetensors"] if "model.safetensors" in files else [])):
+        if os.path.lexists(path / name) and name not in files:
+            raise Damaged(f"{path} is damaged: it holds {name}, which manifest.json does not list")
+    return is_sharded
+
+
+def check_file(folder: Path, name: str, expected: Any) -> None:
+    """Raises Damaged where the file is missing, is no plain file of the folder, or differs from the manifest's entry."""
+    has_link = (folder / name).is_symlink() or (folder / name).parent.is_symlink()
+    if not FILE_NAME.fullmatch(name) or has_link or not isinstance(expected, dict):
+        raise Damaged(
+            f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a plain file of it"
+        )
+    if not (folder / name).is_file():
+        raise Damaged(f"{folder} is damaged: {name} is missing; use an older checkpoint")
+    size = (folder / name).stat().st_size
+    if size != expected.get("bytes"):
+        raise Damaged(
+            f"{folder} is damaged: {name} has {size} bytes instead of {expected.get('bytes')}; use an older checkpoint"
+        )
+    if file_sha256(folder / name) != expected.get("sha256"):
+        raise Damaged(f"{folder} is damaged: the sha256 of {name} is not the one written; use an older checkpoint")
+
+
+def check_state(path: Path, state: Any) -> None:
+    """Raises Damaged where state.json lacks a field or holds one of a wrong type."""
+    if not isinstance(state, dict) or not {"step", "config", "tokens"} <= state.keys():
+        raise Damaged(f"{path} is damaged: state.json lacks step, tokens or config")
+    for key, types in STATE_TYPES.items():
+        if type(state.get(key)) not in types:
+            raise Damaged(f"{path} is damaged: {key} in its state.json is {str(state.get(key))[:80]!r}")
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one safetensors file, on the CPU. Raises Damaged, also for numbers that are not finite."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
+    for name, tensor in tensors.items():
+        comparable = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite of 8-bit floats
+        if not bool(comparable.isfinite().all()):  # training never saves such numbers and could not continue from them
+            raise Damaged(f"{path} is damaged: {name} holds numbers that are not finite; use an older checkpoint")
+    return tensors
+
+
+@contextmanager
+def damaged_if_unreadable(folder: Path) -> Iterator[None]:
+    """Raises Damaged in place of the errors by which torch's reader rejects the files of `folder`."""
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (SafetensorError, CheckpointException, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise Damaged(f"{folder} is damaged: {reason}") from None

@@ -1,0 +1,47 @@
+"""Which checkpoints of a run are kept: the newest ones and the best; those after a step that the run goes back to are set
+aside.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from andrea.checkpoint.find import best_of, checkpoints_of
+from andrea.runtime.files import replace_text, staging_path, storing
+
+
+def mark_best(run: Path, name: str) -> None:
+    """Note in the run's file `best` that the checkpoint of this name is the best so far. Raises StorageFailed."""
+    path = run / "checkpoints" / "best"
+    with storing(path):
+        replace_text(path, name + "\n")
+
+
+def keep_newest(run: Path, keep: int) -> None:
+    """Remove all checkpoints except the newest `keep` and the best. Raises StorageFailed."""
+    best = best_of(run)
+    for path in checkpoints_of(run)[:-keep]:
+        if path.name != best:
+            doomed = staging_path(path)  # renamed first: no reader then finds it half removed
+            with storing(path):
+                os.rename(path, doomed)
+                shutil.rmtree(doomed)
+
+
+def set_aside_after(run: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, to which the run goes back: they belong to an abandoned continuation.
+
+    Returns their new paths, which no reader of checkpoints finds. Raises StorageFailed.
+    """
+    aside, best = [], best_of(run)
+    for path in checkpoints_of(run):
+        if int(path.name.removeprefix("step-")) > step:
+            aside.append(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            with storing(path):
+                os.rename(path, aside[-1])
+                if path.name == best:
+                    (run / "checkpoints" / "best").unlink()
+    return aside

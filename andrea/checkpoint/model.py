@@ -1,0 +1,61 @@
+"""A GPT from a checkpoint, for inference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from andrea.checkpoint.folder import Checkpoint, Damaged
+from andrea.config import AttentionConfig, ModelConfig, UserError, parse
+from andrea.model.gpt import GPT
+from andrea.text.tokenizer import Tokenizer
+
+WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
+    """The checkpoint's model in fp32 on the CPU, in evaluation mode and without gradients.
+
+    Raises Damaged when configuration, weights and tokenizer disagree. Memory for the model is allocated only after the
+    names and shapes of all weights have been compared.
+    """
+    written = checkpoint.state.get("tokenizer", tokenizer.identity)
+    model_config, attention_config = configs_of(checkpoint)
+    if written != tokenizer.identity:
+        raise Damaged(f"{checkpoint.path} was trained with tokenizer {written}, its folder holds {tokenizer.identity}")
+    tensors = checkpoint.model_tensors()
+    if model_config.n_layer > len(tensors):  # before so many layers are built, even without memory for weights
+        raise Damaged(f"{checkpoint.path} has {len(tensors)} tensors, too few for model.n_layer={model_config.n_layer}")
+    with torch.device("meta"):
+        model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)
+    check_tensors(checkpoint, tensors, model, tokenizer)
+    model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
+    model.load_state_dict(tensors)
+    return model.eval().requires_grad_(False)
+
+
+def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:
+    """The configuration of the model and of its attention. Raises Damaged for one that this version does not know."""
+    config = checkpoint.state["config"]
+    try:
+        return (
+            parse(ModelConfig, config.get("model"), "model"),
+            parse(AttentionConfig, config.get("attention"), "attention"),
+        )
+    except UserError as error:
+        raise Damaged(f"{checkpoint.path} is of a version this program does not read: {error}") from None
+
+
+def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], model: GPT, tokenizer: Tokenizer) -> None:
+    """Raises Damaged where names, shapes or types of `tensors` are not those of the model's parameters."""
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise Damaged(
+                f"{checkpoint.path} does not fit its configuration and its tokenizer {tokenizer.identity}: {name} is "
+                f"{found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} in the model"
+            )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_TYPES:
+            raise Damaged(f"{checkpoint.path} is damaged: {name} is {tensor.dtype}, no type of weights")

@@ -1,0 +1,102 @@
+"""The newest checkpoint of a run, the newest run, and what a user names; and which checkpoints are kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from small_checkpoints import write
+
+from andrea.checkpoint import best_of, checkpoints_of, locate, newest_run, newest_whole, read_checkpoint
+from andrea.checkpoint.keep import keep_newest, mark_best, set_aside_after
+from andrea.config import UserError
+from andrea.runtime.files import remove_unfinished, replace_text
+from andrea.text.shards import find_shards
+from andrea.text.sources import Source
+from andrea.text.tokenizer import from_path, load_gpt2
+
+
+def test_finding_the_newest_passes_over_the_damaged(tmp_path: Path) -> None:
+    run, said = tmp_path / "runs" / "a", []
+    for step in (5, 9, 10):
+        write(run, step)
+    (run / "checkpoints" / "step-00000010" / "state.json").unlink()
+    (run / "checkpoints" / ".writing-step-00000011-1").mkdir()
+    assert newest_whole(run, said.append).step == 9 and "step-00000010" in said[0]
+    assert [path.name for path in checkpoints_of(run)] == ["step-00000005", "step-00000009", "step-00000010"]
+    remove_unfinished(run / "checkpoints")
+    assert not list((run / "checkpoints").glob(".*"))
+    for asked in (None, "a", str(run), str(run / "checkpoints" / "step-00000009")):
+        assert locate(asked, tmp_path / "runs", report=said.append).step == 9
+    assert newest_run(tmp_path / "runs") == run
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint under"):
+        locate(None, tmp_path)
+    write(tmp_path / "first", 1)
+    with pytest.raises(UserError, match="did you mean first"):
+        locate("frist", tmp_path)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        locate("empty", tmp_path)
+
+
+@contextmanager
+def shut(folder: Path) -> Iterator[None]:
+    """`folder` without rights on it; root, whom no rights stop, is nobody meanwhile."""
+    rights, user = folder.stat().st_mode, os.geteuid()
+    folder.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(rights)
+
+
+def test_folders_of_someone_else_are_passed_over_or_refused(tmp_path: Path) -> None:
+    write(tmp_path / "theirs", 1)
+    with shut(tmp_path / "theirs"):
+        assert checkpoints_of(tmp_path / "theirs") == []
+        for refused in (
+            lambda: locate(str(tmp_path / "theirs" / "checkpoints"), tmp_path),
+            lambda: locate("theirs", tmp_path),
+            lambda: read_checkpoint(tmp_path / "theirs"),
+            lambda: find_shards("a", tmp_path / "theirs" / "a.bin", "data.path"),
+            lambda: Source("a", "text", tmp_path / "theirs" / "a.txt"),
+            lambda: from_path(tmp_path / "theirs", "bpe"),
+            lambda: load_gpt2(str(tmp_path / "theirs" / "a")),
+            lambda: load_gpt2(str(tmp_path / "theirs")),
+        ):
+            with pytest.raises(UserError):
+                refused()
+
+
+# ---------------------------------------------------------------------------------------------- which are kept
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step)
+    mark_best(tmp_path, "step-00000002")
+    keep_newest(tmp_path, 2)
+    assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["2", "4", "5"]
+    assert best_of(tmp_path) == "step-00000002"
+    replace_text(tmp_path / "checkpoints" / "best", "../../etc")
+    assert best_of(tmp_path) is None
+
+
+def test_going_back_sets_aside_what_lies_beyond(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        write(run, step)
+    mark_best(run, "step-00000003")
+    aside = set_aside_after(run, 1)
+    assert [path.name for path in checkpoints_of(run)] == ["step-00000001"] and best_of(run) is None
+    assert len(aside) == 2 and all(read_checkpoint(path).step > 1 for path in aside)  # whole, under another name
+    assert newest_whole(run).step == 1
