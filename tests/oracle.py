@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from andrea.attention import Mask, ScaledDotProduct, attend, causal, key_padding, packed_documents, sliding_window
-from andrea.attention.implementations.reference import shared_by_group
+from andrea.attention.shapes import shared_by_group
 
 STATISTICS = ("log_sum_exp", "largest_logit", "entropy_nats")
 MASSES = ("first_token_mass", "previous_token_mass")

@@ -182,10 +182,3 @@ def visible_interval(
         return torch.zeros_like(position), torch.full_like(position, n_key)
     interval = mask.interval(position, n_key)
     return None if interval is None else (interval[0].clamp(0, n_key), interval[1].clamp(0, n_key))
-
-
-def as_batch_of_heads(tensor: Tensor) -> Tensor:
-    """(..., H, T, d) -> (B, H, T, d); what has no heads, or no batch, gets one."""
-    while tensor.ndim < 4:
-        tensor = tensor[None]
-    return tensor.flatten(0, -4)

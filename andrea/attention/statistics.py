@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from andrea.attention.implementations.reference import shared_by_group
 from andrea.attention.mask import Mask, positions, visible_interval, visible_keys
+from andrea.attention.shapes import shared_by_group
 
 
 @dataclass(frozen=True)

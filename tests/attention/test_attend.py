@@ -23,7 +23,10 @@ from andrea.attention import (
     key_padding,
     packed_documents,
 )
-from andrea.attention.implementations.sdpa import attend_flex
+from andrea.attention import Case as AttentionCase
+from andrea.attention.implementations import flex
+
+SCALED = ScaledDotProduct()
 
 
 class Checkered(Mask):
@@ -95,7 +98,7 @@ def readable(query, key, value, mask):
 
 def flexible(query, key, value, mask):
     """The way of implementation="flex", which on the CPU has no backward and is therefore refused there."""
-    return attend_flex(*ScaledDotProduct().lowered(query, key), value, mask, key.shape[-2] - query.shape[-2])
+    return flex.run(AttentionCase(query, key, value, ScaledDotProduct(), mask))[0]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "sdpa"])
@@ -146,19 +149,24 @@ def test_weights_are_the_references_own():
 
 def test_choose_tells_what_runs_and_why():
     inputs = tensors(5, 13, torch.float32)
-    assert choose("auto", *inputs) == ("sdpa", "torch's fused kernels serve every compatibility function that lowers")
+
+    def chosen(name, compatibility=SCALED, **options):
+        return choose(name, AttentionCase(*inputs, compatibility, **options))
+
+    assert chosen("auto") == ("sdpa", "torch's fused kernels serve every compatibility function that lowers")
     for name in ("sdpa", "reference"):
-        assert choose(name, *inputs) == (name, "asked for by name")
-    assert choose("auto", *inputs, statistics=True) == ("reference", "only the readable path measures here")
+        assert chosen(name) == (name, "asked for by name")
+    assert chosen("auto", statistics=True) == ("reference", "only the readable path measures here")
     additive = Additive(7, 7, 5)
-    assert choose("auto", *inputs, additive)[0] == choose("auto", *inputs, additive, statistics=True)[0] == "chunked"
+    for statistics in (False, True):
+        assert chosen("auto", compatibility=additive, statistics=statistics)[0] == "chunked"
 
     class ScoresAlone(Compatibility):
         def scores(self, query, key):
             return (query @ key.mT).relu()
 
-    assert choose("auto", *inputs, ScoresAlone()) == ("reference", "ScoresAlone has no lowered form")
-    assert choose("auto", *inputs, compiled=True)[0] == "sdpa"  # nothing trains here: no gradient is wanted
+    assert chosen("auto", compatibility=ScoresAlone()) == ("reference", "ScoresAlone has no lowered form")
+    assert chosen("auto", compiled=True)[0] == "sdpa"  # nothing trains here: no gradient is wanted
 
 
 @pytest.mark.parametrize(
@@ -197,7 +205,7 @@ def test_a_mask_of_ones_own_needs_the_predicate_alone():
 def test_short_training_compiled_for_a_cpu_is_written_out(n_key, training, expected):
     @torch.compile(backend="eager", fullgraph=True, dynamic=False)
     def is_reference(query, key):
-        return query.new_zeros(()) + (choose("auto", query, key, key)[0] == "reference")
+        return query.new_zeros(()) + (choose("auto", AttentionCase(query, key, key, SCALED))[0] == "reference")
 
     query, key, _ = tensors(3, n_key, torch.float32, lead=(), requires_grad=training)
     assert is_reference(query, key).item() == (expected == "reference")

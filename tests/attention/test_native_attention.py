@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from oracle import Case, judge
 
+from andrea.attention import Case as AttentionCase
 from andrea.attention import DotProduct, ScaledDotProduct, attend, causal, choose, refusal, sliding_window
 from andrea.attention.kernels.native import library, native_attention
 
@@ -124,15 +127,16 @@ def test_what_it_cannot_serve_it_says_and_auto_takes_another(change, said):
     query = draw(1, 2, 11, case["width"]).to(case["dtype"])
     key = draw(1, 2, case["n_key"], case["width"]).to(case["dtype"])
     value = draw(1, 2, case["n_key"], change.get("width_of_value", case["width"])).to(case["dtype"])
-    assert said in refusal("native", query, key, value, ScaledDotProduct(), case["mask"], False, case["start"])
+    asked = AttentionCase(query, key, value, ScaledDotProduct(), case["mask"], start=case["start"])
+    assert said in refusal("native", asked)
     with pytest.raises(ValueError, match="implementation='native' cannot serve this"):
         attend(query, key, value, mask=case["mask"], start=case["start"], implementation="native")
-    assert choose("auto", query, key, value, mask=case["mask"], start=case["start"])[0] != "native"
+    assert choose("auto", asked)[0] != "native"
 
 
 def test_auto_takes_it_where_it_serves():
     query = draw(1, 2, 600, 16)
-    assert choose("auto", query, query, query, mask=causal())[0] == "native"
-    assert refusal("native", query, query, query, ScaledDotProduct(), causal(), True) == (
-        "it returns no statistics; use triton or reference"
-    )
+    case = AttentionCase(query, query, query, ScaledDotProduct(), causal())
+    assert choose("auto", case)[0] == "native"
+    measured = dataclasses.replace(case, statistics=True)
+    assert refusal("native", measured) == "it returns no statistics; use triton or reference"

@@ -1,23 +1,45 @@
-"""Scores of the additive function without its (T, S, n) tensor of hidden values.
+"""The additive function without its (T, S, n) tensor of hidden values.
 
-The readable line, `Additive.scores`, keeps tanh(A q_i + B k_j) of every pair for the backward pass. Here queries come
-in chunks, and the backward pass computes each chunk's tanh again: what is kept is A q, B k and w.
+The readable line, `Additive.scores`, keeps tanh(A q_i + B k_j) of every pair for the backward pass. Here the queries
+are processed in chunks, and the backward pass computes each chunk's tanh again: only A q, B k and w are kept.
+T queries, S keys, hidden width n.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from andrea.attention.compatibility import Additive
+from andrea.attention.implementations.case import Case, Result
+from andrea.attention.implementations.reference import Intermediates, attend_reference, result_of
+from andrea.attention.mask import Mask
 
 HIDDEN_AT_A_TIME = 2**22  # numbers in a chunk's (..., chunk, S, n): 16 MiB in fp32
 
 
+def refusal(case: Case) -> str | None:
+    return None if isinstance(case.compatibility, Additive) else "it is made for the additive function alone"
+
+
+def run(case: Case) -> Result:
+    made = attend_chunked(case.query, case.key, case.value, case.compatibility, case.mask, case.first_position)
+    return result_of(made, case)
+
+
+def attend_chunked(
+    query: Tensor, key: Tensor, value: Tensor, compatibility: Additive, mask: Mask | None, start: int | Tensor
+) -> Intermediates:
+    """`attend_reference` with the scores of the additive function computed in chunks."""
+    scores_of = functools.partial(additive_scores, compatibility)
+    return attend_reference(query, key, value, compatibility, mask, start, scores_of)
+
+
 def additive_scores(compatibility: Additive, query: Tensor, key: Tensor) -> Tensor:
-    """query (..., T, d_q), key (..., S, d_k) -> scores (..., T, S), as `compatibility.scores` gives them."""
+    """query (..., T, d_q), key (..., S, d_k) -> scores (..., T, S), the same as `compatibility.scores`."""
     query, key = compatibility.transformed(query, key)
     return ScoresInChunks.apply(query, key, compatibility.weight.to(query.dtype))
 
@@ -32,13 +54,10 @@ class ScoresInChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With h = tanh(a_i + b_j): dw = Σ_ij g_ij h; da_i = Σ_j g_ij w (1 - h²); db_j the same summed over i."""
+        """With h = tanh(a_i + b_j) and g_ij = d_scores: dw = Σ_ij g_ij h, da_i = Σ_j g_ij w (1 - h²), db_j = Σ_i of the same."""
         a, b, w = ctx.saved_tensors
-        d_a, d_b, d_w = (
-            [],
-            torch.zeros_like(b),
-            torch.zeros((*d_scores.shape[:-2], w.shape[-1]), dtype=w.dtype, device=w.device),
-        )
+        d_a, d_b = [], torch.zeros_like(b)
+        d_w = torch.zeros((*d_scores.shape[:-2], w.shape[-1]), dtype=w.dtype, device=w.device)
         for rows, hidden in chunks(a, b):
             upstream = d_scores[..., rows, :]
             d_w = d_w + torch.einsum("...tsn,...ts->...n", hidden, upstream)
@@ -50,8 +69,8 @@ class ScoresInChunks(torch.autograd.Function):
 
 def chunks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(rows, tanh(a_i + b_j) (..., rows, S, n)), chunk by chunk."""
-    of_one_row = max(1, b.numel())
-    size = max(1, HIDDEN_AT_A_TIME // of_one_row)
+    numbers_in_a_row = max(1, b.numel())
+    size = max(1, HIDDEN_AT_A_TIME // numbers_in_a_row)
     for begin in range(0, a.shape[-2], size):
         rows = slice(begin, begin + size)
         yield rows, torch.tanh(a[..., rows, None, :] + b[..., None, :, :])

@@ -1,59 +1,57 @@
-"""Which implementation is fastest on this card for this shape: measured, because the answer changes with both.
-
-B batch, H query heads, G key/value heads, T tokens, D = d_head.
-"""
+"""Which implementation is fastest on this card for this shape. It is measured, because the answer depends on both."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
+from collections.abc import Callable
 
 import torch
 
-from andrea.attention.attend import attend, refusal
+from andrea.attention.attend import attend
 from andrea.attention.compatibility import DotProduct
+from andrea.attention.implementations.case import Case
+from andrea.attention.implementations.choose import refusal
 from andrea.attention.implementations.sdpa import SDPA_BACKENDS
 from andrea.attention.implementations.triton import kernel_errors
-from andrea.attention.mask import Mask
 
 CANDIDATES = (*SDPA_BACKENDS, "flex", "triton")
 WARM_UPS, REPEATS = 3, 10
 
 
-def measure(
-    n_batch: int,
-    n_head: int,
-    n_kv_head: int,
-    n_token: int,
-    d_head: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    mask: Mask,
-) -> dict[str, float]:
-    """Milliseconds of forward and backward together by implementation, fastest first; those that cannot are left out."""
-    shapes = [(n_batch, heads, n_token, d_head) for heads in (n_head, n_kv_head, n_kv_head, n_head)]
-    query, key, value, upstream = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+def measure(case: Case, n_batch: int) -> dict[str, float]:
+    """Milliseconds of forward and backward pass together, by implementation, fastest first.
+
+    Attention has the heads, lengths, widths, type, device and mask of the case, and n_batch sequences. Its numbers are
+    random, and its function is the plain dot product, which every other function is lowered to.
+    An implementation that cannot serve the case is left out.
+    """
+    shapes = [(n_batch, *each.shape[1:]) for each in (case.query, case.key, case.value)]
+    shapes.append((*shapes[0][:-1], case.value.shape[-1]))
+    *leaves, upstream = (torch.randn(shape, dtype=case.query.dtype, device=case.query.device) for shape in shapes)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    plain = dataclasses.replace(case, compatibility=DotProduct(), statistics=False)
     milliseconds = {}
     for name in CANDIDATES:
-        if refusal(name, query, key, value, DotProduct(), mask, False) is not None:
+        if refusal(name, plain) is not None:
             continue
+        # Training with our kernel measures the heads at every step, so that cost is part of its time.
+        how = {"compatibility": plain.compatibility, "mask": case.mask, "statistics": name == "triton"}
 
-        def run(name: str = name) -> None:
-            # Training by our kernel measures its heads at every step: what that costs belongs to its time.
-            how = {"compatibility": DotProduct(), "mask": mask, "implementation": name, "statistics": name == "triton"}
-            output = attend(*leaves, **how)
+        def run(name: str = name, how: dict = how) -> None:
+            output = attend(*leaves, **how, implementation=name)
             output = output[0] if isinstance(output, tuple) else output
             torch.autograd.grad(output, leaves, upstream)
 
         try:
-            milliseconds[name] = timed(run)
+            milliseconds[name] = median_milliseconds(run)
         except (RuntimeError, *kernel_errors()):  # no kernel for this type, width or card
             continue
     return dict(sorted(milliseconds.items(), key=lambda item: item[1]))
 
 
-def timed(run) -> float:
-    """Median milliseconds on the CUDA device."""
+def median_milliseconds(run: Callable[[], None]) -> float:
+    """Of one call, on the CUDA device."""
     for _ in range(WARM_UPS):
         run()
     times = []

@@ -1,31 +1,34 @@
-"""The way into our kernel for CPUs: lowered queries and keys of any leading shape, the causal mask, autocast.
+"""Our kernel for CPUs (kernels/attend.cpp): causal attention in bf16, forward and backward.
 
-T queries and as many keys.
+H query heads, G key/value heads (G divides H), T queries and as many keys, D the width of a head.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from andrea.attention.implementations.triton import kernel_dtype
+from andrea.attention.implementations.case import Case, Result, refusal_of_kernels
 from andrea.attention.kernels.native import library, native_attention
-from andrea.attention.mask import Causal, Mask, as_batch_of_heads
+from andrea.attention.mask import Causal
+from andrea.attention.shapes import as_batch_of_heads
 
-D_STEP = 16  # a head's width is a multiple of it
+D_STEP = 16  # the kernel takes head widths that are multiples of it
 
 
-def refusal_of_native(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, start: int | Tensor | None
-) -> str | None:
+def refusal(case: Case) -> str | None:
     """Why the kernel cannot serve the case, or None."""
+    reason = refusal_of_kernels(case)
+    if reason is not None:
+        return reason
+    query, key, value = case.query, case.key, case.value
     if query.device.type != "cpu":
         return f"it is made for CPUs, got device={query.device.type}"
-    if kernel_dtype(query) != torch.bfloat16:
-        return f"it computes in bf16, got {kernel_dtype(query)}"
-    if not isinstance(mask, Causal):
+    if case.product_dtype != torch.bfloat16:
+        return f"it computes in bf16, got {case.product_dtype}"
+    if not isinstance(case.mask, Causal):
         return "it knows the causal mask alone"
-    if query.shape[-2] != key.shape[-2] or not (start is None or (isinstance(start, int) and start == 0)):
+    start = case.first_position
+    if query.shape[-2] != key.shape[-2] or not (isinstance(start, int) and start == 0):
         return "it takes as many queries as keys, from the first on"
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % D_STEP:
         return f"it takes heads of one width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
@@ -39,8 +42,8 @@ def has_native() -> bool:
     return library() is not None
 
 
-def attend_native(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """query (..., H, T, D), key and value (..., G, T, D) -> output (..., H, T, D)."""
-    lead, shape = query.shape[:-2], query.shape[-2:]
-    tensors = (as_batch_of_heads(each.to(kernel_dtype(query))) for each in (query, key, value))
-    return native_attention(*tensors)[0].reshape(*lead, *shape)
+def run(case: Case) -> Result:
+    query, key = case.lowered()
+    tensors = (as_batch_of_heads(each.to(case.product_dtype)) for each in (query, key, case.value))
+    output, _ = native_attention(*tensors)  # (B, H, T, D)
+    return output.reshape(query.shape), None

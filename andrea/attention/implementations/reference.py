@@ -1,7 +1,7 @@
-"""The oracle: attention as the textbook writes it, every intermediate by name, on any device, through any autograd.
+"""Attention as the textbook writes it, with every intermediate by name: any device, any compatibility function, autograd.
 
-Slow and plain on purpose; every other implementation is judged against it.
-T queries, S keys, widths d_k (query, key) and d_v (value), any leading dimensions in front.
+It is written for reading, not for speed. Every other implementation is tested against it.
+T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q, d_k, d_v; any leading dimensions in front.
 """
 
 from __future__ import annotations
@@ -13,18 +13,37 @@ import torch
 from torch import Tensor
 
 from andrea.attention.compatibility import Compatibility
+from andrea.attention.implementations.case import Case, Result
 from andrea.attention.mask import Mask, visible_keys
+from andrea.attention.shapes import shared_by_group
+from andrea.attention.statistics import statistics_of_scores
 
 Scores = Callable[[Tensor, Tensor], Tensor]  # query (..., T, d_q), key (..., S, d_k) -> (..., T, S)
 
 
 @dataclass(frozen=True)
 class Intermediates:
-    """scores (..., T, S), -inf where masked; weights (..., T, S); output (..., T, d_v)."""
+    scores: Tensor  # (..., T, S), -inf where masked
+    weights: Tensor  # (..., T, S), the softmax of the scores
+    output: Tensor  # (..., T, d_v)
 
-    scores: Tensor
-    weights: Tensor
-    output: Tensor
+
+def refusal(case: Case) -> None:
+    """The readable path serves every case."""
+    return None
+
+
+def run(case: Case) -> Result:
+    return result_of(
+        attend_reference(case.query, case.key, case.value, case.compatibility, case.mask, case.first_position), case
+    )
+
+
+def result_of(made: Intermediates, case: Case) -> Result:
+    """The output, and the statistics of the written-out scores where the case asks for them."""
+    if not case.statistics:
+        return made.output, None
+    return made.output, statistics_of_scores(made.scores, made.weights, case.first_position)
 
 
 def attend_reference(
@@ -36,10 +55,10 @@ def attend_reference(
     start: int | Tensor,
     scores_of: Scores | None = None,
 ) -> Intermediates:
-    """output_i = sum_j softmax_j(mask(f(q_i, k_j))) v_j; a query that sees no key retrieves zeros.
+    """output_i = Σ_j softmax_j(mask(f(q_i, k_j))) v_j, of query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v).
 
-    Fewer key than query heads: each is shared by the query heads of its group. scores_of: compatibility.scores unless
-    given.
+    A query that sees no key gets an output of zeros. start: position of the first query among the keys.
+    scores_of: computes the scores in place of `compatibility.scores`.
     """
     key, value = shared_by_group(key, query), shared_by_group(value, query)
     scores = (scores_of or compatibility.scores)(query, key)
@@ -50,13 +69,7 @@ def attend_reference(
         visible = visible_keys(mask, query.shape[-2], key.shape[-2], start, query.device)
         nothing_visible = ~visible.any(dim=-1, keepdim=True)
         scores = scores.masked_fill(~visible, -torch.inf)
-        # A row of -inf only would give NaN, in the gradient too: it enters the softmax as zeros and leaves it as zeros.
+        # The softmax of a row of -inf is NaN, and so is its gradient. Such a row enters the softmax as zeros, and its
+        # weights are set to zero afterwards.
         weights = scores.masked_fill(nothing_visible, 0).softmax(dim=-1).masked_fill(nothing_visible, 0)
     return Intermediates(scores, weights, weights.to(value.dtype) @ value)
-
-
-def shared_by_group(keys: Tensor, query: Tensor) -> Tensor:
-    """keys (..., G, S, d) -> (..., H, S, d): query head h reads key head h // (H / G)."""
-    if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
-        return keys
-    return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)

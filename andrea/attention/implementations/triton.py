@@ -1,6 +1,6 @@
-"""The way into our own kernel: lowered queries and keys of any leading shape, our masks, autocast.
+"""Our Triton kernel (kernels/fused.py): any mask of intervals, and statistics from the same pass.
 
-B batch, H query heads, G key/value heads, T queries, S keys.
+B batch, H query heads, G key/value heads (G divides H), T queries, S keys.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.mask import Causal, Mask, as_batch_of_heads, visible_interval
-from andrea.attention.statistics import AttentionStatistics, statistics_of_pass
+from andrea.attention.implementations.case import Case, Result, refusal_of_kernels
+from andrea.attention.mask import Causal, visible_interval
+from andrea.attention.shapes import as_batch_of_heads
+from andrea.attention.statistics import statistics_of_pass
 
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Both backward passes are there (kernels/fused.py); which is faster is to be measured on a card by bench/attention.py.
+# kernels/fused.py has both backward passes. bench/attention.py measures which is faster on a card.
 ATOMICS_ARE_FASTER = False
 
 
@@ -27,17 +29,20 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def refusal_of_triton(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> str | None:
+def refusal(case: Case) -> str | None:
     """Why the kernel cannot serve the case, or None."""
+    reason = refusal_of_kernels(case, measures=True)
+    if reason is not None:
+        return reason
+    query, key, value, mask = case.query, case.key, case.value, case.mask
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    dtype = kernel_dtype(query)
     if not has_triton():
         return "triton is not installed (a CUDA build of torch brings it; else: pip install triton)"
     if query.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA card, got device={query.device.type} (TRITON_INTERPRET=1 runs it slowly anywhere)"
-    if dtype not in DTYPES:
-        return f"it computes in fp32, fp16 and bf16, got {dtype}"
-    if interpreted and dtype == torch.bfloat16:
+    if case.product_dtype not in DTYPES:
+        return f"it computes in fp32, fp16 and bf16, got {case.product_dtype}"
+    if interpreted and case.product_dtype == torch.bfloat16:
         return "triton's interpreter computes bf16 wrongly; use fp32 or fp16"
     if max(query.shape[-1], value.shape[-1]) > WIDEST_HEAD:
         return f"its widest head is {WIDEST_HEAD}, got {max(query.shape[-1], value.shape[-1])}"
@@ -49,7 +54,7 @@ def refusal_of_triton(query: Tensor, key: Tensor, value: Tensor, mask: Mask | No
 
 
 def kernel_errors() -> tuple[type[Exception], ...]:
-    """What a kernel that does not fit the card raises."""
+    """The exceptions that a kernel raises which does not fit the card."""
     if not has_triton():
         return ()
     from andrea.attention.kernels.fused import KernelError
@@ -57,30 +62,20 @@ def kernel_errors() -> tuple[type[Exception], ...]:
     return (KernelError,)
 
 
-def kernel_dtype(query: Tensor) -> torch.dtype:
-    """The type the kernel computes in: autocast's where it is on, as torch's own attention does."""
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return query.dtype
-
-
-def attend_fused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, start: int | Tensor, statistics: bool
-) -> tuple[Tensor, AttentionStatistics | None]:
-    """Output (..., T, d_v) and, when asked, each query's statistics, from one pass."""
+def run(case: Case) -> Result:
     from andrea.attention.kernels.fused import fused_attention
 
-    lead, n_query, n_key, device = query.shape[:-2], query.shape[-2], key.shape[-2], query.device
-    dtype = kernel_dtype(query)
+    query, key = case.lowered()
+    mask, start = case.mask, case.first_position
+    lead, n_query, n_key = query.shape[:-2], query.shape[-2], key.shape[-2]
     causal = isinstance(mask, Causal) and isinstance(start, int)
     first = stop = None
     if mask is not None and not causal:
-        interval = visible_interval(mask, n_query, n_key, start, device)
-        assert interval is not None, "refused before"
+        interval = visible_interval(mask, n_query, n_key, start, query.device)
+        assert interval is not None, "such a mask is refused"
         ends = torch.broadcast_tensors(*interval)
         first, stop = (of_heads(end, lead).to(torch.int32).contiguous() for end in ends)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = (each.to(case.product_dtype) for each in (query, key, case.value))
     output, *rows = fused_attention(
         as_batch_of_heads(query),
         as_batch_of_heads(key),
@@ -89,18 +84,18 @@ def attend_fused(
         stop,
         causal,
         start if causal else 0,
-        statistics,
+        case.statistics,
         torch.are_deterministic_algorithms_enabled() or not ATOMICS_ARE_FASTER,
     )
     output = output.reshape(*lead, n_query, value.shape[-1])
-    if not statistics:
+    if not case.statistics:
         return output, None
-    lse, largest, entropy = (row.detach().reshape(*lead, n_query) for row in rows)
-    return output, statistics_of_pass(query, key, mask, start, lse, largest, entropy)
+    log_sum_exp, largest, entropy = (row.detach().reshape(*lead, n_query) for row in rows)
+    return output, statistics_of_pass(query, key, mask, start, log_sum_exp, largest, entropy)
 
 
 def of_heads(end: Tensor, lead: torch.Size) -> Tensor:
-    """One end of the intervals, broadcastable to (..., T), as broadcastable to (B, H, T)."""
+    """One end of the intervals, broadcastable to (..., T), made broadcastable to (B, H, T)."""
     if len(lead) > 2:
         end = end.expand(*lead, end.shape[-1])
     return as_batch_of_heads(end[..., None])[..., 0]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from andrea.attention import Additive, Mask, Place, attend_reference, documents_of, packed_documents
-from andrea.attention.implementations.chunked import additive_scores
-from andrea.attention.implementations.reference import shared_by_group
+from andrea.attention.implementations.chunked import attend_chunked
+from andrea.attention.shapes import shared_by_group
 from andrea.model.gpt import GPT, Block
 
 LOGITS_AT_ONCE = 1 << 26  # numbers of an ablation's logits held at a time: a quarter of a GiB
@@ -72,10 +72,8 @@ def pass_through(
     attention = block.attention
     query, key, value, compatibility = attention.project(block.attention_norm(x), None, place, first_value)
     mask = attention.mask if packing is None else packing if attention.mask is None else attention.mask & packing
-    scores_of = None
-    if isinstance(compatibility, Additive):
-        scores_of = lambda query, key: additive_scores(compatibility, query, key)  # noqa: E731
-    made = attend_reference(query, key, value, compatibility, mask, 0, scores_of)
+    attend_readably = attend_chunked if isinstance(compatibility, Additive) else attend_reference
+    made = attend_readably(query, key, value, compatibility, mask, 0)
     if isinstance(compatibility, Additive):
         query, key = compatibility.transformed(query, shared_by_group(key, query))
     return LayerPass(

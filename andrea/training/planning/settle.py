@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from andrea.attention import choose, make_compatibility, packed_documents
+from andrea.attention import Case, choose, make_compatibility, packed_documents
 from andrea.attention.implementations.fastest import measure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import make_mask
@@ -99,12 +99,13 @@ def choose_attention(run: RunConfig, device: torch.device, precision: str, compi
     query, key = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     asked, measured = run.attention.implementation, measures_every_step(run)
     try:
-        name, why = choose(asked, query, key, key, compatibility, mask, measured, compiled=compile_ != "off")
+        case = Case(query, key, key, compatibility, mask, statistics=measured, compiled=compile_ != "off")
+        name, why = choose(asked, case)
     except ValueError as error:
         raise UserError(f"attention.{error}; choose another, or attention.implementation=auto") from None
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
         return Choice(asked, f"{name} ({why})")
-    times = measure(micro_batch, model.n_head, n_kv_head, n_token, model.d_head, dtype, device, mask)
+    times = measure(case, micro_batch)
     if not times:
         return Choice(asked, f"{name} ({why})")
     fastest = next(iter(times))

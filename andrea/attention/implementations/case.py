@@ -1,0 +1,95 @@
+"""One call of attention: everything that decides which implementation can serve it, and everything it needs to run.
+
+T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q (query), d_k (key) and d_v (value).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from andrea.attention.compatibility import Compatibility
+from andrea.attention.mask import Mask
+from andrea.attention.statistics import AttentionStatistics
+
+Result = tuple[Tensor, AttentionStatistics | None]  # output (..., H, T, d_v); statistics where the case asks for them
+
+
+@dataclass(frozen=True)
+class Case:
+    """query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v), and how the queries attend to the keys.
+
+    start: position of the first query among the keys; S - T if None.
+    statistics: whether the heads are measured as well.
+    compiled: whether torch.compile generates the code; if None, whether it is tracing at this moment.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    compatibility: Compatibility  # without a default: torch.compile cannot trace a module that is a field's default
+    mask: Mask | None = None
+    start: int | Tensor | None = None
+    statistics: bool = False
+    compiled: bool | None = None
+
+    @property
+    def first_position(self) -> int | Tensor:
+        """Position of the first query among the keys."""
+        return self.key.shape[-2] - self.query.shape[-2] if self.start is None else self.start
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """The type a kernel of ours multiplies in: autocast's where autocast is on, as in torch's own attention."""
+        kind = self.query.device.type
+        if torch.is_autocast_enabled(kind) and self.query.dtype != torch.float64:
+            return torch.get_autocast_dtype(kind)
+        return self.query.dtype
+
+    def lowered(self) -> tuple[Tensor, Tensor]:
+        """query' (..., H, T, d) and key' (..., G, S, d), whose plain dot product is the score."""
+        return self.compatibility.lowered(self.query, self.key)
+
+    def check_shapes(self) -> None:
+        """Raises ValueError with the shapes that do not fit together."""
+        query, key, value, mask = self.query, self.key, self.value, self.mask
+        if self.compatibility.equal_widths and query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                f"query and key must have the same width for a dot product, got query {tuple(query.shape)} "
+                f"and key {tuple(key.shape)}"
+            )
+        if key.shape[-2] != value.shape[-2]:
+            raise ValueError(f"each key needs one value, got key {tuple(key.shape)} and value {tuple(value.shape)}")
+        lead = query.shape[:-2]
+        if key.shape[:-2] != value.shape[:-2] or key.ndim != query.ndim or key.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"leading dimensions must be equal, got query {tuple(query.shape)}, key {tuple(key.shape)}, "
+                f"value {tuple(value.shape)}"
+            )
+        if mask is not None and mask.n_leading not in (0, len(lead)):
+            raise ValueError(
+                f"the mask has {mask.n_leading} leading dimensions and query {tuple(query.shape)} has {len(lead)}: for "
+                f"tensors (B, H, T, d) give key_padding lengths (B, 1) and packed_documents documents (B, 1, S)"
+            )
+        if lead and (key.shape[-3] == 0 or lead[-1] % key.shape[-3]):
+            raise ValueError(
+                f"key/value heads must divide the query heads, got query {tuple(query.shape)} and key {tuple(key.shape)}"
+            )
+
+
+def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
+    """Why no fused kernel can serve the case, or None. measures: whether the kernel returns statistics."""
+    if not case.compatibility.lowers:
+        return f"{type(case.compatibility).__name__} has no lowered form, which every fused kernel needs"
+    if case.statistics and not measures:
+        return "it returns no statistics; use triton or reference"
+    return None
+
+
+def refusal_without_cuda(case: Case) -> str | None:
+    """Why a kernel of torch's that exists for CUDA alone cannot serve the case, or None."""
+    if case.query.device.type != "cuda":
+        return f"it needs a CUDA card, got device={case.query.device.type}"
+    return None

@@ -1,0 +1,75 @@
+"""torch's FlexAttention on lowered queries and keys (He et al. 2024, arXiv 2412.05496): it skips blocks that no query sees.
+
+H query heads, G key/value heads (G divides H), T queries, S keys.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from andrea.attention.implementations.case import Case, Result, refusal_of_kernels, refusal_without_cuda
+from andrea.attention.mask import Causal, Mask, SlidingWindow, visible_interval, visible_keys
+from andrea.attention.shapes import as_batch_of_heads
+from andrea.runtime.compiling import compile_graph
+
+
+def refusal(case: Case) -> str | None:
+    """Why FlexAttention cannot serve the case, or None. On a CPU it has no backward pass."""
+    return refusal_of_kernels(case) or refusal_without_cuda(case)
+
+
+def run(case: Case) -> Result:
+    query, key = case.lowered()
+    mask, start = case.mask, case.first_position
+    lead = query.shape[:-2]
+    query, key, value = (as_batch_of_heads(tensor) for tensor in (query, key, case.value))
+    n_head, n_query = query.shape[1:3]
+    block_mask = None
+    if mask is not None:
+        where = (n_query, key.shape[2], start, query.device)
+        by_position = isinstance(mask, (Causal, SlidingWindow)) and isinstance(start, int)
+        block_mask = block_mask_of_positions(mask, *where) if by_position else block_mask_of_batch(mask, lead, *where)
+    flex_attention = compiled_flex() if query.device.type == "cuda" else plain_flex()
+    output = flex_attention(query, key, value, block_mask=block_mask, scale=1.0, enable_gqa=n_head != key.shape[1])
+    return output.reshape(*lead, *output.shape[-2:]), None
+
+
+@functools.lru_cache(maxsize=64)
+def block_mask_of_positions(mask: Mask, n_query: int, n_key: int, start: int, device: torch.device):
+    """The blocks of a mask that depends on positions alone: the same for all sequences and heads, so made once."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(
+        lambda b, h, i, j: mask.visible(i + start, j), None, None, n_query, n_key, device=str(device)
+    )
+
+
+def block_mask_of_batch(
+    mask: Mask, lead: torch.Size, n_query: int, n_key: int, start: int | torch.Tensor, device: torch.device
+):
+    """The blocks of a mask that depends on the sequences: for each sequence and head. lead: (..., H) of the query."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    interval = visible_interval(mask, n_query, n_key, start, device)
+    if interval is None:  # the visible keys are no interval: read the written-out mask
+        table = as_batch_of_heads(visible_keys(mask, n_query, n_key, start, device).expand(*lead, n_query, n_key))
+        n_batch, n_head = table.shape[:2]
+        sees = lambda b, h, i, j: table[b, h, i, j]  # noqa: E731
+    else:
+        first, stop = (as_batch_of_heads(end.expand(*lead, n_query)[..., None])[..., 0] for end in interval)
+        n_batch, n_head = first.shape[:2]
+        sees = lambda b, h, i, j: (first[b, h, i] <= j) & (j < stop[b, h, i])  # noqa: E731
+    return create_block_mask(sees, n_batch, n_head, n_query, n_key, device=str(device))
+
+
+def plain_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@functools.cache
+def compiled_flex():
+    return compile_graph(plain_flex(), fullgraph=False)
