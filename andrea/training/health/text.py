@@ -99,8 +99,8 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     unit = " ".join(worst.unit)
     shown = unit if len(unit) <= SHOWN_UNIT_CHARACTERS else unit[: SHOWN_UNIT_CHARACTERS - 1] + "…"
     return {
-        name: f"{len(looping)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) repeat themselves: in the worst, "
-        f"{shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); of validation text, "
+        name: f"{len(looping)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) repeat themselves: "
+        f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); of validation text, "
         f"{real:.1%} repeats itself"
     }
 
@@ -118,6 +118,6 @@ def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText, conf
     worst = min(poor, key=lambda row: min(row.values()))
     low = ", ".join(f"{name} {share:.0%}" for name, share in worst.items() if share < config.variety)
     return {
-        "poor_text": f"{len(poor)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) have little variety: the "
-        f"worst has {low} of the least varied validation text (health.variety={config.variety:g})"
+        "poor_text": f"{len(poor)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) have little "
+        f"variety: the worst has {low} of the least varied validation text (health.variety={config.variety:g})"
     }
