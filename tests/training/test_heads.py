@@ -1,4 +1,4 @@
-"""Attention measured while it trains: what is logged, when, and that it is true."""
+"""Measurements of the attention heads during training: which figures are logged, when, and that they are right."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def records_of(tmp_path: Path, name: str) -> list[dict]:
 
 def test_a_probe_every_so_often_gives_scalars_and_heatmaps(tiny_run, tmp_path):
     assert tiny_run("name=a", "train.attention_every=5") == 0
-    looked = [record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
-    assert [record["step"] for record in looked] == [5, 10]
-    for record in looked:
+    probed = [record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
+    assert [record["step"] for record in probed] == [5, 10]
+    for record in probed:
         assert record.keys() >= SCALARS | HEATMAPS
         for name in HEATMAPS:
             assert [len(row) for row in record[name]] == [2, 2]  # layers, heads
@@ -43,14 +43,15 @@ def test_a_probe_every_so_often_gives_scalars_and_heatmaps(tiny_run, tmp_path):
         assert record["attention/lowest_entropy_share"] == min(shares)
 
 
-def test_auto_looks_twenty_times_a_run(tiny_run, tmp_path):
-    tiny_run("name=a", "train.steps=40", "train.eval_every=40", "train.save_every=40", "train.attention_every=auto")
-    looked = [record["step"] for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
-    assert looked == list(range(2, 41, 2))
+def test_auto_probes_twenty_times_a_run(tiny_run, tmp_path, notes):
+    words = ["train.steps=40", "train.eval_every=40", "train.save_every=40", "train.attention_every=auto"]
+    tiny_run("name=a", "train.sample_tokens=0", f"data.path={notes / 'abc.py'}", *words)
+    probed = [record["step"] for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
+    assert probed == list(range(2, 41, 2))
 
 
 def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
-    """Recomputed here from the checkpoint, layer by layer, through the public attention_weights."""
+    """Recomputed from the checkpoint, layer by layer, with the public attention_weights."""
     from andrea.config import RunConfig
     from andrea.model import GPT
     from andrea.text.corpus import prepare
@@ -83,21 +84,22 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
 
 
 @pytest.mark.untraced
-def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
-    words = ("precision=fp32", "train.steps=4", "train.log_every=1", "train.attention_every=4", "train.micro_batch=3")
-    words += ("model.n_layer=1", "model.n_head=1")  # every program of a kernel costs the interpreter milliseconds
+def test_our_kernel_measures_the_heads_of_every_training_step(tiny_run, tmp_path, notes):
+    words = ("precision=fp32", "train.steps=2", "train.log_every=1", "train.attention_every=2", "health.samples=0")
+    words += ("train.tokens_per_step=128", "train.micro_batch=3", "train.sample_tokens=0", "train.lens_prompt=")
+    words += ("model.n_layer=1", "model.n_head=1", f"data.path={notes / 'abc.py'}")  # the interpreter is slow
     assert tiny_run("name=fused", "attention.implementation=triton", *words) == 0
     assert tiny_run("name=readable", "attention.implementation=reference", *words) == 0
     fused, readable = (records_of(tmp_path, name) for name in ("fused", "readable"))
     trained = [record for record in fused if "train/loss" in record]
     of_step = {name.replace("attention/", "attention/step/") for name in SCALARS}
-    assert len(trained) == 4 and all(record.keys() >= of_step for record in trained)
+    assert len(trained) == 2 and all(record.keys() >= of_step for record in trained)
     ours, theirs = (
         [record["attention/entropy_nats"] for record in records if "attention/entropy_nats" in record]
         for records in (fused, readable)
     )
-    assert ours == pytest.approx(theirs, rel=1e-3)  # the probe: the same whatever computes it
-    assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [4]
+    assert ours == pytest.approx(theirs, rel=1e-3)  # the probe gives the same figures whatever implementation trains
+    assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [2]
     losses = [[record["train/loss"] for record in records if "train/loss" in record] for records in (fused, readable)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert not any(record.keys() & of_step for record in readable)
@@ -105,25 +107,22 @@ def test_with_our_kernel_every_record_of_training_has_them(tiny_run, tmp_path):
 
 @pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window", "packed_documents"])
 def test_each_compatibility_function_trains_until_the_loss_falls(name, tiny_run, tmp_path):
-    position = ["model.position=learned"] if name == "additive" else []
-    window = ["attention.window=5"] if name == "sliding_window" else []
-    assert tiny_run("name=a", f"attention={name}", "train.steps=30", "train.log_every=1", *position, *window) == 0
+    words = ["train.steps=30", "train.log_every=1", "train.attention_every=30", "train.sample_tokens=0"]
+    words += ["train.eval_every=30", "train.save_every=30", "train.lens_prompt="]
+    words += {"additive": ["model.position=learned"], "sliding_window": ["attention.window=5"]}.get(name, [])
+    assert tiny_run("name=a", f"attention={name}", *words) == 0
     losses = [record["train/loss"] for record in records_of(tmp_path, "a") if "train/loss" in record]
     assert losses[0] > 5 and losses[-1] < 4
-    learned = [name for name in newest_whole(tmp_path / "runs" / "a").model_tensors() if ".compatibility." in name]
+    tensors = newest_whole(tmp_path / "runs" / "a").model_tensors()
+    learned = [tensor for tensor in tensors if ".compatibility." in tensor]
     assert len(learned) == 2 * {"bilinear": 1, "cosine": 1, "additive": 3}.get(name, 0)
-
-
-def test_what_a_compatibility_function_learns_moves(tiny_run, tmp_path):
-    tiny_run("name=a", "attention=cosine", "train.steps=30")
-    sharpness = newest_whole(tmp_path / "runs" / "a").model_tensors()["blocks.0.attention.compatibility.log_sharpness"]
-    assert (
-        sharpness.shape == (2,) and ((sharpness - math.log(10)).abs() > 1e-5).all()
-    )  # how far it moves depends on rounding
+    if name == "cosine":  # what a function learns moves; how far depends on rounding
+        sharpness = tensors["blocks.0.attention.compatibility.log_sharpness"]
+        assert sharpness.shape == (2,) and ((sharpness - math.log(10)).abs() > 1e-5).all()
 
 
 def heads_of(**parts) -> HeadStatistics:
-    """Two layers, two heads; ten queries each unless said otherwise."""
+    """Two layers, two heads; ten queries each unless `parts` has another number."""
     ten = torch.full((2, 2), 10.0)
     return HeadStatistics(*(parts.get(name, ten) for name in HeadStatistics._fields))
 

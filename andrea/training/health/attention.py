@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
-from andrea.training.health.check import Check, Evidence, Finding, Judgement, optimizer_remedy
+from andrea.training.health.check import OPTIMIZER_REMEDY, Check, Evidence, Finding, Judgement, optimizer_remedy
 
 REMEDY = "set `model.qk_norm=true` or `attention=qk_clip`"
 
@@ -20,13 +20,13 @@ class AttentionCheck(Check):
             "nearly all heads attend to one key",
             fails_run=True,
             keys=("head_share", "one_key_entropy"),
-            remedy=f"{REMEDY}; halve the learning rate",
+            remedy=f"{REMEDY}; {OPTIMIZER_REMEDY}",
         ),
         "heads_uniform": Finding(
             "nearly all heads attend uniformly over all keys",
             fails_run=True,
             keys=("head_share", "uniform_entropy"),
-            remedy="halve the learning rate",
+            remedy=OPTIMIZER_REMEDY,
         ),
         "large_logits": Finding(
             "attention logits grow so large that low precision loses the differences between them",

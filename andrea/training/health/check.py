@@ -16,10 +16,7 @@ from andrea.attention import HeadStatistics
 from andrea.config import OptimizerConfig, RunConfig
 from andrea.training.health.history import StepHistory
 
-# What `optimizer_remedy` says, without a run's figures.
-OPTIMIZER_REMEDY = (
-    "switch on `optimizer.clip_norm`, `optimizer.warmup_steps`, `optimizer.weight_decay`; halve the learning rate"
-)
+OPTIMIZER_REMEDY = "smaller optimizer steps"  # docs/health.md explains it; `optimizer_remedy` names the keys
 
 
 @dataclass(frozen=True)

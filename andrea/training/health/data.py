@@ -66,7 +66,7 @@ class DataCheck(Check):
             "the validation loss is below the training loss by more than chance",
             fails_run=False,
             keys=("leak_nats", "leak_errors"),
-            remedy="search `data.path` for held-out text",
+            remedy="search `data.path` for duplicates of held-out text",
         ),
         "overfitting": Finding(
             "the validation loss rose while the training loss fell, after a source was read once",
@@ -75,7 +75,7 @@ class DataCheck(Check):
             remedy="use `checkpoints/best`, add text, or raise `optimizer.weight_decay`",
         ),
         "many_epochs": Finding(
-            "a source was read more often than `health.epochs`",
+            "a source was read more than `epochs` times",
             fails_run=False,
             keys=("epochs",),
             remedy="add text, or lower `data.sources.NAME.weight` or `train.steps`",

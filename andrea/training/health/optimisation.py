@@ -24,13 +24,13 @@ class OptimisationCheck(Check):
             remedy=OPTIMIZER_REMEDY,
         ),
         "clipped_steps": Finding(
-            "the gradient was clipped in nearly every step: clipping sets the step size, not the learning rate",
+            "nearly every step's gradient was clipped: the step size is set by gradient clipping, not by the learning rate",
             fails_run=False,
             keys=("clipped_share",),
             remedy=OPTIMIZER_REMEDY,
         ),
         "large_updates": Finding(
-            "one step changes the median weight matrix by a large share of its norm",
+            "one step changes the median weight matrix by more than `update_ratio` of its norm",
             fails_run=False,
             keys=("update_ratio",),
             remedy=OPTIMIZER_REMEDY,

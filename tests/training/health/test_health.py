@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from andrea.attention import HeadStatistics
-from andrea.checkpoint import newest_whole
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
-from andrea.generation import Engine, Request, Sampling
-from andrea.model.gpt import GPT
 from andrea.text.corpus import prepare
 from andrea.text.loader import Loader
 from andrea.training.health.check import Evidence, optimizer_remedy
 from andrea.training.health.data import DataSummary, line_end
 from andrea.training.health.health import FINDINGS, Health
 from andrea.training.health.reference_text import ReferenceText
-from andrea.training.health.text import judge_texts
-from andrea.training.records.run_folder import read_lines
 
 N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91
 DATA = DataSummary({"code": 0.75, "notes": 0.25}, {"code": 1000, "notes": 500}, UNIGRAM)
@@ -55,6 +53,14 @@ def noted(health: Health, losses: list[float], norms: list[float] | None = None)
 
 def steady(count: int, level: float = 2.0) -> list[float]:
     return (level + 0.1 * np.random.default_rng(1).standard_normal(count)).tolist()
+
+
+def notes_reference(notes: Path, folder: Path) -> tuple[RunConfig, ReferenceText]:
+    """A run's configuration whose data are the notes, and the figures of their held-out text in windows of 160 bytes."""
+    words = ["data=text", f"data.path={notes}", "tokenizer=byte", "optimizer.warmup_steps=5"]
+    run = configure(RunConfig, "train", words)
+    corpus = prepare(run.data, run.tokenizer, folder / "reference", lambda line: None)
+    return run, ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
 
 
 def found(health: Health, evidence: Evidence) -> dict[str, str]:
@@ -214,12 +220,45 @@ def test_the_most_read_source_counts_for_epochs() -> None:
     assert set(found(health, seen(70, tokens=5400))) == {"many_epochs"} and not health.failed()
 
 
-# ------------------------------------------------------------------------------------------------ what is done
+# ------------------------------------------------------------------------------------------------- every finding
+
+
+def test_the_page_of_findings_is_the_table_in_the_code() -> None:
+    rows = re.findall(
+        r"^\| `(.*)` \| (.*) \| (yes|no) \| (.*) \| (.*) \|$", (ROOT / "docs/health.md").read_text(), re.M
+    )
+    page = {name: (meaning, fails, keys, remedy) for name, meaning, fails, keys, remedy in rows}
+    assert page == {
+        name: (each.meaning, "yes" if each.fails_run else "no", ", ".join(f"`{key}`" for key in each.keys), each.remedy)
+        for name, each in FINDINGS.items()
+    }
+
+
+def test_every_message_names_the_keys_of_its_finding(notes: Path, tmp_path: Path) -> None:
+    messages: dict[str, str] = {}
+    spikes = noted(make("optimizer.clip_norm=9"), [*steady(60), 9.0], [0.5] * 60 + [6.0])
+    messages |= found(spikes, seen(61, update_ratios=torch.tensor([0.3])))
+    on_one_key = heads([0.001] * 10, largest_logit=1100)
+    clipped = noted(make("optimizer.clip_norm=1"), steady(60, 2.5), [3.0] * 60)
+    messages |= found(clipped, seen(60, {"code": 2.2, "notes": 2.2}, tokens=5400, heads=on_one_key))
+    later = {"code": 2.1, "notes": 2.9}
+    messages |= found(noted(clipped, steady(50, 1.9)), seen(110, later, tokens=5400, heads=heads([0.999] * 10)))
+    messages |= found(noted(make(), steady(20, 4.2)), seen(20)) | found(noted(make(), steady(60, 3.3)), seen(60))
+    run, reference = notes_reference(notes, tmp_path)
+    for text in ("region ", "games, ", "''''' ", None):
+        words = np.random.default_rng(1).choice(["to", "of", "and", "it"], 80)
+        sample = text * 30 if text else " ".join(words)
+        messages |= found(noted(Health(run, N_VOCAB, DATA, reference), steady(20)), seen(20, texts=[sample] * 5))
+    assert messages.keys() == FINDINGS.keys()
+    for name, message in messages.items():
+        for key in FINDINGS[name].keys:
+            assert f"health.{key}=" in message, message
+
+
+# ------------------------------------------------------------------------------------------------ behaviour over a run
 
 
 def test_a_resumed_run_is_judged_like_an_uninterrupted_one() -> None:
-    import json
-
     losses = steady(90)
     losses[70] = 4.0
     whole, first, second = make(), make(), make()
@@ -260,74 +299,8 @@ def test_an_impossible_threshold_is_refused(word: str) -> None:
         make("health." + word)
 
 
-FAILING = [
-    "optimizer.matrix_learning_rate=5", "optimizer.learning_rate=3", "optimizer.embedding_learning_rate=3",
-    "optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.weight_decay=0", "optimizer.decay_fraction=0",
-    "train.eval_every=10", "train.save_every=100", "train.steps=30",
-]  # fmt: skip
-
-
-def test_a_failing_run_is_named_at_the_first_evaluation_and_goes_on(tiny_run, tmp_path: Path, capsys) -> None:
-    assert tiny_run("name=a", *FAILING) == 0
-    run = tmp_path / "runs" / "a"
-    alerts = read_lines(run / "health.jsonl")
-    assert alerts[0]["step"] == 10 and alerts[0]["finding"] == "loss_above_uniform" and alerts[0]["begins"]
-    assert "set optimizer.clip_norm=1" in alerts[0]["message"]
-    out = capsys.readouterr().out
-    assert out.count("health: step 10: loss_above_uniform: ") == 1
-    judged = [r for r in read_lines(run / "metrics.jsonl") if "health/findings/loss_above_uniform" in r]
-    assert [record["step"] for record in judged] == [10, 20, 30]
-    assert judged[0]["health/findings/loss_above_uniform"] == 1 and judged[0]["health/update_ratio"] > 0
-
-
-def test_on_failure_stop_saves_and_exits_with_4_and_the_run_can_be_resumed(tiny_run, tmp_path: Path, capsys) -> None:
-    assert tiny_run("name=a", "health.on_failure=stop", *FAILING) == 4
-    run = tmp_path / "runs" / "a"
-    assert newest_whole(run).step == 10
-    last = read_lines(run / "metrics.jsonl")[-1]
-    assert last["event"] == "failed" and "loss_above_uniform" in last["health/failed"]
-    out = capsys.readouterr().out
-    assert "stopped at step 10 of 30" in out and "resume=auto health.on_failure=warn" in out
-    assert tiny_run("name=a", "resume=auto", "health.on_failure=warn", *FAILING) == 0
-    assert newest_whole(run).step == 30
-    again = [alert for alert in read_lines(run / "health.jsonl") if alert["finding"] == "loss_above_uniform"]
-    assert [alert["step"] for alert in again if alert["begins"]] == [10]  # reported once, not again after the resume
-
-
-def test_warnings_never_stop_a_run(tiny_run, tmp_path: Path) -> None:
-    assert tiny_run("name=a", "health.on_failure=stop", "health.epochs=0.0001", "train.steps=8") == 0
-    assert [alert["finding"] for alert in read_lines(tmp_path / "runs" / "a" / "health.jsonl")] == ["many_epochs"]
-
-
-def test_a_model_that_writes_loops_is_named(tiny_run, tmp_path: Path, notes: Path) -> None:
-    """A real model that has learned nothing but loops, held against real text."""
-    loops = {"repeated_word": "region " * 9, "repeated_phrase": "games, " * 9, "repeated_punctuation": "''''' " * 11}
-    words = ["train.steps=60", "train.eval_every=60", "train.save_every=60", "train.sample_tokens=0"]
-    run = configure(RunConfig, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", f"data_dir={tmp_path}/r"])
-    corpus = prepare(run.data, run.tokenizer, Path(run.data_dir), lambda line: None)
-    reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
-    for name, loop in loops.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        for part in range(12):
-            (folder / f"{part}.txt").write_text(loop * 40)
-        assert tiny_run(f"name={name}", f"data.path={folder}", *words) == 0
-        checkpoint = newest_whole(tmp_path / "runs" / name)
-        config = configure(RunConfig, "train", [f"model.{key}={checkpoint.state['config']['model'][key]}" for key in
-                           ("d_model", "n_layer", "n_head", "d_mlp", "sequence_length")])  # fmt: skip
-        model = GPT(config.model, config.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
-        model.load_state_dict(checkpoint.model_tensors())
-        request = Request(160, num_samples=5, seed=1, sampling=Sampling(temperature=0.8))
-        texts = Engine(model, corpus.tokenizer).write(loop[:7], request)
-        assert set(judge_texts(texts, reference, run.health).findings) == {name}, texts
-
-
 def test_text_is_judged_once_the_model_knows_more_than_token_frequencies(tmp_path: Path, notes: Path) -> None:
-    run = configure(
-        RunConfig, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", "optimizer.warmup_steps=5"]
-    )
-    corpus = prepare(run.data, run.tokenizer, tmp_path / "r", lambda line: None)
-    reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
+    run, reference = notes_reference(notes, tmp_path)
 
     def findings_at(step: int, loss: float) -> set[str]:
         health = noted(Health(run, N_VOCAB, DATA, reference), steady(20, loss))
@@ -338,14 +311,3 @@ def test_text_is_judged_once_the_model_knows_more_than_token_frequencies(tmp_pat
     assert not findings_at(54, 3.3)
     assert findings_at(54, 2.5) == {"repeated_word"}
     assert findings_at(55, 3.3) == {"repeated_word", "loss_above_unigram"}
-
-
-def test_more_samples_are_judged_where_the_first_are_a_finding(tiny_run, tmp_path: Path) -> None:
-    words = ["train.sample_tokens=160", "train.steps=16", "train.eval_every=16", "health.unigram_steps=0"]
-    words += ["optimizer.warmup_steps=0", "health.repetition=0.999"]
-    for name, variety, fewest, most in (("well", 0.001, 1, 5), ("ill", 0.999, 6, 20)):
-        assert tiny_run(f"name={name}", f"health.variety={variety}", *words) == 0
-        records = read_lines(tmp_path / "runs" / name / "metrics.jsonl")
-        record = next(record for record in records if "health/text/judged" in record)
-        assert fewest <= record["health/text/judged"] <= most  # a text too short is not judged
-        assert record["health/findings/poor_text"] == (name == "ill")
