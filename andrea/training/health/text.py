@@ -100,8 +100,8 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     shown = unit if len(unit) <= SHOWN_UNIT_CHARACTERS else unit[: SHOWN_UNIT_CHARACTERS - 1] + "…"
     return {
         name: f"{len(looping)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) repeat themselves: "
-        f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); of validation text, "
-        f"{real:.1%} repeats itself"
+        f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); of "
+        f"validation text, {real:.1%} repeats itself"
     }
 
 
