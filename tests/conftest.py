@@ -93,6 +93,15 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def short_text(tmp_path: Path) -> Path:
+    """A folder with 4 kB of text: for runs whose validation must be short, because a token takes milliseconds."""
+    folder = tmp_path / "short-text"
+    folder.mkdir()
+    (folder / "counting.txt").write_text(" ".join(map(str, range(1000, 1800))))
+    return folder
+
+
+@pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[str]], int]]:
     """`script("train")` is train.py's main, to be called with a command line, in this process."""
     monkeypatch.syspath_prepend(str(ROOT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,26 +90,27 @@ def test_nothing_changes_below_the_threshold_or_where_the_step_was_not_finite():
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-def trained(tiny_run, tmp_path: Path, name: str, *words: str) -> list[dict]:
-    """Training at a rate that drives the logits up, without QK-norm."""
+@pytest.fixture
+def trained(tiny_run, short_text: Path, tmp_path: Path) -> Callable[..., list[dict]]:
+    """Trains at a rate that drives the logits up, without QK-norm; returns the records of the run `name`."""
     hot = ("model.qk_norm=false", "optimizer=adamw", "optimizer.learning_rate=0.5", "optimizer.weight_decay=0",
-           "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null",
-           "train.steps=20", "train.log_every=1", "train.micro_batch=3", "precision=fp32")  # fmt: skip
-    assert tiny_run(f"name={name}", *hot, *words) == 0
-    return read_lines(tmp_path / "runs" / name / "metrics.jsonl")
+           "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null", "train.micro_batch=3", "precision=fp32",
+           "train.log_every=1", f"data.path={short_text}", "health.samples=0", "train.sample_tokens=0",
+           *(f"train.{what}_every=1000" for what in ("eval", "save", "attention")))  # fmt: skip
+
+    def train(name: str, *words: str) -> list[dict]:
+        assert tiny_run(f"name={name}", *hot, *words) == 0
+        return read_lines(tmp_path / "runs" / name / "metrics.jsonl")
+
+    return train
 
 
 @pytest.mark.parametrize("implementation", ["auto", pytest.param("triton", marks=pytest.mark.untraced)])
-def test_an_exploding_run_is_held(implementation, tiny_run, tmp_path):
-    steps = (
-        ("train.steps=20",)
-        if implementation == "auto"
-        else ("train.steps=6", "train.tokens_per_step=64", "model.n_layer=1", "model.n_head=1")
-    )
-    seldom = "train.attention_every=1000"  # the steps' own figures will do
-    free = trained(tiny_run, tmp_path, "free", "attention.qk_clip=1e6", seldom, *steps)
-    clip = ("attention.qk_clip=3", f"attention.implementation={implementation}", seldom)
-    held = trained(tiny_run, tmp_path, "held", *clip, *steps)
+def test_an_exploding_run_is_held(implementation: str, trained) -> None:
+    small = ("train.steps=6", "train.tokens_per_step=64", "model.n_layer=1", "model.n_head=1")
+    size = small if implementation == "triton" else ("train.steps=20",)  # interpreted, a token takes milliseconds
+    free = trained("free", "attention.qk_clip=1e6", *size)
+    held = trained("held", "attention.qk_clip=3", f"attention.implementation={implementation}", *size)
     name = "attention/step/largest_logit"
     logits = {
         run: [record[name] for record in records if name in record] for run, records in (("free", free), ("held", held))
@@ -123,12 +125,11 @@ def test_an_exploding_run_is_held(implementation, tiny_run, tmp_path):
     assert all(math.isfinite(loss) for loss in losses)
 
 
-def test_the_largest_over_all_micro_batches_counts(tiny_run, tmp_path):
+def test_the_largest_over_all_micro_batches_counts(trained, tmp_path: Path) -> None:
     """The same run in micro-batches of 1, 3 and 8 sequences clips the same heads by the same factors."""
     weights = []
     for size in (1, 3, 8):
-        words = ("attention.qk_clip=3", f"train.micro_batch={size}", "train.steps=5")
-        records = trained(tiny_run, tmp_path, f"by{size}", *words)
+        records = trained(f"by{size}", "attention.qk_clip=3", f"train.micro_batch={size}", "train.steps=5")
         assert any(record.get("attention/step/clipped_heads") for record in records)
         weights.append(newest_whole(tmp_path / "runs" / f"by{size}").model_tensors()["blocks.1.attention.query.weight"])
     # Five of AdamW's steps move a weight by up to 2.5; where its gradient is small, rounding is some 1e-4 of that.

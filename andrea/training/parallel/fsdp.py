@@ -58,13 +58,12 @@ class FullySharded(Parallel):
             shape = (ranks.size // shard_ranks, shard_ranks)
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         shard_mesh = self.mesh["shard"]
-        self.n_shard, self.shard_index, self.shard_group = (
-            shard_mesh.size(), shard_mesh.get_local_rank(), shard_mesh.get_group()
-        )  # fmt: skip
+        self.n_shard, self.shard_index = shard_mesh.size(), shard_mesh.get_local_rank()
+        self.shard_group = shard_mesh.get_group()
 
     def wrap(self, loss: MicroBatchLoss, compiled: str) -> nn.Module:
-        """Whether "on" or "blocks": each block and the loss are compiled one by one, because parameters are gathered
-        between them, outside compiled code.
+        """With "on" as with "blocks", each block and the loss are compiled on their own: parameters are gathered between
+        them, outside compiled code.
         """
         if compiled != "off":
             for block in self.model.blocks:
