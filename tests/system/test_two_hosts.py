@@ -1,4 +1,4 @@
-"""torchrun across two hosts, which are network namespaces of this machine."""
+"""torchrun across two hosts: network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 @pytest.mark.slow
 def test_two_hosts_train_the_run_of_one_process(tmp_path: Path) -> None:
-    """DDP and FSDP2, fifty steps, within the script's tolerance. In CI there is no way around it."""
+    """DDP and FSDP2, fifty steps, within the script's tolerance. Skipped without network namespaces, but not in CI."""
     command = [sys.executable, str(BENCH / "two_hosts.py"), f"--output={tmp_path / 'two-hosts.json'}"]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode == 3 and not os.environ.get("CI"):

@@ -45,7 +45,8 @@ class StoreWatchdog(Watchdog):
         self.moves, self.step, self.doing = 0, 0, "starting"
         self.moved_at: float | None = None  # time.monotonic(); None: no limit
         self.finished = threading.Event()
-        threading.Thread(target=self.watch, daemon=True).start()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
 
     def at(self, step: int, doing: str) -> None:
         self.moves, self.step, self.doing, self.moved_at = self.moves + 1, step, doing, time.monotonic()

@@ -1,4 +1,4 @@
-"""Loss as (sum, count), bits per byte by hand, and evaluation that scores each token once."""
+"""The loss as a sum over targets, bits per byte by hand, and the bytes that an evaluation counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tiny_model() -> GPT:
     return model
 
 
-def test_the_sum_is_that_of_log_probabilities_and_skips_what_is_ignored() -> None:
+def test_the_loss_is_the_sum_of_log_probabilities_without_ignored_targets() -> None:
     model = tiny_model()
     tokens = torch.randint(29, (3, 11), generator=torch.Generator().manual_seed(2))
     targets = tokens.roll(-1, 1).clone()

@@ -1,8 +1,7 @@
-"""Every parameter in one group; AdamW and Muon move as their papers say; a step that is not finite moves nothing."""
+"""Groups of parameters, clipping, AdamW's step, saved state, and that a step that is not finite changes nothing."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT, initialise
-from andrea.training.optimizer.muon import Muon, orthogonalise
+from andrea.training.optimizer.muon import orthogonalise
 from andrea.training.optimizer.optimizer import Optimizer, group_parameters
 from andrea.training.parallel.strategy import SingleProcess
 
@@ -52,7 +51,7 @@ def test_every_parameter_is_in_exactly_one_group_and_moves(name: str, kind: str)
     random_gradients(model)
     optimizer.step(1.0, torch.tensor(True))
     for name, parameter in model.named_parameters():
-        moves = name != "blocks.0.attention.value_mix"  # which mixes like with like
+        moves = name != "blocks.0.attention.value_mix"  # in the first block both values it mixes are the same
         assert torch.equal(parameter, before[name]) != moves, name
 
 
@@ -98,34 +97,7 @@ def test_adamw_moves_against_the_sign_of_a_first_gradient() -> None:
     torch.testing.assert_close(model.embedding.weight.detach(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(3, 7, 13), (2, 13, 7), (1, 11, 11)])
-def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int, int]) -> None:
-    generator = torch.Generator().manual_seed(3)
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=generator)))
-    assert values.min() > 0.3 and values.max() < 1.3
-
-
-def test_muon_points_along_the_orthogonal_factor_of_the_gradient() -> None:
-    generator = torch.Generator().manual_seed(4)
-    matrix = torch.nn.Parameter(torch.zeros(5, 17))
-    matrices = torch.nn.ParameterDict({"m": matrix})
-    muon = Muon(
-        {"m": matrix},
-        {"m": 1.0},
-        peak_rate=0.1,
-        momentum=0.0,
-        weight_decay=0.0,
-        bf16=False,
-        parallel=SingleProcess(matrices),
-    )
-    matrix.grad = torch.randn(5, 17, generator=generator)
-    u, _, v = torch.linalg.svd(matrix.grad, full_matrices=False)
-    muon.step(1.0, torch.tensor(True))
-    along = torch.nn.functional.cosine_similarity(-matrix.detach().flatten(), (u @ v).flatten(), dim=0)
-    assert along > 0.95
-
-
-def test_muon_s_step_is_the_formula_matrix_by_matrix() -> None:
+def test_muon_moves_the_matrices_at_the_configured_rates() -> None:
     """W (1 - rate decay) - rate sqrt(max(1, rows / columns)) O(momentum), of matrices of two shapes."""
     model, optimizer = make("optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null")
     config = configure(RunConfig, "train", []).optimizer
@@ -176,8 +148,3 @@ def test_foreign_state_is_refused() -> None:
     optimizer.step(1.0, torch.tensor(True))
     with pytest.raises(AssertionError, match="no parameter owns"):
         optimizer.load_state_tensors(optimizer.state_tensors() | {"ghost/step": torch.zeros(())})
-
-
-def test_the_config_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        configure(RunConfig, "train", []).optimizer.kind = "adamw"

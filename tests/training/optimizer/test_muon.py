@@ -1,0 +1,56 @@
+"""Muon: orthogonalised momentum, and its step against the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from andrea.training.optimizer.muon import Muon, orthogonalise
+from andrea.training.parallel.strategy import SingleProcess
+
+FINITE = torch.tensor(True)
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 13), (2, 13, 7), (1, 11, 11)])
+def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=generator)))
+    assert values.min() > 0.3 and values.max() < 1.3
+
+
+def make_muon(matrices: dict[str, nn.Parameter], momentum: float = 0.0, weight_decay: float = 0.0) -> Muon:
+    rate_factors = {name: 1.0 if name == "a" else 0.25 for name in matrices}
+    parallel = SingleProcess(nn.ParameterDict(matrices))
+    return Muon(matrices, rate_factors, 0.1, momentum, weight_decay, bf16=False, parallel=parallel)
+
+
+def test_it_points_along_the_orthogonal_factor_of_the_gradient() -> None:
+    generator = torch.Generator().manual_seed(4)
+    matrix = nn.Parameter(torch.zeros(5, 17))
+    muon = make_muon({"a": matrix})
+    matrix.grad = torch.randn(5, 17, generator=generator)
+    u, _, v = torch.linalg.svd(matrix.grad, full_matrices=False)
+    muon.step(1.0, FINITE)
+    along = nn.functional.cosine_similarity(-matrix.detach().flatten(), (u @ v).flatten(), dim=0)
+    assert along > 0.95
+
+
+def test_its_step_is_the_formula_matrix_by_matrix() -> None:
+    """W (1 - rate decay) - rate factor sqrt(max(1, R/C)) orthogonalise(momentum): three shapes, one of them twice."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"a": (23, 7), "b": (7, 23), "c": (13, 13), "d": (7, 23)}
+    matrices = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    muon = make_muon(matrices, momentum=0.9, weight_decay=0.3)
+    before = {name: matrix.detach().clone() for name, matrix in matrices.items()}
+    gradients = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name, matrix in matrices.items():
+        matrix.grad = gradients[name].clone()
+    muon.step(0.7, FINITE)
+    for name, matrix in matrices.items():
+        momentum = (1 - 0.9) * gradients[name]
+        nesterov = gradients[name].lerp(momentum, 0.9)
+        rate, factor, (n_row, n_column) = 0.7 * 0.1, 1.0 if name == "a" else 0.25, shapes[name]
+        size = rate * factor * max(1.0, n_row / n_column) ** 0.5
+        expected = before[name] * (1 - rate * 0.3) - size * orthogonalise(nesterov[None])[0]
+        torch.testing.assert_close(matrix.detach(), expected, atol=1e-6, rtol=1e-5)
