@@ -12,10 +12,10 @@ def prepare(words: list[str]) -> int:
     """Write the token shards of data=… with tokenizer=…, as train.py does by itself on first use."""
     from pathlib import Path
 
-    from andrea.text.corpus import prepare
+    from andrea.text.corpus import open_corpus
 
     config = configure(RunConfig, "train", words)
-    corpus = prepare(config.data, config.tokenizer, Path(config.data_dir), print)
+    corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), print)
     for source in corpus.sources:
         print(
             f"{source.name}: {len(source.train):,} training tokens, {len(source.val):,} held out ({source.val_bytes:,} bytes)"

@@ -23,7 +23,7 @@ from andrea.cli.command_line import configure
 from andrea.config import HealthConfig, RunConfig, parse
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
-from andrea.text.corpus import Corpus, prepare
+from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 from andrea.training.health.check import Evidence
@@ -182,7 +182,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = parse(HealthConfig, yaml.safe_load((ROOT / "configs/health/default.yaml").read_text(encoding="utf-8")))
     run = configure(RunConfig, "train", [f"data_dir={chosen.data_dir}"])
-    corpus = prepare(run.data, run.tokenizer, Path(run.data_dir), print)
+    corpus = open_corpus(run.data, run.tokenizer, Path(run.data_dir), print)
     held_out = corpus.sources[0].val
     text = corpus.tokenizer.decode(held_out[:])
     n_token, rows = run.train.sample_tokens, {}

@@ -20,7 +20,7 @@ from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import DataConfig, TokenizerConfig, parse
 from andrea.generation import Engine
-from andrea.text.corpus import prepare
+from andrea.text.corpus import open_corpus
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 
 WAYS = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "int8": (torch.bfloat16, True)}
@@ -38,7 +38,7 @@ def main() -> None:
     data, of_tokens = (
         parse(kind, config[key], key) for kind, key in ((DataConfig, "data"), (TokenizerConfig, "tokenizer"))
     )
-    corpus = prepare(data, of_tokens, chosen.data_dir, print)
+    corpus = open_corpus(data, of_tokens, chosen.data_dir, print)
     assert corpus.fingerprint == checkpoint.state["data"], "these are not the data that the checkpoint was trained on"
     model, lengths = load_model(checkpoint, tokenizer), torch.from_numpy(tokenizer.byte_lengths())
     rows = {}

@@ -22,7 +22,7 @@ from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT, initialise
 from andrea.model.transfer import Transfer
-from andrea.text.corpus import Corpus, prepare
+from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader, validation_batches
 from andrea.training.loss.cross_entropy import evaluate, loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
@@ -188,7 +188,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     base = configured("adamw", WIDTHS[0], True, START["adamw"])
-    study = Study(chosen.output, prepare(base.data, base.tokenizer, Path(chosen.data_dir), print))
+    study = Study(chosen.output, open_corpus(base.data, base.tokenizer, Path(chosen.data_dir), print))
     sweeps = {
         (optimizer, transfer, width): study.sweep(optimizer, transfer, width)
         for optimizer, width, transfer in itertools.product(chosen.optimizer, WIDTHS, (True, False))

@@ -58,7 +58,7 @@ from andrea.generation.session import describe, read_prompt
 from andrea.insight.compare.compare import run_words
 from andrea.insight.dashboard import option_words
 from andrea.model.gpt import GPT, initialise
-from andrea.text.corpus import prepare
+from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
 from andrea.text.shards import MAGIC, ShardWriter
 from andrea.text.tokenizer import (
@@ -510,7 +510,7 @@ def make_shards(folder: Path) -> Survive:
     good = {"text": data_config("text", text), "shards": data_config("shards", own)}
     contents: dict[str, tuple[Path, dict[str, bytes]]] = {}
     for kind, data in good.items():
-        made = prepare(data, byte, folder / "data", str).sources[0].folder
+        made = open_corpus(data, byte, folder / "data", str).sources[0].folder
         contents[kind] = made, {path.name: path.read_bytes() for path in made.iterdir()}
 
     def survive(tried: tuple) -> None:
@@ -539,7 +539,7 @@ def make_shards(folder: Path) -> Survive:
         read_everything(good[kind], folder / "data")
 
     def read_everything(data: DataConfig, data_dir: Path) -> None:
-        corpus = prepare(data, byte, data_dir, str)
+        corpus = open_corpus(data, byte, data_dir, str)
         for source in corpus.sources:
             assert all(
                 int(stream[:].max(initial=0)) < corpus.tokenizer.n_vocab for stream in (source.train, source.val)

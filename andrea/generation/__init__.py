@@ -1,4 +1,4 @@
-"""Text from a trained model: choosing tokens (sampling), running the model (engine), the `sample.py` command (session)."""
+"""Text from a trained model: choosing tokens (sampling), running the model (engine), `sample.py` (session)."""
 
 from andrea.generation.engine import Engine, GeneratedToken, Request, next_logits_uncached, window_start
 from andrea.generation.sampling import Sampling, choose_tokens

@@ -1,13 +1,13 @@
-"""Text generation: read the prompt (prefill), write one token after another (decode), stream the text; several texts at once.
+"""Several texts at once: read the prompts (prefill), write them token after token (decode), stream them as text.
 
 B texts, N tokens so far, T = sequence_length, V vocabulary, G tokens of lookahead.
 
-The window. The model sees at most T tokens. When it has seen T and needs one more, the first half of them is dropped and
-the rest is read again from position 0. Positions therefore stay below T, and a window is read again once in about T / 2
-tokens. `window_start` states the rule as a pure function; the uncached twin uses the same one.
+The window. The model sees at most T tokens. When it has seen T and needs one more, the first half of them is dropped
+and the rest is read again from position 0. Positions therefore stay below T, and a window is read again after every
+T / 2 tokens or so. `window_start` states the rule as a pure function; the uncached twin uses the same one.
 
-Randomness. Token n of text i is chosen by the n-th random number of its own generator, whatever else is computed with it.
-So a text of a batch, with lookahead or without, equals the text that would be written alone.
+Randomness. Token n of text i is chosen by the n-th random number of its own generator, whatever else is computed with
+it. So each text of a batch, with lookahead or without, equals the text that would be written alone.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class GrowingText:
 class Engine:
     """Writes text with a model.
 
-    dtype: None writes with the model itself, which may be in training. Otherwise its weights are converted once, into a copy
-    that is laid out for decoding where the device has such a layout.
+    dtype: None writes with the model itself, which may be in training. Otherwise its weights are converted once, into a
+    copy that is laid out for decoding where the device has such a layout.
     int8: the copy's matrices are in 8 bits; the embedding and every activation are in `dtype`.
-    compiled: the decoding step runs through torch.compile: slower to start, faster afterwards on a card. On a card the step is
-    recorded as a CUDA graph, compiled or not.
+    compiled: the decoding step runs through torch.compile: slower to start, faster afterwards on a card. On a card the
+    step is recorded as a CUDA graph, compiled or not.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Engine:
         return texts
 
     def stream(self, prompt: list[int], request: Request) -> Iterator[GeneratedToken]:
-        """Continue the prompt's tokens (at least one) `num_samples` times; yields each token as soon as it is chosen."""
+        """Continue the prompt, at least one token, `num_samples` times; yields each token as soon as it is chosen."""
         return self.stream_all([prompt] * request.num_samples, request)
 
     def stream_all(self, prompts: list[list[int]], request: Request) -> Iterator[GeneratedToken]:
@@ -253,10 +253,10 @@ class Window:
     def next_logits(
         self, texts: list[list[int]], lookaheads: list[list[int]] | None = None
     ) -> tuple[Tensor, list[list[int]]]:
-        """logits (B, 1 + G, V): of the token after each text, and after each token of its lookahead; and the lookaheads.
+        """logits (B, 1 + G, V) after each text and after each token of its lookahead; and the lookaheads.
 
-        Lookaheads come back shortened to what the window has places for; the longest has G tokens. Each text is the one of
-        the last call and at least one token more, or the same where the text has ended.
+        Lookaheads come back shortened to what the window has places for; the longest has G tokens. Each text is the one
+        of the last call and at least one token more, or the same where the text has ended.
         """
         n_text, n_window = len(texts), self.model.config.sequence_length
         if n_text > 1 and not any(self.read) and len(texts[0]) <= n_window and all(text == texts[0] for text in texts):
@@ -292,7 +292,7 @@ class Window:
             self.read[index] = min(self.read[index], len(text) - 1)
 
     def read_once(self, prompt: list[int]) -> Tensor:
-        """Read a prompt that all texts share for the first of them, and copy its part of the cache; logits (1, 1, V)."""
+        """logits (1, 1, V) after a prompt that all texts share: read for the first of them, its cache copied to all."""
         logits = step(self.model, torch.tensor([prompt], device=self.device), self.cache.of_sequence(0))
         self.cache.copy_sequence(0, len(prompt))
         self.read = [len(prompt)] * len(self.read)

@@ -32,7 +32,7 @@ def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: 
     logits = penalise_repetition(logits.float(), history, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    # Shifted so that division by a tiny temperature cannot overflow to inf - inf; in fp64, where such a temperature is not 0.
+    # Shifted, so that division by a tiny temperature cannot give inf - inf; in fp64, where such a temperature is not 0.
     logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / sampling.temperature
     logits = keep_top_k(logits, sampling.top_k)
     logits = keep_top_p(logits, sampling.top_p)
@@ -41,8 +41,8 @@ def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: 
 
 
 def penalise_repetition(logits: Tensor, history: Tensor, penalty: float) -> Tensor:
-    """Make the tokens of history (B, N) less likely: divide their positive logits and multiply their negative ones by the
-    penalty (Keskar et al. 2019, arXiv 1909.05858, section 4.1; the rule for the sign is Hugging Face transformers').
+    """Make the tokens of history (B, N) less likely: divide their positive logits and multiply their negative ones by
+    the penalty (Keskar et al. 2019, arXiv 1909.05858, section 4.1; signs as in Hugging Face transformers).
     """
     if penalty == 1.0 or history.shape[1] == 0:
         return logits
@@ -73,7 +73,7 @@ def keep_top_p(logits: Tensor, top_p: float | None) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, min_p: float | None) -> Tensor:
-    """Keep the tokens that are at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
+    """Keep tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
     if not min_p:
         return logits
     probability = logits.softmax(dim=-1)

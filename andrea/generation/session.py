@@ -98,8 +98,8 @@ def read_prompts(file: str, max_new_tokens: int) -> list[str]:
         raise UserError(f"prompts={file}: the file has no prompt in it; write one on each line")
     if len(prompts) * max_new_tokens > MOST_SAMPLED_TOKENS:
         raise UserError(
-            f"prompts={file} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens={max_new_tokens} is more "
-            f"than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
+            f"prompts={file} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens={max_new_tokens} is "
+            f"more than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
         )
     return prompts
 

@@ -1,8 +1,8 @@
 """Speculative decoding by prompt lookup: text repeats itself, and checking a token is cheaper than generating it.
 
-When the last few tokens stood in the text before, the tokens that followed them are likely to follow again (Saxena 2023,
-"Prompt Lookup Decoding"). The engine reads these tokens, the lookahead, in one pass of the model, and keeps them as far as
-the model chooses the same ones.
+When the last few tokens stood in the text before, the tokens that followed them are likely to follow again (Saxena
+2023, "Prompt Lookup Decoding"). The engine reads these tokens, the lookahead, in one pass of the model, and keeps them
+as far as the model chooses the same ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PromptLookup:
         self.tokens.append(token)
 
     def lookahead(self, most: int) -> list[int]:
-        """The `most` tokens that followed the last occurrence of the longest run that ends the text; [] if none occurred.
+        """The `most` tokens that followed the longest run at the text's end when it occurred last; [] if none did.
 
         Where they reach the end of the text, the lookahead itself continues it.
         """

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class TextStream:
     """One sample's text. `push` returns the text that can be shown; `stopped` becomes true at a stop string.
 
-    A token may end inside a character: its bytes wait for the rest of it. Text that may be the beginning of a stop string
-    waits as well. Invalid UTF-8 becomes U+FFFD.
+    A token may end inside a character: its bytes wait for the rest of it. Text that may be the beginning of a stop
+    string waits as well. Invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:

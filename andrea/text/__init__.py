@@ -1,1 +1,1 @@
-"""From words to batches: sources (corpus), tokens (tokenizer), files of tokens (shards, prepare), batches (loader)."""
+"""Text to batches: sources (and download), tokenizer, prepare, shards, corpus, loader, in this order."""

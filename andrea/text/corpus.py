@@ -1,10 +1,10 @@
-"""The prepared folder: a source's tokens as shards, made once, found again by what they were made from.
+"""The corpus of a run: prepared folders of token shards, found again by a hash of what they were made from.
 
     data_dir/pystdlib-bpe-4096-1a2b3c4d/   train-000000.bin … val-000000.bin, tokenizer.json (and .tiktoken), meta.json,
-                                           verified.json (can be deleted: the shards are read and compared again)
+                                           verified.json (may be deleted: the shards are then read and verified again)
 
-The last part of the name is a hash of the files' names, sizes and times and of the tokenizer's settings, so a start
-with prepared data costs a walk of the folders. What is not there, `andrea.text.prepare` makes.
+The hash in the name is of the files' names, sizes and times and of the tokenizer's settings. A start with prepared data
+therefore only walks the source's folders. `andrea.text.prepare` makes a folder that does not exist.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from typing import Any
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
 from andrea.runtime.files import replace_text
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
-from andrea.text.prepare import FORMAT_VERSION, SPLITS, Job, fingerprint_of, locked, make, writing
+from andrea.text.prepare import (
+    FORMAT_VERSION,
+    SPLITS,
+    SourceFolder,
+    data_dir_errors,
+    data_dir_lock,
+    fingerprint_of,
+    prepare,
+)
 from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
 from andrea.text.sources import Report, Source
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer
 
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
-VERIFIED = "verified.json"  # sizes and times of the shards that were read and found to be what meta.json says
+VERIFIED = "verified.json"  # shard -> its size and times when its content was last found to agree with meta.json
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class PreparedSource:
     weight: float | None  # share of the samples; None: by size
     train: TokenStream
     val: TokenStream
-    train_bytes: int
+    train_bytes: int  # of text
     val_bytes: int
     folder: Path
 
@@ -47,138 +55,143 @@ class Corpus:
     fingerprint: str  # sha256 of tokenizer, tokens and weights: equal data, equal fingerprint, on any machine
 
 
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, report: Report) -> Corpus:
-    """The corpus that `data` names in tokens of `tokenizer`: found in `data_dir`, or made there.
+def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, report: Report) -> Corpus:
+    """The corpus that `data` names in tokens of `tokenizer`, from `data_dir`; prepared first where it is not there.
 
-    Raises UserError for what the user can mend: a path, a file that is no text or no whole shard, a missing network.
+    Raises UserError for what the user can mend: a path, a file that is no text or not a whole shard, a missing network.
     """
     data_dir = data_dir.expanduser()
     configs = data.sources if data.kind == "mixture" else {data.kind: SourceConfig(data.kind, data.path)}
     keys = {name: f"data.sources.{name}" if data.kind == "mixture" else "data" for name in configs}
-    sources = [open_source(name, config, keys[name], data_dir, report) for name, config in configs.items()]
+    sources = [find_source(name, config, keys[name], data_dir, report) for name, config in configs.items()]
     check_weights(configs)
-    given = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
-    made_from = describe_tokenizer(tokenizer, given, sources)
-    jobs = [
-        Job(source, config.weight, folder_of(source, tokenizer, made_from, data_dir))
+    existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
+    origin = tokenizer_origin(tokenizer, existing, sources)
+    folders = [
+        SourceFolder(source, config.weight, folder_of(source, tokenizer, origin, data_dir))
         for source, config in zip(sources, configs.values(), strict=True)
     ]
-    if not all(job.folder.exists() for job in jobs):
-        make(jobs, tokenizer, given, data_dir, report)
-    return open_corpus(jobs)
+    if not all(folder.path.exists() for folder in folders):
+        prepare(folders, tokenizer, existing, data_dir, report)
+    return read_corpus(folders)
 
 
-# --------------------------------------------------------------------------------------------- what is to be made
+# ------------------------------------------------------------------------------------------- which folders it needs
 
 
-def open_source(name: str, config: SourceConfig, key: str, data_dir: Path, report: Report) -> Source | ShardSource:
+def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, report: Report) -> Source | ShardSource:
     path = Path(config.path).expanduser() if config.path else None
     if config.kind in ("pystdlib", "text"):
         return Source(name, config.kind, path, f"{key}.path")
     if config.kind in ("shakespeare", "fineweb_edu") and path is None:
         path = downloaded(config.kind, data_dir, report)
-    assert path is not None, "config.py asks for a path"
+    assert path is not None, "the configuration's checks demand a path"
     if config.kind == "shakespeare":
         return Source(name, "text", path, f"{key}.path")
     return find_shards(name, path, f"{key}.path")
 
 
 def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
-    """The file or folder that a published source is kept in, fetched where it is not there."""
+    """The file or folder of a published source, downloaded where it is not there."""
     remotes = SHAKESPEARE if kind == "shakespeare" else FINEWEB_EDU
     folder = data_dir / "downloads" / kind
     if not all((folder / remote.name).exists() for remote in remotes):
-        with writing(data_dir), locked(data_dir, report):
+        with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
             for remote in remotes:
                 fetch(remote, folder, report)
     return folder / remotes[0].name if len(remotes) == 1 else folder
 
 
 def check_weights(configs: dict[str, SourceConfig]) -> None:
+    """Raises UserError where the given weights leave nothing to the sources without one."""
     given = [config.weight for config in configs.values() if config.weight is not None]
     unset = [name for name, config in configs.items() if config.weight is None]
     if given and unset and sum(given) >= 1:
         raise UserError(
-            f"data.sources.{unset[0]}.weight is missing: the other weights sum to {sum(given):g} and leave it nothing; "
-            f"set it, or lower the others below 1"
+            f"data.sources.{unset[0]}.weight is missing, and the other weights already sum to {sum(given):g}; set it, "
+            f"or lower the others to a sum below 1"
         )
 
 
-def describe_tokenizer(
-    config: TokenizerConfig, given: Tokenizer | None, sources: list[Source | ShardSource]
+def tokenizer_origin(
+    config: TokenizerConfig, existing: Tokenizer | None, sources: list[Source | ShardSource]
 ) -> list[Any]:
-    """What the tokenizer is made from, for the folder's name."""
-    if given is not None:
-        return [given.identity]
+    """The tokenizer's part of the hash that names a prepared folder: its identity, or what it is trained on.
+
+    Raises UserError where it would be trained on shards, which hold no text.
+    """
+    if existing is not None:
+        return [existing.identity]
     if config.kind == "gpt2":
         return ["gpt2"]
-    foreign = [source for source in sources if isinstance(source, ShardSource)]
-    if foreign:
+    shards = [source for source in sources if isinstance(source, ShardSource)]
+    if shards:
         raise UserError(
-            f"tokenizer=bpe would be trained anew, but {foreign[0].key}={foreign[0].root} holds tokens already; "
+            f"tokenizer=bpe trains a vocabulary on text, but {shards[0].key}={shards[0].root} holds tokens already; "
             f"choose the tokenizer they were made with: tokenizer=gpt2, or tokenizer.path=…"
         )
     return [config.kind, config.vocab_size, [source.listing for source in sources]]
 
 
-def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, made_from: list[Any], data_dir: Path) -> Path:
+def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: list[Any], data_dir: Path) -> Path:
+    """The path of the prepared folder of `source`. A change to the hashed list would make everyone prepare again."""
     kind = source.kind if isinstance(source, Source) else "shards"
-    content = json.dumps([FORMAT_VERSION, kind, source.listing, made_from])
+    content = json.dumps([FORMAT_VERSION, kind, source.listing, origin])
     hashed = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     size = f"-{tokenizer.vocab_size}" if tokenizer.kind == "bpe" and tokenizer.vocab_size else ""
     return data_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{tokenizer.kind}{size}-{hashed}"
 
 
-# ------------------------------------------------------------------------------------------------------ opening it
+# ---------------------------------------------------------------------------------------------- reading the folders
 
 
-def open_corpus(jobs: list[Job]) -> Corpus:
+def read_corpus(folders: list[SourceFolder]) -> Corpus:
     sources, fingerprints = [], []
-    tokenizer = load_tokenizer(jobs[0].folder)
-    for job in jobs:
-        source, fingerprint = open_prepared(job, tokenizer)
+    tokenizer = load_tokenizer(folders[0].path)
+    for folder in folders:
+        source, fingerprint = read_folder(folder, tokenizer)
         sources.append(source)
         fingerprints.append([source.name, source.weight, fingerprint])
     content = json.dumps([tokenizer.identity, fingerprints])
     return Corpus(tokenizer, tuple(sources), hashlib.sha256(content.encode()).hexdigest())
 
 
-def open_prepared(job: Job, tokenizer: Tokenizer) -> tuple[PreparedSource, str]:
-    """A prepared folder and its fingerprint. Raises UserError where it is not whole, or not of this tokenizer."""
-    remedy = "delete the folder to prepare it again"
+def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSource, str]:
+    """A prepared source and its fingerprint. Raises UserError where the folder is damaged, or of another tokenizer."""
+    path, remedy = folder.path, "delete the folder to prepare it again"
     try:
-        meta = json.loads((job.folder / "meta.json").read_bytes())
+        meta = json.loads((path / "meta.json").read_bytes())
         splits, identity = meta["splits"], meta["tokenizer"]
         digests = {split: {str(s["file"]): str(s["sha256"]) for s in splits[split]["shards"]} for split in SPLITS}
         sizes = {split: splits[split]["bytes"] for split in SPLITS}
         fingerprint = fingerprint_of(identity, meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{job.folder} is damaged (meta.json: {error}); {remedy}") from error
+        raise UserError(f"{path} is damaged (meta.json: {error}); {remedy}") from error
     if identity != tokenizer.identity:
-        raise UserError(f"{job.folder} was made with {identity}, not {tokenizer.identity}; {remedy}")
-    named = [name for split in SPLITS for name in digests[split]]
-    if fingerprint != meta.get("fingerprint") or not all(SHARD_NAME.fullmatch(name) for name in named):
-        raise UserError(f"{job.folder} is damaged (meta.json is not as it was written); {remedy}")
+        raise UserError(f"{path} was made with {identity}, not {tokenizer.identity}; {remedy}")
+    names = [name for split in SPLITS for name in digests[split]]
+    if fingerprint != meta.get("fingerprint") or not all(SHARD_NAME.fullmatch(name) for name in names):
+        raise UserError(f"{path} is damaged (meta.json is not as it was written); {remedy}")
     if not all(type(size) is int and size >= 0 for size in sizes.values()):
-        raise UserError(f"{job.folder} is damaged (meta.json: bytes of text {sizes}); {remedy}")
-    if isinstance(job.source, Source):
-        verify(job.folder, digests["train"] | digests["val"], tokenizer.n_vocab)
-        train, val = (TokenStream.open([job.folder / name for name in digests[split]]) for split in SPLITS)
+        raise UserError(f"{path} is damaged (meta.json: bytes of text {sizes}); {remedy}")
+    if isinstance(folder.source, Source):
+        verify(path, digests["train"] | digests["val"], tokenizer.n_vocab)
+        train, val = (TokenStream.open([path / name for name in digests[split]]) for split in SPLITS)
     else:
-        train, val = split_shards(job.source)
+        train, val = split_shards(folder.source)
     if min(len(train), len(val)) < 2:
-        raise UserError(f"{job.folder} is damaged: too few tokens to train and to validate on; {remedy}")
-    source = PreparedSource(job.source.name, job.weight, train, val, sizes["train"], sizes["val"], job.folder)
+        raise UserError(f"{path} is damaged: too few tokens to train and to validate on; {remedy}")
+    source = PreparedSource(folder.source.name, folder.weight, train, val, sizes["train"], sizes["val"], path)
     return source, fingerprint
 
 
 def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
-    """Read the shards that are not as they were when they were last read, and compare. Raises UserError."""
-    noted = folder / VERIFIED
+    """Read the shards that have changed since they were last verified, and compare their sha256. Raises UserError."""
+    verified_file = folder / VERIFIED
     try:
-        known = json.loads(noted.read_bytes())
+        known = json.loads(verified_file.read_bytes())
     except (OSError, ValueError, RecursionError):
-        known = None  # none yet, or half of one
+        known = None  # there is none yet, or only a part of one
     known = known if isinstance(known, dict) else {}
     stamps = {}
     for name, digest in digests.items():
@@ -186,11 +199,11 @@ def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
         stamps[name] = stamp_of(path)
         if known.get(name) != stamps[name] and digest_of(path, n_vocab) != digest:
             raise UserError(
-                f"{path} was changed: its sha256 is not the one written; delete {folder} to prepare it again"
+                f"{path} was changed: its sha256 is not the one in meta.json; delete {folder} to prepare it again"
             )
     if stamps != known:
-        with contextlib.suppress(OSError):  # where it cannot be noted they are read again the next time
-            replace_text(noted, json.dumps(stamps, indent=1))
+        with contextlib.suppress(OSError):  # a folder that cannot be written to is verified at each start
+            replace_text(verified_file, json.dumps(stamps, indent=1))
 
 
 def stamp_of(path: Path) -> list[int]:

@@ -1,4 +1,9 @@
-"""Files from the network: resumable, checked against a sha256, whole or not there."""
+"""Files from the network: a broken download is continued, the content is checked by sha256, and only a whole file is
+placed.
+
+Done by hand because no common library does all three: pooch does not continue a broken download, and huggingface_hub
+does not compare the content of a file that it downloaded with its sha256.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from andrea.config import UserError
 from andrea.runtime.files import file_sha256
 
 BLOCK_BYTES = 1 << 20
+REPORT_BYTES = 20e6
 TIMEOUT_SECONDS = 30
 
 
@@ -22,7 +28,7 @@ TIMEOUT_SECONDS = 30
 class Remote:
     name: str  # of the file
     address: str
-    sha256: str | None  # None: the one the server tells (X-Linked-ETag of a large file)
+    sha256: str | None  # None: the server announces it (header X-Linked-ETag, for Hugging Face's large files)
 
 
 SHAKESPEARE = (
@@ -44,73 +50,80 @@ FINEWEB_EDU = tuple(
 
 
 class RememberChecksum(urllib.request.HTTPRedirectHandler):
-    """Large files come from another host; the sha256 stands in the answer that sends us there."""
+    """Keeps the sha256 of a redirect's headers: Hugging Face sends large files from another host, without it."""
 
     def __init__(self) -> None:
         self.sha256: str | None = None
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):  # noqa: ANN001, ANN201 (urllib's signature)
-        self.sha256 = told_checksum(headers) or self.sha256
+        self.sha256 = announced_checksum(headers) or self.sha256
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def told_checksum(headers: http.client.HTTPMessage) -> str | None:
+def announced_checksum(headers: http.client.HTTPMessage) -> str | None:
     tag = (headers.get("X-Linked-ETag") or "").strip('W/"')
     return tag if re.fullmatch(r"[0-9a-f]{64}", tag) else None
 
 
 def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
-    """`remote` as a file in `folder`, downloaded where it is not there; a broken download is gone on with.
+    """`remote` as a file in `folder`, downloaded where it is not there; the rest of it, where a download broke off.
 
-    Raises UserError: no network, or a content whose sha256 is not the expected one.
+    Raises UserError: the network fails, the sha256 is not the expected one, or `folder` cannot be written.
     """
-    path, beside = folder / remote.name, folder / f"{remote.name}.part"
+    path, partial = folder / remote.name, folder / f"{remote.name}.part"
     if path.exists():
         return path
     by_hand = f"download {remote.address} elsewhere and put it at {path}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        expected = receive(remote, beside, report)
+        expected = receive(remote, partial, report)
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise UserError(f"{remote.name} cannot be downloaded ({reason}); {by_hand}, or run again to go on") from error
-    except OSError as error:
-        raise UserError(f"data_dir: {beside} cannot be written ({error.strerror}); set data_dir=…") from error
-    found = file_sha256(beside)
-    if expected is not None and found != expected:
-        beside.unlink()
         raise UserError(
-            f"{remote.name} was damaged on the way: sha256 {found[:12]}…, not {expected[:12]}…; run again or {by_hand}"
+            f"{remote.name} cannot be downloaded ({reason}); run again to continue the download, or {by_hand}"
+        ) from error
+    except OSError as error:
+        raise UserError(f"data_dir: {partial} cannot be written ({error.strerror}); set data_dir=…") from error
+    found = file_sha256(partial)
+    if expected is not None and found != expected:
+        partial.unlink()
+        raise UserError(
+            f"{remote.name} was damaged during the download: its sha256 is {found[:12]}…, not {expected[:12]}…; run "
+            f"again, or {by_hand}"
         )
-    os.replace(beside, path)
+    os.replace(partial, path)
     return path
 
 
-def receive(remote: Remote, beside: Path, report: Callable[[str], None]) -> str | None:
-    """Append what is missing to `beside`; returns the sha256 that the whole file should have."""
-    have = beside.stat().st_size if beside.exists() else 0
+def receive(remote: Remote, partial: Path, report: Callable[[str], None]) -> str | None:
+    """Append the missing bytes to `partial`; returns the sha256 that the whole file must have, None if unknown."""
+    n_byte = partial.stat().st_size if partial.exists() else 0
     checksum = RememberChecksum()
     opener = urllib.request.build_opener(checksum)
-    headers = {"User-Agent": "andrea", "Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    headers = {"User-Agent": "andrea", "Accept-Encoding": "identity"}
+    if n_byte:
+        headers["Range"] = f"bytes={n_byte}-"
     try:
         answer = opener.open(urllib.request.Request(remote.address, headers=headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # nothing is missing: the last run ended before the check
-            return remote.sha256 or checksum.sha256 or told_checksum(error.headers)
+        if error.code == 416 and n_byte:  # no byte is missing: the last run ended before the check
+            return remote.sha256 or checksum.sha256 or announced_checksum(error.headers)
         raise
-    with answer, open(beside, "ab" if answer.status == 206 else "wb") as file:
-        have = have if answer.status == 206 else 0
-        total = have + int(answer.headers.get("Content-Length") or 0)
-        report(f"downloading {remote.name}: {total / 1e6:.1f} MB" + (f", {have / 1e6:.1f} MB are here" if have else ""))
-        told = have
+    is_continued = answer.status == 206
+    with answer, open(partial, "ab" if is_continued else "wb") as file:
+        n_byte = n_byte if is_continued else 0
+        total = n_byte + int(answer.headers.get("Content-Length") or 0)
+        already = f", of which {n_byte / 1e6:.1f} MB are here already" if n_byte else ""
+        report(f"downloading {remote.name}: {total / 1e6:.1f} MB{already}")
+        reported = n_byte
         while block := answer.read(BLOCK_BYTES):
             file.write(block)
-            have += len(block)
-            if have - told >= 20e6:
-                told = have
-                report(f"downloaded {have / 1e6:.0f} of {total / 1e6:.0f} MB of {remote.name}")
+            n_byte += len(block)
+            if n_byte - reported >= REPORT_BYTES:
+                reported = n_byte
+                report(f"downloaded {n_byte / 1e6:.0f} of {total / 1e6:.0f} MB of {remote.name}")
         file.flush()
         os.fsync(file.fileno())
-    if have < total:
-        raise http.client.IncompleteRead(b"", total - have)
-    return remote.sha256 or checksum.sha256 or told_checksum(answer.headers)
+    if n_byte < total:
+        raise http.client.IncompleteRead(b"", total - n_byte)
+    return remote.sha256 or checksum.sha256 or announced_checksum(answer.headers)

@@ -1,7 +1,7 @@
-"""Batches as a pure function of (seed, global sample index): resume state is one integer, ranks need no talk.
+"""Batches as a pure function of (seed, global sample index): one integer resumes a run, and ranks need not communicate.
 
-T sequence_length. A stream of N tokens is cut into ceil((N-1)/T) windows of T tokens and the T that follow each;
-an epoch is every window of every source once, in an order drawn anew for each epoch.
+T = sequence_length. A stream of N tokens is cut into ceil((N-1)/T) windows: T tokens each, and their targets, which are
+one token further. An epoch is every window of every source once, in an order of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from andrea.text.shards import TokenStream
 
-IGNORED_TARGET = (
-    -100
-)  # no prediction here: padding after a stream's end (torch.nn.functional.cross_entropy's ignore_index)
-BLOCK = 1024  # samples over which a weighted mixture keeps its shares exactly (to 1/BLOCK)
-ROUNDS = 8
+IGNORED_TARGET = -100  # of padding after a stream's end, which is not predicted: torch's usual ignore_index
+BLOCK = 1024  # samples in which a weighted mixture has exactly its shares, rounded to 1/BLOCK
+ROUNDS = 8  # of the Feistel network
 
 
 class TrainingSource(Protocol):
@@ -33,17 +31,18 @@ class TrainingSource(Protocol):
 
 
 class Loader:
-    """Training batches from one source or a mixture.
+    """Training batches from one source or a mixture. It keeps no position: one loader can serve any number of readers.
 
-    Without weights all windows of all sources make one epoch. With weights each block of samples holds each source
-    in its share, and each source has its own epochs; a weight of None then means: by size, of what the others leave.
+    Without weights, an epoch is all windows of all sources. With weights, each block of samples has the sources in
+    their shares, and each source has epochs of its own; a source whose weight is None then shares, by size, what the
+    others leave.
     """
 
     def __init__(self, sources: Sequence[TrainingSource], sequence_length: int, seed: int) -> None:
         self.streams = [source.train for source in sources]
         self.sequence_length, self.seed = sequence_length, seed
         self.windows = np.array([count_windows(stream, sequence_length) for stream in self.streams])
-        assert self.windows.all(), "prepare leaves every source at least one window"
+        assert self.windows.all(), "a prepared source has at least one window"
         self.tokens_per_epoch = sum(len(stream) - 1 for stream in self.streams)
         weighted = len(sources) > 1 and any(source.weight is not None for source in sources)
         self.slots = slots_of(shares([source.weight for source in sources], self.windows)) if weighted else None
@@ -51,17 +50,17 @@ class Loader:
     def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
         """Samples first_sample … first_sample + count - 1: tokens and targets, (count, T) int64 each."""
         if not count:
-            nothing = torch.empty(0, self.sequence_length, dtype=torch.int64)
-            return nothing, nothing.clone()
+            empty = torch.empty(0, self.sequence_length, dtype=torch.int64)
+            return empty, empty.clone()
         samples = np.arange(first_sample, first_sample + count)
-        which, window = self.place(samples)
+        which, window = self.locate(samples)
         rows = [read_window(self.streams[s], w, self.sequence_length) for s, w in zip(which, window, strict=True)]
         tokens, targets = (np.stack(column) for column in zip(*rows, strict=True))
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def count_targets(self, first_sample: int, count: int) -> int:
-        """Targets in samples first_sample … first_sample + count - 1, without reading them."""
-        which, window = self.place(np.arange(first_sample, first_sample + count))
+        """The number of targets in samples first_sample … first_sample + count - 1, found without reading them."""
+        which, window = self.locate(np.arange(first_sample, first_sample + count))
         lengths = np.array([len(stream) for stream in self.streams])
         return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())
 
@@ -71,14 +70,14 @@ class Loader:
             return self.windows / self.windows.sum()
         return np.bincount(self.slots, minlength=len(self.windows)) / BLOCK
 
-    def place(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(count,) global sample indices -> (count,) source and (count,) window within it."""
         if self.slots is None:
             ends = np.cumsum(self.windows)
             window = self.shuffled(samples, int(ends[-1]), "all")
             which = np.searchsorted(ends, window, side="right")
             return which, window - (ends - self.windows)[which]
-        which, nth = self.deal(samples)
+        which, nth = self.interleave(samples)
         window = np.empty_like(nth)
         for source in np.unique(which):
             here = which == source
@@ -86,7 +85,7 @@ class Loader:
         return which, window
 
     def shuffled(self, samples: np.ndarray, size: int, purpose: str) -> np.ndarray:
-        """The window at each sample: every epoch of `size` samples is a permutation of the windows."""
+        """The window of each sample: each epoch of `size` samples is a permutation of all `size` windows."""
         window = np.empty_like(samples)
         epochs = samples // size
         for epoch in np.unique(epochs):
@@ -94,8 +93,8 @@ class Loader:
             window[here] = permute(samples[here] % size, size, f"{self.seed} {purpose} epoch {epoch}")
         return window
 
-    def deal(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(count,) source of each sample, and how many samples of that source came before it."""
+    def interleave(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(count,) the source of each sample, and (count,) the number of samples of that source before it."""
         which, nth = np.empty_like(samples), np.empty_like(samples)
         blocks = samples // BLOCK
         quota = np.bincount(self.slots, minlength=len(self.streams))
@@ -113,16 +112,16 @@ class Loader:
 
 
 def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
-    """(sources,) shares that sum to 1; None: by size, of what the given weights leave of 1."""
-    given = np.array([weight or 0.0 for weight in weights], dtype=np.float64)
-    open_ = np.array([weight is None for weight in weights])
-    if open_.any():
-        given[open_] = max(0.0, 1.0 - given.sum()) * sizes[open_] / sizes[open_].sum()
-    return given / given.sum()
+    """(sources,) shares that sum to 1. Sources without a weight share, by size, what the given weights leave of 1."""
+    share = np.array([weight or 0.0 for weight in weights], dtype=np.float64)
+    unset = np.array([weight is None for weight in weights])
+    if unset.any():
+        share[unset] = max(0.0, 1.0 - share.sum()) * sizes[unset] / sizes[unset].sum()
+    return share / share.sum()
 
 
 def slots_of(share: np.ndarray) -> np.ndarray:
-    """(BLOCK,) source of each slot before shuffling: largest remainders, and at least one slot a source."""
+    """(BLOCK,) a block's sources before shuffling: each in its share, by largest remainders, and at least once."""
     exact = share * BLOCK
     quota = np.floor(exact).astype(np.int64)
     quota[np.argsort(quota - exact, kind="stable")[: BLOCK - quota.sum()]] += 1
@@ -133,10 +132,11 @@ def slots_of(share: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: str) -> np.ndarray:
-    """A keyed permutation of 0 … size-1 applied to `index`, holding nothing in memory.
+    """A keyed permutation of 0 … size-1, applied to `index`; it needs no table.
 
-    A balanced Feistel network (Luby and Rackoff 1988) on the next even number of bits; what falls beyond `size` walks
-    on along its cycle (Black and Rogaway 2002). Plain uint64 arithmetic: the same on every machine and version.
+    A balanced Feistel network (Luby and Rackoff 1988) on the next even number of bits, applied again wherever its
+    result is not below `size` (cycle walking: Black and Rogaway 2002). The arithmetic is uint64, so that every machine
+    and version gives the same order.
     """
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -167,7 +167,7 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
 
 
 def read_window(stream: TokenStream, window: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Window number `window`: tokens (T,) and targets (T,) int64; beyond the end tokens are 0 and targets IGNORED_TARGET."""
+    """Window number `window`: tokens (T,) and targets (T,) int64; after the stream's end 0 and IGNORED_TARGET."""
     start = int(window) * sequence_length
     read = stream[start : start + sequence_length + 1]
     tokens, targets = np.zeros(sequence_length, np.int64), np.full(sequence_length, IGNORED_TARGET, np.int64)
@@ -183,9 +183,10 @@ def validation_batches(
     part: int = 0,
     parts: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Disjoint windows in order, (batch, T); each token after the first a target once; missing rows are IGNORED_TARGET.
+    """Tokens and targets (batch, T) of all windows in order, so that each token but the first is a target once.
 
-    most_tokens: no more windows than hold so many. part: every `parts`-th batch, of as many as any other part has.
+    Where windows run out, the targets of a row are IGNORED_TARGET. most_tokens: only as many windows as hold so many
+    tokens. part: every `parts`-th batch, from number `part` on; all parts have equally many batches.
     """
     windows = count_windows(stream, sequence_length)
     if most_tokens is not None:

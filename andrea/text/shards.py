@@ -1,4 +1,4 @@
-"""Files of tokens as in llm.c: 256 int32 (magic, version, count, zeros), then `count` uint16, little-endian."""
+"""Token shards, in llm.c's layout: 256 int32 (magic, version, count, zeros), then `count` uint16, little-endian."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from andrea.config import UserError
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
-READ_TOKENS = 1 << 24  # at a time
+READ_TOKENS = 1 << 24  # read at a time
 
 
 class ShardWriter:
-    """Appends tokens to one file; the header gets its count on `close`, which also flushes to the disk."""
+    """Appends tokens to one file. `close` writes their count into the header and flushes the file to the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.count, self.digest = path, 0, hashlib.sha256()
@@ -34,7 +34,7 @@ class ShardWriter:
         self.count += len(tokens)
 
     def close(self) -> tuple[int, str]:
-        """(tokens written, sha256 of the tokens)."""
+        """The number of tokens written, and their sha256."""
         header = np.zeros(256, dtype="<i4")
         header[:3] = MAGIC, VERSION, self.count
         self.file.seek(0)
@@ -46,7 +46,7 @@ class ShardWriter:
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """(count,) uint16, memory-mapped. Raises UserError naming the file where it is not a whole shard."""
+    """(count,) uint16, memory-mapped. Raises UserError, which names the file, where it is not a whole shard."""
     remedy = "copy it again, or delete its folder and prepare the data again"
     try:
         size = path.stat().st_size
@@ -55,7 +55,7 @@ def open_shard(path: Path) -> np.ndarray:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); {remedy}") from error
     if header is None:
-        raise UserError(f"{path} is cut short: {size} bytes, the header alone has {HEADER_BYTES}; {remedy}")
+        raise UserError(f"{path} is cut short: it has {size} bytes, and the header alone has {HEADER_BYTES}; {remedy}")
     magic, version, count = header.tolist()
     if magic != MAGIC or version != VERSION:
         raise UserError(
@@ -71,27 +71,27 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def stamp(stat: os.stat_result) -> list[int]:
-    """Size and times of a file: equal ones mean that it is as it was. The second time no program can set back."""
+    """A file's size and times. Equal ones mean an unchanged file: no program can set the second time (ctime)."""
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def digest_of(path: Path, n_vocab: int) -> str:
-    """sha256 of a whole shard's tokens, all of them read. Raises UserError where one is not of the vocabulary."""
+    """sha256 of a shard's tokens, all of which are read. Raises UserError where one is not in the vocabulary."""
     shard, digest = open_shard(path), hashlib.sha256()
     for start in range(0, len(shard), READ_TOKENS):
         tokens = shard[start : start + READ_TOKENS]
         digest.update(tokens.tobytes())
         if (largest := int(tokens.max())) >= n_vocab:
-            raise UserError(f"{path} holds the token {largest}, but its tokenizer has {n_vocab}; it is damaged")
+            raise UserError(f"{path} is damaged: it holds the token {largest}, but its tokenizer has {n_vocab} tokens")
     return digest.hexdigest()
 
 
 class TokenStream:
-    """Shards one after the other as one sequence: `len`, and `[start:stop]` as int64, across the borders of files."""
+    """Shards as one sequence of tokens: `len(stream)`, and `stream[start:stop]` as int64 (stop - start,)."""
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self.shards = list(shards)
-        self.ends = np.cumsum([0, *(len(shard) for shard in self.shards)])  # where each shard begins, and the end
+        self.ends = np.cumsum([0, *(len(shard) for shard in self.shards)])  # the first token of each shard, and the end
 
     @staticmethod
     def open(paths: Sequence[Path]) -> TokenStream:
@@ -103,7 +103,7 @@ class TokenStream:
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, step = span.indices(len(self))
-        assert step == 1, "a stream is read forwards"
+        assert step == 1, "a stream has no steps"
         read = np.empty(max(0, stop - start), dtype=np.int64)
         first = int(np.searchsorted(self.ends, start, side="right")) - 1
         for shard, begin in zip(self.shards[first:], self.ends[first:], strict=False):
@@ -114,27 +114,28 @@ class TokenStream:
         return read
 
     def part(self, start: int, stop: int) -> TokenStream:
-        """Tokens start … stop as a stream of their own, nothing copied."""
+        """Tokens start … stop - 1 as a stream, without a copy."""
         begins = self.ends[:-1]
-        pieces = [shard[max(0, start - b) : max(0, stop - b)] for shard, b in zip(self.shards, begins, strict=True)]
-        return TokenStream([piece for piece in pieces if len(piece)])
+        parts = [shard[max(0, start - b) : max(0, stop - b)] for shard, b in zip(self.shards, begins, strict=True)]
+        return TokenStream([part for part in parts if len(part)])
 
 
-# --------------------------------------------------------------------------------------------- other people's shards
+# --------------------------------------------------------------------------------------------------- existing shards
 
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Existing shards; those with 'val' in their name are held out, else the last hundredth of the tokens."""
+    """Existing shards, which are used as they are."""
 
     name: str
-    key: str
-    root: Path
+    key: str  # the configuration key that messages name
+    root: Path  # a file, or a folder of files
     files: list[Path]
-    listing: list[list[Any]]
+    listing: list[list[Any]]  # [absolute path, *stamp] of each; the hash that names the prepared folder is made of it
 
 
 def find_shards(name: str, path: Path, key: str) -> ShardSource:
+    """The .bin files at `path`. Raises UserError where there are none."""
     if not os.path.exists(path):
         raise UserError(f"{key}={path} does not exist; name a .bin file or a folder of them")
     try:
@@ -149,9 +150,10 @@ def find_shards(name: str, path: Path, key: str) -> ShardSource:
 
 
 def split_shards(source: ShardSource) -> tuple[TokenStream, TokenStream]:
+    """Training and validation tokens: held out are the files with "val" in their names, or else the last hundredth."""
     held_out = [file for file in source.files if "val" in file.name]
     if held_out:
         return TokenStream.open([file for file in source.files if file not in held_out]), TokenStream.open(held_out)
-    everything = TokenStream.open(source.files)
-    middle = len(everything) - max(2, len(everything) // 100)
-    return everything.part(0, max(0, middle)), everything.part(max(0, middle), len(everything))
+    stream = TokenStream.open(source.files)
+    middle = max(0, len(stream) - max(2, len(stream) // 100))
+    return stream.part(0, middle), stream.part(middle, len(stream))

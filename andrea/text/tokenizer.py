@@ -1,7 +1,7 @@
-"""Text to token ids and back. V = n_vocab; one id, end_of_text, stands before every document and adds no bytes.
+"""Text to token ids and back. V = n_vocab. One of the ids, end_of_text, stands before every document and has no bytes.
 
-`ByteTokenizer` needs nothing; `RankTokenizer` is byte-pair encoding through tiktoken, from ranks trained here
-(`train_bpe`) or from GPT-2's (`load_gpt2`). A tokenizer is saved as `tokenizer.json` and `tokenizer.tiktoken`.
+`ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding through tiktoken: its ranks are
+trained here (`train_bpe`) or GPT-2's (`load_gpt2`). A tokenizer is saved as `tokenizer.json` and `tokenizer.tiktoken`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from andrea.config import TokenizerConfig, UserError
 
 DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
-# Where text may never be merged across (Radford et al. 2019): words with their leading blank, numbers, signs, blanks.
+# Text is split into these parts, and no token spans two of them (Radford et al. 2019): words with the space before
+# them, numbers, runs of other characters, whitespace.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-# The same for training, which would take hours on one endless word.
+# The same for training, where a part of unlimited length could take hours.
 TRAINING_PATTERN = PATTERN.replace("+", "{1,64}")
 GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sha256 of its content)
     "vocab.bpe": (
@@ -37,8 +38,8 @@ GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sh
         "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     ),
 }
-# tiktoken's regular expressions recurse on very long runs without a boundary; longer texts are encoded in parts.
-LONGEST_PART_CHARACTERS = 1 << 18
+# tiktoken's regular expressions recurse within one part of a text; a longer text is therefore encoded in blocks.
+BLOCK_CHARACTERS = 1 << 18
 
 
 class Tokenizer(ABC):
@@ -49,17 +50,17 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
-        """(n,) uint16 ids of ordinary text: what looks like a special token is text; lone surrogates become U+FFFD."""
+        """(n,) uint16 ids. The spelling of a special token is ordinary text; lone surrogates become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self) -> list[bytes]:
-        """The bytes of every id, V entries; end_of_text has none."""
+        """The bytes of each of the V ids; end_of_text has none."""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """One (n,) uint16 array a text, in the order of `texts`; the same for any number of threads."""
+        """One (n,) uint16 array for each text, in the order of `texts`, whatever the number of threads."""
         if threads == 1 or len(texts) == 1:
             return [self.encode_array(text) for text in texts]
         with ThreadPoolExecutor(threads) as pool:
@@ -70,18 +71,19 @@ class Tokenizer(ABC):
         return b"".join(table[token] for token in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are no whole character become U+FFFD."""
+        """The text of `ids`; bytes that are not a whole character become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
-        """(V,) int64: bytes of every id, 0 for end_of_text."""
+        """(V,) int64: the number of bytes of each id, 0 for end_of_text."""
         return np.array([len(entry) for entry in self.token_bytes()], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and the ranks where there are any, for `load_tokenizer`."""
+        """Write tokenizer.json, and the ranks if the tokenizer has any; `load_tokenizer` reads them."""
         (folder / DESCRIPTION).write_text(json.dumps(self.description(), indent=1) + "\n", encoding="utf-8")
 
     def description(self) -> dict[str, str | int]:
+        """The content of tokenizer.json."""
         return {
             "kind": self.kind,
             "n_vocab": self.n_vocab,
@@ -92,7 +94,7 @@ class Tokenizer(ABC):
 
 @final
 class ByteTokenizer(Tokenizer):
-    """One token a byte of UTF-8, and end_of_text: V = 257."""
+    """One token for each byte value of UTF-8, and end_of_text: V = 257."""
 
     def __init__(self) -> None:
         self.kind, self.n_vocab, self.end_of_text = "byte", 257, 256
@@ -107,7 +109,7 @@ class ByteTokenizer(Tokenizer):
 
 @final
 class RankTokenizer(Tokenizer):
-    """Byte-pair encoding from `ranks`, bytes to id 0 … V-2, all 256 single bytes among them; end_of_text is V-1."""
+    """Byte-pair encoding. ranks: bytes of a token -> its id 0 … V-2, with all single bytes; end_of_text is V-1."""
 
     KINDS: ClassVar[tuple[str, ...]] = ("bpe", "gpt2")
 
@@ -131,8 +133,8 @@ class RankTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         text = without_surrogates(text)
         parts = [
-            self.encoding.encode_to_numpy(text[start : start + LONGEST_PART_CHARACTERS], disallowed_special=())
-            for start in range(0, len(text), LONGEST_PART_CHARACTERS)
+            self.encoding.encode_to_numpy(text[start : start + BLOCK_CHARACTERS], disallowed_special=())
+            for start in range(0, len(text), BLOCK_CHARACTERS)
         ]
         return np.concatenate(parts, dtype=np.uint16, casting="unsafe") if parts else np.zeros(0, np.uint16)
 
@@ -148,7 +150,7 @@ class RankTokenizer(Tokenizer):
 
 
 def without_surrogates(text: str) -> str:
-    """`text` as it can be written in UTF-8: pairs of surrogates joined, a lone one (a byte that was no text) U+FFFD."""
+    """`text` as UTF-8 can encode it: pairs of surrogates are joined, lone ones (undecoded bytes) become U+FFFD."""
     if text.isascii():
         return text
     try:
@@ -162,7 +164,7 @@ def without_surrogates(text: str) -> str:
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
-    """Byte-pair encoding (Sennrich et al. 2016) on UTF-8 bytes, V = n_vocab, or fewer where pairs run out."""
+    """Byte-pair encoding (Sennrich et al. 2016) of UTF-8 bytes; V = n_vocab, or less where pairs run out."""
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainable
 
@@ -175,7 +177,7 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
         vocab_size=n_vocab - 1,
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
-        max_token_length=64,  # a line of dashes need not become one token
+        max_token_length=64,  # no token for a whole line of dashes
     )
     trainable.train_from_iterator(map(without_surrogates, texts), trainer)
     byte_of = visible_bytes()
@@ -187,7 +189,7 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
 
 
 def visible_bytes() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: character to byte; printable bytes stand for themselves."""
+    """GPT-2's printable character for each byte, as character -> byte; a printable byte is its own character."""
     printable = [value for value in range(256) if chr(value).isprintable() and chr(value) != " "]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
@@ -197,7 +199,7 @@ def visible_bytes() -> dict[str, int]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `save` wrote to `folder`. Raises UserError naming the file where it is missing or damaged."""
+    """The tokenizer that `save` wrote to `folder`. Raises UserError that names the file that is missing or damaged."""
     path = folder / DESCRIPTION
     try:
         description = json.loads(path.read_bytes())
@@ -216,30 +218,30 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is damaged ({error}); copy it again, or prepare the data again") from error
     if found.description() != description:
         raise UserError(
-            f"{path} says {identity}, but what it describes is {found.identity}: it, or {RANKS}, was changed"
+            f"{path} says {identity}, but describes {found.identity}: that file or {RANKS} was changed; copy both again"
         )
     return found
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """A rank file: a line a token, base64 of its bytes, a blank, its id. Raises UserError, OSError."""
+    """Bytes -> id, from a rank file: a line for each token, base64 of its bytes and id. Raises UserError, OSError."""
     try:
         fields = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
     except (ValueError, binascii.Error) as error:
         raise UserError(f"{path} is not a rank file (lines of base64 and a number); check tokenizer.path") from error
-    bytes_known = sum(len(token) == 1 for token in ranks)
-    if bytes_known != 256 or sorted(ranks.values()) != list(range(len(fields))):
+    n_single = sum(len(token) == 1 for token in ranks)
+    if n_single != 256 or sorted(ranks.values()) != list(range(len(fields))):
         raise UserError(f"{path} is damaged: it must number all 256 single bytes and each token once; copy it again")
     if len(ranks) >= 1 << 16:
         raise UserError(
-            f"{path} holds {len(ranks)} tokens; token shards have two bytes a token: at most 65535 and end-of-text"
+            f"{path} holds {len(ranks)} tokens; at most 65535 and end-of-text fit into the two bytes of a shard's token"
         )
     return ranks
 
 
 def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer that `config` names; None where it is yet to be trained on the corpus. Raises UserError."""
+    """The tokenizer that `config` names; None where it has to be trained on the corpus. Raises UserError."""
     if config.kind == "byte":
         return ByteTokenizer()
     if config.kind == "gpt2":
@@ -256,7 +258,7 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def from_path(path: Path, kind: str) -> Tokenizer:
-    """A vocabulary on disk: a rank file, or a folder that `save` wrote (a checkpoint, prepared data)."""
+    """The tokenizer of a rank file, or of a folder that `save` wrote: a checkpoint, prepared data. Raises UserError."""
     if not os.path.exists(path):
         raise UserError(
             f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
@@ -276,7 +278,7 @@ def from_path(path: Path, kind: str) -> Tokenizer:
 
 
 def load_gpt2(path: str | None) -> Tokenizer:
-    """GPT-2's vocabulary from tiktoken's cache, the network, or from `path`. Raises UserError."""
+    """GPT-2's tokenizer from `path`, or else from tiktoken's cache or the network. Raises UserError."""
     if path is None:
         return download_gpt2()
     folder = Path(path).expanduser()
@@ -292,7 +294,7 @@ def load_gpt2(path: str | None) -> Tokenizer:
 
 
 def from_pair(folder: Path) -> Tokenizer:
-    """GPT-2's published pair of files, under their own names or those of tiktoken's cache."""
+    """GPT-2's tokenizer from its two published files, under their own names or those in tiktoken's cache."""
     contents = {}
     for name, (cached_name, sha256) in GPT2_FILES.items():
         found = [folder / choice for choice in (cached_name, name) if os.path.isfile(folder / choice)]

@@ -32,7 +32,7 @@ from andrea.runtime.device import (
     weight_dtype,
 )
 from andrea.runtime.files import Locked, exclusive_lock, remove_unfinished, replace_text, storing
-from andrea.text.corpus import Corpus, prepare
+from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.float8 import to_float8
@@ -73,7 +73,7 @@ def start(
     device = ranks.rank_0_first(lambda: choose_device_of_rank(run.device, ranks))
     folder = run_folder_of(checkpoint) if checkpoint else ranks.from_rank_0(lambda: new_run_folder(run))
     may_do_without_compile = run.compile == "auto"
-    corpus = ranks.rank_0_first(lambda: prepare(run.data, run.tokenizer, Path(run.data_dir), console.say))
+    corpus = ranks.rank_0_first(lambda: open_corpus(run.data, run.tokenizer, Path(run.data_dir), console.say))
     room = room_of_a_rank(device, ranks)
     tries_micro_batch = device.type == "cuda" and run.train.micro_batch == "auto"
     named = dataclasses.replace(run, name=Text(folder.name))

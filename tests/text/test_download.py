@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: whole, resumed, damaged, absent."""
+"""Downloads from a server on this machine: whole, continued, damaged, absent."""
 
 from __future__ import annotations
 
@@ -62,37 +62,35 @@ def quiet(line: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "have"), [("/file", 0), ("/file", 777), ("/whole", 777), ("/file", len(CONTENT))])
-def test_what_is_missing_is_fetched(server: ThreadingHTTPServer, tmp_path: Path, path: str, have: int) -> None:
+def test_the_missing_bytes_are_fetched(server: ThreadingHTTPServer, tmp_path: Path, path: str, have: int) -> None:
     if have:
         (tmp_path / "a.bin.part").write_bytes(CONTENT[:have])
     assert fetch(remote(server, path), tmp_path, quiet).read_bytes() == CONTENT
     assert server.starts == ([] if have == len(CONTENT) else [have])
     assert [file.name for file in tmp_path.iterdir()] == ["a.bin"]
     server.starts.clear()
-    fetch(remote(server, "/missing"), tmp_path, quiet)  # it is there: nothing is asked
+    fetch(remote(server, "/missing"), tmp_path, quiet)  # the file is there: no request
     assert not server.starts
 
 
-def test_a_torn_download_is_gone_on_with(server: ThreadingHTTPServer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run again to go on"):
+def test_a_broken_download_is_continued(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run again to continue"):
         fetch(remote(server, "/torn"), tmp_path, quiet)
     assert (tmp_path / "a.bin.part").stat().st_size == 1000
     assert fetch(remote(server, "/file"), tmp_path, quiet).read_bytes() == CONTENT
     assert server.starts == [0, 1000]
 
 
-def test_damage_is_noticed_also_by_the_checksum_that_a_redirect_tells(
-    server: ThreadingHTTPServer, tmp_path: Path
-) -> None:
+def test_damage_is_noticed_also_by_the_checksum_of_a_redirect(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     for source in (remote(server, "/moved", None), remote(server, "/file")):
         (tmp_path / "a.bin.part").write_bytes(b"x" * 99)
-        with pytest.raises(UserError, match="damaged on the way"):
+        with pytest.raises(UserError, match="damaged during the download"):
             fetch(source, tmp_path, quiet)
         assert not list(tmp_path.iterdir())
     assert fetch(remote(server, "/moved", None), tmp_path, quiet).read_bytes() == CONTENT
 
 
-def test_no_network_says_what_to_put_where(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_no_network_says_which_file_to_place_where(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     for source in (remote(server, "/missing"), Remote("a.bin", "http://127.0.0.1:9/a.bin", None)):
         with pytest.raises(UserError, match="put it at") as caught:
             fetch(source, tmp_path, quiet)

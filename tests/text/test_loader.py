@@ -1,4 +1,4 @@
-"""Batches: pure functions of (seed, sample), every token once an epoch, shares of a mixture kept."""
+"""Batches: pure functions of (seed, sample), every token once in each epoch, a mixture in its shares."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_permute_is_a_permutation(size: int, key: str) -> None:
 
 
 def test_permute_is_stable_and_keyed() -> None:
-    """Runs resume on other machines and versions: the order is written down here."""
+    """Runs resume on other machines and with other versions, so the order must be this one for good."""
     assert permute(np.arange(11), 11, "key").tolist() == permute(np.arange(11)[::-1], 11, "key")[::-1].tolist()
     assert permute(np.arange(101), 101, "a").tolist() != permute(np.arange(101), 101, "b").tolist()
     assert permute(np.arange(7), 7, "1337 all epoch 0").tolist() == ORDER
@@ -53,7 +53,7 @@ ORDER = [3, 2, 1, 0, 6, 5, 4]
 
 @settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(2, 97), length=st.integers(1, 13), seed=st.integers(0, 9), epoch=st.integers(0, 3))
-def test_every_token_is_a_target_once_an_epoch(tokens: int, length: int, seed: int, epoch: int) -> None:
+def test_every_token_is_a_target_once_in_each_epoch(tokens: int, length: int, seed: int, epoch: int) -> None:
     loader = Loader([made(0, tokens)], length, seed)
     windows = count_windows(loader.streams[0], length)
     _, targets = loader.batch(epoch * windows, windows)
@@ -64,8 +64,8 @@ def test_every_token_is_a_target_once_an_epoch(tokens: int, length: int, seed: i
 def test_targets_follow_tokens() -> None:
     tokens, targets = Loader([made(100, 30)], 7, seed=3).batch(0, 11)
     assert tokens.shape == targets.shape == (11, 7) and tokens.dtype == targets.dtype == torch.int64
-    told = targets != IGNORED_TARGET
-    assert torch.equal(targets[told], tokens[told] + 1)
+    counted = targets != IGNORED_TARGET
+    assert torch.equal(targets[counted], tokens[counted] + 1)
 
 
 @pytest.mark.parametrize("weights", [(None, None), (0.7, None), (0.2, 0.8)])
@@ -78,7 +78,7 @@ def test_samples_are_a_pure_function_of_their_index(weights: tuple[float | None,
     assert not torch.equal(whole[0], Loader(sources, 5, seed=1).batch(60, 60)[0])
 
 
-def test_a_mixture_without_weights_sees_all_tokens_once_an_epoch() -> None:
+def test_a_mixture_without_weights_has_all_tokens_once_in_each_epoch() -> None:
     loader = Loader([made(0, 31), made(100, 57), made(200, 2)], 5, seed=4)
     windows = 6 + 12 + 1
     targets = loader.batch(windows, windows)[1]
@@ -91,8 +91,8 @@ def test_a_weighted_mixture_keeps_its_shares_and_each_source_its_epochs() -> Non
     tokens, targets = Loader(sources, 5, seed=4).batch(0, BLOCK)
     first = tokens[:, 0] < 1000
     assert int(first.sum()) == BLOCK * 3 // 4
-    told = targets[first][: 8 * 3]  # three epochs of the first source, eight windows each
-    assert sorted(told.flatten().tolist()) == sorted([*range(1, 41)] * 3)
+    three_epochs = targets[first][: 8 * 3]  # of the first source, which has eight windows
+    assert sorted(three_epochs.flatten().tolist()) == sorted([*range(1, 41)] * 3)
     beyond = Loader(sources, 5, seed=4).batch(BLOCK, BLOCK)[0]
     assert not torch.equal(beyond, tokens) and int((beyond[:, 0] < 1000).sum()) == BLOCK * 3 // 4
     second = torch.cat([tokens[~first], beyond[beyond[:, 0] >= 1000]])[:, 0]
@@ -116,7 +116,7 @@ def test_shares() -> None:
 
 
 @given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=17))
-def test_slots_fill_a_block_and_leave_no_source_out(weights: list[float]) -> None:
+def test_a_block_has_every_source_and_no_other_size(weights: list[float]) -> None:
     share = np.array(weights) / sum(weights)
     quota = np.bincount(slots_of(share), minlength=len(share))
     assert quota.sum() == BLOCK and quota.min() >= 1
@@ -133,7 +133,7 @@ def test_validation_scores_every_token_once_in_order(tokens: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(2, 97), batch=st.integers(1, 5), parts=st.integers(1, 4), most=st.integers(1, 120))
-def test_parts_of_validation_are_equally_many_and_score_the_same(
+def test_parts_of_validation_have_equally_many_batches_and_score_the_same(
     tokens: int, batch: int, parts: int, most: int
 ) -> None:
     stream = made(0, tokens).train

@@ -1,4 +1,4 @@
-"""Shards: the published layout, streams across files, damage named."""
+"""Shards: the published layout, streams across files, errors that name the damage."""
 
 from __future__ import annotations
 

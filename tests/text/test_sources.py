@@ -1,4 +1,4 @@
-"""Sources: which documents there are, which are held out, and what is left out with a word about it."""
+"""Sources: which documents there are, which are held out, and which are left out and reported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andrea.config import UserError
-from andrea.text import sources as corpus
-from andrea.text.sources import Source, held_out, whole_blocks
+from andrea.text import sources
+from andrea.text.sources import Source, is_held_out, whole_blocks
 
 
 def folder_of(root: Path, files: dict[str, bytes]) -> Path:
@@ -28,7 +28,7 @@ def many(count: int) -> dict[str, bytes]:
     return {f"notes/{n:03d}.txt": f"note {n}\n".encode() * (n + 1) for n in range(count)}
 
 
-def test_standard_library_split_is_the_stated_one() -> None:
+def test_the_split_of_the_standard_library_is_the_documented_one() -> None:
     source = Source("pystdlib", "pystdlib", None)
     folders = {part for name, _, _ in source.listing for part in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
@@ -61,11 +61,11 @@ def test_few_documents_are_cut_at_a_line_near_the_last_tenth(tmp_path: Path) -> 
     text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
     piece=st.integers(4, 29),
 )
-def test_cut_or_not_every_byte_comes_once(tmp_path_factory, text: str, piece: int) -> None:
+def test_every_byte_is_in_one_split_once_in_pieces_or_whole(tmp_path_factory, text: str, piece: int) -> None:
     path = tmp_path_factory.mktemp("corpus") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE_BYTES", piece)
+        patch.setattr(sources, "PIECE_BYTES", piece)
         source = Source("s", "text", path)
         assert "".join([*source.documents("train"), *source.documents("val")]) == text
         assert all(len(p.text.encode()) <= 2 * piece for p in source.pieces("train"))
@@ -74,12 +74,12 @@ def test_cut_or_not_every_byte_comes_once(tmp_path_factory, text: str, piece: in
 
 
 def test_ten_documents_of_which_none_is_held_out_are_cut_too(tmp_path: Path) -> None:
-    names = [name for name in (f"{n}.md" for n in range(100)) if not held_out(name)][:17]
+    names = [name for name in (f"{n}.md" for n in range(100)) if not is_held_out(name)][:17]
     source = Source("s", "text", folder_of(tmp_path, {name: b"one\ntwo\nthree\nfour\n" for name in names}))
     assert source.cuts_documents and len(list(source.documents("val"))) == 17
 
 
-def test_what_is_no_text_is_left_out_and_reported(tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_left_out_and_reported(tmp_path: Path) -> None:
     bad = {f"bad{n}.txt": b"\xff\xfe broken" for n in range(5)} | {
         "nul.py": b"a\0b",
         "empty.md": b"",
@@ -134,7 +134,7 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     said: list[str] = []
     assert source.check(said.append) == sum(len(text.encode()) for text in texts)
     assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
-    held = [text for n, text in enumerate(texts) if held_out(f"a.jsonl#{n}")]
+    held = [text for n, text in enumerate(texts) if is_held_out(f"a.jsonl#{n}")]
     assert list(source.documents("val")) == held and held
     assert any("empty: a.jsonl#45" in line for line in said)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: what goes in comes out, what is saved loads, what is damaged is refused by name."""
+"""Tokenizers: decoding restores the text, a saved one loads, a damaged file is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from andrea.config import TokenizerConfig, UserError
 from andrea.text.tokenizer import (
-    LONGEST_PART_CHARACTERS,
+    BLOCK_CHARACTERS,
     ByteTokenizer,
     RankTokenizer,
     configured_tokenizer,
@@ -29,7 +29,7 @@ TEXTS = [
     "привет, мир 12345\n" * 5,
 ]
 CACHE = Path(__file__).parents[3] / "shared" / "data" / "tiktoken-cache"
-needs_cache = pytest.mark.skipif(not CACHE.exists(), reason="GPT-2's vocabulary is not beside the project")
+needs_cache = pytest.mark.skipif(not CACHE.exists(), reason="GPT-2's vocabulary is not in a folder next to the project")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_sizes(bpe: RankTokenizer) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text())
-def test_any_text_comes_back(text: str) -> None:
+def test_decoding_restores_any_text(text: str) -> None:
     for tokenizer in (ByteTokenizer(), _trained()):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -88,7 +88,7 @@ def test_end_of_text_adds_no_bytes(tokenizer: ByteTokenizer | RankTokenizer) -> 
     assert tokenizer.decode([tokenizer.end_of_text, *tokenizer.encode("x"), tokenizer.end_of_text]) == "x"
 
 
-def test_lone_surrogates_do_not_stop_anyone(tokenizer: ByteTokenizer | RankTokenizer) -> None:
+def test_lone_surrogates_are_replaced(tokenizer: ByteTokenizer | RankTokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b\udcff")) == "a\ufffdb\ufffd"
     assert tokenizer.decode(tokenizer.encode("\ud83d\ude00")) == "😀"
 
@@ -99,7 +99,7 @@ def test_broken_characters_decode_to_the_replacement() -> None:
 
 @pytest.mark.parametrize("unit", [" ", "a", "-", "\n", "😀"])
 def test_very_long_runs(bpe: RankTokenizer, unit: str) -> None:
-    text = unit * (LONGEST_PART_CHARACTERS + 13)
+    text = unit * (BLOCK_CHARACTERS + 13)
     assert bpe.decode(bpe.encode(text)) == text
 
 
@@ -199,7 +199,7 @@ def test_damaged_gpt2_files_are_refused(tmp_path: Path) -> None:
         load_gpt2(str(tmp_path))
 
 
-def test_gpt2_without_a_network_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt2_without_a_network_says_which_files_to_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tiktoken.registry
 
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
@@ -213,7 +213,7 @@ def test_gpt2_without_a_network_says_what_to_put_where(tmp_path: Path, monkeypat
     assert "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_description_is_plain(bpe: RankTokenizer) -> None:
+def test_the_description_is_plain_json(bpe: RankTokenizer) -> None:
     assert json.loads(json.dumps(bpe.description())) == bpe.description()
 
 

@@ -54,7 +54,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
     """Recomputed from the checkpoint, layer by layer, with the public attention_weights."""
     from andrea.config import RunConfig
     from andrea.model import GPT
-    from andrea.text.corpus import prepare
+    from andrea.text.corpus import open_corpus
     from andrea.text.loader import validation_batches
 
     tiny_run("name=a", "train.attention_every=12", "model.n_kv_head=1")
@@ -62,7 +62,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
     run = parse(RunConfig, checkpoint.state["config"])
     model = GPT(run.model, run.attention, 257)
     model.load_state_dict(checkpoint.model_tensors())
-    corpus = prepare(run.data, run.tokenizer, tmp_path / "data", lambda line: None)
+    corpus = open_corpus(run.data, run.tokenizer, tmp_path / "data", lambda line: None)
     (tokens, _) = next(validation_batches(corpus.sources[0].val, 32, 2048 // 32))
     largest, entropy = [], []
     with torch.no_grad():

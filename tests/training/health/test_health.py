@@ -16,7 +16,7 @@ from conftest import ROOT
 from andrea.attention import HeadStatistics
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
-from andrea.text.corpus import prepare
+from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
 from andrea.training.health.check import Evidence, optimizer_remedy
 from andrea.training.health.data import DataSummary, line_end
@@ -59,7 +59,7 @@ def notes_reference(notes: Path, folder: Path) -> tuple[RunConfig, ReferenceText
     """A run's configuration whose data are the notes, and the figures of their held-out text in windows of 160 bytes."""
     words = ["data=text", f"data.path={notes}", "tokenizer=byte", "optimizer.warmup_steps=5"]
     run = configure(RunConfig, "train", words)
-    corpus = prepare(run.data, run.tokenizer, folder / "reference", lambda line: None)
+    corpus = open_corpus(run.data, run.tokenizer, folder / "reference", lambda line: None)
     return run, ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
 
 

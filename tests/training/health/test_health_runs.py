@@ -9,7 +9,7 @@ from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
-from andrea.text.corpus import prepare
+from andrea.text.corpus import open_corpus
 from andrea.training.health.reference_text import ReferenceText
 from andrea.training.health.text import judge_texts
 from andrea.training.records.run_folder import read_lines
@@ -59,7 +59,7 @@ def test_a_model_that_writes_loops_is_named(tiny_run, tmp_path: Path, notes: Pat
     words = ["train.steps=60", "train.eval_every=60", "train.save_every=60", "train.sample_tokens=0"]
     words += ["train.attention_every=60"]
     run = configure(RunConfig, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", f"data_dir={tmp_path}/r"])
-    corpus = prepare(run.data, run.tokenizer, Path(run.data_dir), lambda line: None)
+    corpus = open_corpus(run.data, run.tokenizer, Path(run.data_dir), lambda line: None)
     reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
     for name, loop in loops.items():
         folder = tmp_path / name
