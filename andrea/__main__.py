@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from andrea.cli.command_line import configure, help_text, run
+from andrea.cli.words import to_key_value
 from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig, UserError, nearest
 
 
@@ -50,19 +51,19 @@ def lens(words: list[str]) -> int:
 
 
 def compare(words: list[str]) -> int:
-    """Compare run folders: a page, a picture, a table, and a scaling fit where the runs carry one."""
-    from andrea.insight.compare.compare import compare, run_words
+    """Compare run folders: a table, a page, a picture, and a scaling fit where the runs determine one."""
+    from andrea.insight.compare.compare import compare
 
-    config = configure(CompareConfig, "compare", run_words(words))
-    size = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
-    return compare(config, size)
+    config = configure(CompareConfig, "compare", to_key_value(words, positional="runs"))
+    predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
+    return compare(config, predicted)
 
 
 def dashboard(words: list[str]) -> int:
     """Save a wandb workspace that shows the runs of project=… side by side; offline, print what it would send."""
-    from andrea.insight.dashboard import dashboard, option_words
+    from andrea.insight.dashboard import dashboard
 
-    return dashboard(configure(DashboardConfig, "dashboard", option_words(words)))
+    return dashboard(configure(DashboardConfig, "dashboard", to_key_value(words)))
 
 
 COMMANDS = {"prepare": prepare, "consolidate": consolidate, "lens": lens, "compare": compare, "dashboard": dashboard}

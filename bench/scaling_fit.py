@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, write_record
 
-from andrea.insight.compare.scaling import fit as scaling_fit
-from andrea.insight.compare.scaling.fit import CONFIDENCE, REFITS, fit_law
+from andrea.insight.compare.scaling import fit, least_squares
+from andrea.insight.compare.scaling.law import CONFIDENCE
 
-BEYOND = scaling_fit.TESTED_FACTOR
+BEYOND = fit.TESTED_FACTOR
 SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: andrea-nano to andrea-480m
 TRUTHS = {  # E, A, alpha, B, beta: nats a token, parameters, tokens
     "Hoffmann 2022": (1.69, 406.4, 0.34, 410.7, 0.28),
@@ -60,7 +60,7 @@ def study(truth: tuple[float, ...], design: str, noise: float, trials: int, seed
         loss = true_loss(truth, parameters, tokens) * np.exp(noise * draw.standard_normal(len(parameters)))
         largest = np.argmax(parameters * tokens)
         asked = (BEYOND * parameters[largest], BEYOND * tokens[largest])
-        predicted = fit_law(("N", "D"), np.stack([parameters, tokens], 1), loss, trial).predict(*asked)
+        predicted = fit.fit_law(("N", "D"), np.stack([parameters, tokens], 1), loss, trial).predict(*asked)
         truly = true_loss(truth, *asked)
         covered.append(predicted.low <= truly <= predicted.high)
         widths.append((predicted.high - predicted.low) / truly)
@@ -91,10 +91,14 @@ def main() -> None:
                     f"{figures['median_width_percent']:7.2f}%{figures['rms_error_percent']:7.2f}%",
                     flush=True,
                 )
-    settings = {"trials": chosen.trials, "seed": chosen.seed, "runs": 8, "beyond": BEYOND, "refits": REFITS}
+    settings = {"trials": chosen.trials, "seed": chosen.seed, "runs": 8, "beyond": BEYOND, "refits": fit.REFITS}
     prior = {
-        name: getattr(scaling_fit, name.upper())
-        for name in ("exponent", "exponent_spread", "part_spread", "noise", "noise_runs", "huber")
+        "exponent": fit.PRIOR_EXPONENT,
+        "exponent_spread": fit.PRIOR_EXPONENT_SPREAD,
+        "part_spread": fit.PRIOR_PART_SPREAD,
+        "noise": fit.PRIOR_NOISE,
+        "noise_runs": fit.PRIOR_NOISE_FREEDOM,
+        "huber": least_squares.HUBER,
     }
     write_record(
         chosen.output, "scaling_fit", "cpu", {"confidence": CONFIDENCE, **settings, "prior": prior, "rows": rows}

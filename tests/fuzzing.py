@@ -37,6 +37,7 @@ from andrea.checkpoint import write_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.cli.command_line import CommandLine, compose, lay_over, one_line, read
 from andrea.cli.sweep import read_values, split
+from andrea.cli.words import to_key_value
 from andrea.config import (
     AttentionConfig,
     CompareConfig,
@@ -55,8 +56,6 @@ from andrea.config import (
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.generation.session import describe, read_prompt
-from andrea.insight.compare.compare import run_words
-from andrea.insight.dashboard import option_words
 from andrea.model.gpt import GPT, initialise
 from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
@@ -429,9 +428,9 @@ def make_configurations(folder: Path) -> Survive:
         if kind is RunConfig and lot % 10 == 0:
             read_values(split(words)[0])
         if kind is CompareConfig:
-            words = run_words(words)
+            words = to_key_value(words, positional="runs")
         if kind is DashboardConfig:
-            words = option_words(words)
+            words = to_key_value(words)
         line = read(kind, words)
         if lot == 1:
             plain = compose(kind, KINDS[kind], line)

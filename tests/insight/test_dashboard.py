@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from andrea.cli.command_line import configure
+from andrea.cli.words import to_key_value
 from andrea.config import DashboardConfig, UserError
-from andrea.insight.dashboard import dashboard, make_workspace, option_words, specification
+from andrea.insight.dashboard import dashboard, make_workspace, specification
 
 OFFLINE = pytest.mark.usefixtures("offline")
 
@@ -23,7 +24,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 
 def config_of(*words: str) -> DashboardConfig:
-    return configure(DashboardConfig, "dashboard", option_words(list(words)))
+    return configure(DashboardConfig, "dashboard", to_key_value(list(words)))
 
 
 def panels_of(spec: dict) -> dict[str, list[dict]]:
@@ -80,12 +81,6 @@ def test_health_panels_catch_every_check() -> None:
     patterns = [panel["metricRegex"] for panel in panels]
     for name in FINDINGS:
         assert any(re.search(pattern, f"health/findings/{name}") for pattern in patterns)
-
-
-def test_options_may_be_written_with_dashes() -> None:
-    assert option_words(["--entity", "X", "--project=Y", "name=Z"]) == ["entity=X", "project=Y", "name=Z"]
-    with pytest.raises(UserError, match="--project needs a value"):
-        option_words(["--project"])
 
 
 def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""Run folders, read: what of a run is compared, and what keeps two runs from being comparable.
+"""Run folders as the comparison reads them.
 
-Everything comes from `config.yaml`, `metrics.jsonl` and the newest checkpoint's `state.json` and header; no tensor is read.
+All figures come from `config.yaml`, `metrics.jsonl` and the newest checkpoint's `state.json` and file headers. No tensor is
+read.
 """
 
 from __future__ import annotations
@@ -18,65 +19,96 @@ from andrea.config import RunConfig, UserError, with_current_keys
 from andrea.training.records.logger import AXES
 from andrea.training.records.run_folder import read_lines
 
-# What differs between any two runs and says nothing about what was trained.
-NOT_COMPARED = ("name", "runs_dir", "data_dir", "resume", "init_from", "dry_run", "logger", "threads")
+Curve = list[dict[str, float]]  # records of one run, each with step, tokens, flops, seconds and some measured figures
 
 
 class LeftOut(UserError):
-    """The folder holds nothing to compare yet; the message says why."""
+    """The folder cannot be compared yet; the message says why."""
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What the comparison needs of a run's newest checkpoint."""
+
+    path: Path
+    parameters: int
+    fingerprint: str  # sha256 of tokenizer, tokens and weights of the data
+    tokenizer: str  # its identity
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed and memory of a run; None where the run did not record the figure."""
+
+    tokens_per_second: float | None  # median over the records
+    mfu: float | None  # model FLOPs utilisation: median share of the device's peak
+    peak_memory_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its folder tells it. Curves are records with step, tokens, flops, seconds and the figures."""
+    """One run as read from its folder."""
 
     name: str
-    folder: Path
     config: dict[str, Any]
-    checkpoint: Path  # the newest
-    parameters: int
-    fingerprint: str  # sha256 of tokenizer, tokens and weights of the data
-    tokenizer: str  # its identity
-    validation: list[dict[str, float]]  # val/loss in nats a token, val/bpb in bits a byte
-    training: list[dict[str, float]]  # train/loss in nats a token
-    step: int
-    tokens: int
-    flops: float
-    seconds: float  # of training steps alone: compiling, evaluating and saving stand outside the clock
-    tokens_per_second: float | None  # median of the records'
-    mfu: float | None  # median, a share of the device's peak
-    peak_memory_bytes: int | None
+    checkpoint: CheckpointFacts
+    validation: Curve  # with val/loss in nats per token, val/bpb in bits per byte
+    training: Curve  # with train/loss in nats per token
+    last: dict[str, Any]  # the last record
+    speed: Speed
 
     @property
     def model(self) -> str:
         return self.config["model"]["name"]
 
     @property
+    def parameters(self) -> int:
+        return self.checkpoint.parameters
+
+    @property
+    def step(self) -> int:
+        return self.last["step"]
+
+    @property
+    def tokens(self) -> int:
+        return self.last["tokens"]
+
+    @property
+    def flops(self) -> float:
+        return self.last["flops"]
+
+    @property
+    def seconds(self) -> float:
+        """Of training steps alone, without compilation, evaluation and saving."""
+        return self.last["seconds"]
+
+    @property
     def loss(self) -> float:
-        """The last validation loss, in nats a token."""
+        """The last validation loss, in nats per token."""
         return self.validation[-1]["val/loss"]
 
     @property
     def bpb(self) -> float:
+        """The last validation result, in bits per byte."""
         return self.validation[-1]["val/bpb"]
 
     @property
     def finished(self) -> bool:
-        """Evaluated at the last step of its schedule: a loss before that is not what these tokens can reach."""
+        """Evaluated at the last step of the schedule. Earlier losses are higher than the run's tokens would allow."""
         return self.validation[-1]["step"] == self.config["train"]["steps"]
 
     @property
     def progress(self) -> str:
-        """'' for a finished run, else how far it came, and how old its figures are."""
+        """'' for a finished run, else its step and, where that is earlier, the step of its last evaluation."""
         if self.finished:
             return ""
         evaluated = self.validation[-1]["step"]
-        behind = f", evaluated at {evaluated:,}" if evaluated < self.step else ""
+        behind = f", last evaluated at step {evaluated:,}" if evaluated < self.step else ""
         return f"at step {self.step:,} of {self.config['train']['steps']:,}{behind}"
 
 
 def find_run_folders(paths: list[str]) -> list[Path]:
-    """The run folders that the paths name: each is one, or a folder of some. Raises UserError for a path with none."""
+    """The run folders among `paths` and directly inside them, each once. Raises UserError for a path without one."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
@@ -90,13 +122,13 @@ def find_run_folders(paths: list[str]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    return os.path.isfile(folder / "config.yaml")  # False, too, where the folder is someone else's
+    return os.path.isfile(folder / "config.yaml")  # os.path: also False where the folder may not be read
 
 
 def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
-    """The runs, smallest first, and a line for each folder that was left out."""
+    """(the runs by rising size, one line for each folder that was left out)."""
     runs, left_out = [], []
-    for folder, name in zip(folders, names_of(folders), strict=True):
+    for folder, name in zip(folders, unique_names(folders), strict=True):
         try:
             runs.append(read_run(folder, name))
         except LeftOut as reason:
@@ -105,52 +137,37 @@ def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
     return runs, left_out
 
 
-def names_of(folders: list[Path]) -> list[str]:
-    """Folder names, with their parents' where two are alike."""
-    short = [folder.resolve().name for folder in folders]
+def unique_names(folders: list[Path]) -> list[str]:
+    """Folder names; where two are equal, with the parent folder's name."""
+    names = [folder.resolve().name for folder in folders]
     return [
-        f"{folder.resolve().parent.name}/{name}" if short.count(name) > 1 else name
-        for folder, name in zip(folders, short, strict=True)
+        f"{folder.resolve().parent.name}/{name}" if names.count(name) > 1 else name
+        for folder, name in zip(folders, names, strict=True)
     ]
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read one run folder, however far the run came. Raises LeftOut."""
+    """Read the folder of a finished or unfinished run. Raises LeftOut."""
     config = read_config(folder)
     records = [record for record in read_lines(folder / "metrics.jsonl") if isinstance(record, dict)]
     if not records:
-        raise LeftOut("no record yet: it was stopped before the first, or has only begun")
+        raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
     validation = curve(records, ("val/loss", "val/bpb"))
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
-    saved = checkpoints_of(folder)
-    if not saved:
-        raise LeftOut("no checkpoint yet, which would say how large it is and on which data it trains")
-    try:
-        state = json.loads((saved[-1] / "state.json").read_text(encoding="utf-8"))
-        fingerprint, tokenizer = str(state["data"]), str(state["tokenizer"])
-        parameters = count_parameters(saved[-1] / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LeftOut(f"{saved[-1].name} cannot be read ({error})") from None
-    last = records[-1]
     memory = values_of(records, "train/peak_memory_bytes")
     return Run(
         name=name,
-        folder=folder,
         config=config,
-        checkpoint=saved[-1],
-        parameters=parameters,
-        fingerprint=fingerprint,
-        tokenizer=tokenizer,
+        checkpoint=read_checkpoint_facts(folder),
         validation=validation,
         training=curve(records, ("train/loss",)),
-        step=last["step"],
-        tokens=last["tokens"],
-        flops=last["flops"],
-        seconds=last["seconds"],
-        tokens_per_second=median(values_of(records, "train/tokens_per_second")),
-        mfu=median(values_of(records, "train/mfu")),
-        peak_memory_bytes=int(max(memory)) if memory else None,
+        last={key: records[-1][key] for key in ("step", *AXES)},
+        speed=Speed(
+            median(values_of(records, "train/tokens_per_second")),
+            median(values_of(records, "train/mfu")),
+            int(max(memory)) if memory else None,
+        ),
     )
 
 
@@ -159,14 +176,35 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     try:
         config = with_current_keys(RunConfig, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
-        config["model"]["name"], config["train"]["steps"]  # noqa: B018 - what the rest relies on
+        config["model"]["name"], config["train"]["steps"]  # noqa: B018 - raises here where a key is missing
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise LeftOut(f"config.yaml is not a run's ({error!r})") from None
+        raise LeftOut(f"config.yaml cannot be read as the configuration of a run ({error!r})") from None
     return config
 
 
-def curve(records: list[dict[str, Any]], figures: tuple[str, ...]) -> list[dict[str, float]]:
-    """The records that carry all the figures, the last one where a step has several."""
+def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
+    """Facts of the run's newest checkpoint. Raises LeftOut."""
+    saved = checkpoints_of(folder)
+    if not saved:
+        raise LeftOut("no checkpoint yet; the model's size and the identity of its data are read from it")
+    newest = saved[-1]
+    try:
+        state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+        parameters = stored_numbers(newest / "model.safetensors")
+        return CheckpointFacts(newest, parameters, str(state["data"]), str(state["tokenizer"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LeftOut(f"{newest.name} cannot be read ({error})") from None
+
+
+def stored_numbers(path: Path) -> int:
+    """The size of all tensors of a .safetensors file, from its header: 8 bytes of length, then JSON."""
+    with open(path, "rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def curve(records: list[dict[str, Any]], figures: tuple[str, ...]) -> Curve:
+    """The records that have all the figures; of several at one step, the last."""
     by_step = {}
     for record in records:
         if all(is_number(record.get(key)) for key in ("step", *AXES, *figures)):
@@ -184,83 +222,3 @@ def values_of(records: list[dict[str, Any]], key: str) -> list[float]:
 
 def median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
-
-
-def count_parameters(path: Path) -> int:
-    """Numbers in a .safetensors file, by its header alone: 8 bytes of length, then JSON."""
-    with open(path, "rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-
-
-# ---------------------------------------------------------------------------------------------- what is comparable
-
-
-def warnings_of(runs: list[Run]) -> list[str]:
-    """What keeps the figures of these runs from being compared, a line each."""
-    lines = []
-    tokenizers = groups(runs, lambda run: run.tokenizer)
-    if len(tokenizers) > 1:
-        lines.append(
-            f"tokenizers differ ({in_words(tokenizers)}): loss is a token's and does not compare; bits per byte do, on equal text"
-        )
-    data = groups(runs, lambda run: run.fingerprint[:12])
-    if len(data) > 1:
-        named = {}
-        for run in runs:
-            named.setdefault(f"{data_words(run)} {run.fingerprint[:12]}", []).append(run.name)
-        lines.append(
-            f"data differ, and with them the validation set ({in_words(named)}): neither loss nor bits per byte compare"
-        )
-    measured = groups(runs, lambda run: shown(run.config["train"].get("eval_tokens")))
-    if len(measured) > 1:
-        lines.append(
-            f"train.eval_tokens differs ({in_words(measured)}): evaluations on the way saw different parts of the "
-            f"validation set; the last of a finished run saw all of it"
-        )
-    return lines
-
-
-def data_words(run: Run) -> str:
-    data = run.config.get("data", {})
-    return data.get("path") or "+".join(data.get("sources") or {}) or data.get("kind", "data")
-
-
-def groups(runs: list[Run], key) -> dict[str, list[str]]:
-    """Names of runs by what `key` says of them."""
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        found.setdefault(key(run), []).append(run.name)
-    return found
-
-
-def in_words(named: dict[str, list[str]]) -> str:
-    """'a: run, run; b: run', no more than three runs each by name."""
-
-    def some(names: list[str]) -> str:
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    return "; ".join(f"{value}: {some(names)}" for value, names in named.items())
-
-
-def differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """Dotted key -> its value in each run, for the keys whose values differ; a key that a run lacks is '—' there."""
-    flat = [dict(flatten(run.config)) for run in runs]
-    keys = list(dict.fromkeys(key for config in flat for key in config))
-    rows = {key: [config.get(key, "—") for config in flat] for key in keys if key.split(".")[0] not in NOT_COMPARED}
-    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
-
-
-def shown(value: Any) -> str:
-    """A value of the configuration as the command line takes it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            found += flatten(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + str(key), value))
-    return found

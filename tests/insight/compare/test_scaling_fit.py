@@ -7,7 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from andrea.insight.compare.scaling.fit import FEWEST_FOR_FULL, NoFit, envelope, fit_scaling, law, minimise, written
+from andrea.insight.compare.scaling.fit import FEWEST_RUNS_OF_FULL_LAW, NoFit, compute_frontier, fit_scaling
+from andrea.insight.compare.scaling.law import format_interval, log_loss
+from andrea.insight.compare.scaling.least_squares import Objective, minimise
 
 TRUTH = (1.69, 406.4, 0.34, 410.7, 0.28)  # E, A, alpha, B, beta of Hoffmann et al. 2022
 SIZES = np.array([3.3e6, 17e6, 91e6, 466e6])
@@ -31,7 +33,7 @@ def test_noiseless_runs_give_back_their_law() -> None:
     parameters, tokens = design()
     found, why = fit(parameters, tokens, true_loss(parameters, tokens))
     asked = (4 * 466e6, 4 * 466e8)
-    assert "full law from 8 runs" in why
+    assert "full law, fitted to 8 runs" in why
     assert found.predict(*asked).value == pytest.approx(true_loss(*map(np.array, asked)), rel=2e-3)
     for interval, truth in ((found.irreducible, 1.69), (found.exponent("N"), 0.34), (found.exponent("D"), 0.28)):
         assert interval.low < truth < interval.high
@@ -44,7 +46,9 @@ def test_the_numerator_belongs_to_its_exponent() -> None:
     parameters, tokens = design()
     found, _ = fit(parameters, tokens, true_loss(parameters, tokens))
     n, d = 50e6, 1e9
-    terms = found.scale("N") / n ** found.exponent("N").value + found.scale("D") / d ** found.exponent("D").value
+    terms = (
+        found.numerator("N") / n ** found.exponent("N").value + found.numerator("D") / d ** found.exponent("D").value
+    )
     assert found.irreducible.value + terms == pytest.approx(found.predict(n, d).value)
 
 
@@ -96,10 +100,10 @@ def test_fewer_than_four_runs_are_no_fit() -> None:
         fit(SIZES[:3], 20 * SIZES[:3], true_loss(SIZES[:3], 20 * SIZES[:3]))
 
 
-def test_four_runs_give_the_envelope_and_it_predicts_along_their_ratio() -> None:
+def test_four_runs_give_the_compute_frontier_and_it_predicts_along_their_ratio() -> None:
     tokens = 20 * SIZES
     found, why = fit(SIZES, tokens, true_loss(SIZES, tokens))
-    assert found.names == ("C",) and str(FEWEST_FOR_FULL) in why
+    assert found.variables == ("C",) and f"needs {FEWEST_RUNS_OF_FULL_LAW} runs" in why
     asked = (4 * SIZES[-1], 4 * tokens[-1])
     predicted = found.predict(6 * asked[0] * asked[1])
     assert predicted.low <= true_loss(*map(np.array, asked)) <= predicted.high
@@ -108,49 +112,49 @@ def test_four_runs_give_the_envelope_and_it_predicts_along_their_ratio() -> None
 @pytest.mark.parametrize(
     ("parameters", "tokens", "reason"),
     [
-        (np.geomspace(3e6, 4e6, 8), np.geomspace(1e8, 1e10, 8), "A/N.alpha cannot be identified"),
-        (np.geomspace(3e6, 4e8, 8), np.full(8, 1e9), "B/D.beta cannot be identified"),
-        (np.geomspace(3e6, 4e8, 8), 20 * np.geomspace(3e6, 4e8, 8), "cannot be told apart"),
+        (np.geomspace(3e6, 4e6, 8), np.geomspace(1e8, 1e10, 8), "A/N.alpha cannot be determined"),
+        (np.geomspace(3e6, 4e8, 8), np.full(8, 1e9), "B/D.beta cannot be determined"),
+        (np.geomspace(3e6, 4e8, 8), 20 * np.geomspace(3e6, 4e8, 8), "cannot be separated"),
     ],
 )
 def test_a_term_that_the_runs_do_not_show_is_named(parameters, tokens, reason) -> None:
     found, why = fit(parameters, tokens, true_loss(parameters, tokens))
-    assert found.names == ("C",)
+    assert found.variables == ("C",)
     assert re.search(reason, why)
 
 
 def test_runs_of_one_cost_carry_nothing() -> None:
     parameters = np.full(5, 1e7)
-    with pytest.raises(NoFit, match="envelope over FLOPs has 1 run that"):
+    with pytest.raises(NoFit, match="no fit: 1 run on the compute frontier, 4 needed"):
         fit(parameters, np.full(5, 1e8), np.array([3.0, 3.1, 3.2, 3.3, 3.4]))
 
 
-def test_the_envelope_keeps_what_no_cheaper_run_beats() -> None:
+def test_the_compute_frontier_keeps_runs_that_no_cheaper_run_beats() -> None:
     flops = np.array([4.0, 1.0, 2.0, 3.0, 1.0])
     loss = np.array([2.0, 5.0, 3.0, 4.0, 4.5])
-    assert envelope(flops, loss).tolist() == [4, 2, 0]
+    assert compute_frontier(flops, loss).tolist() == [4, 2, 0]
 
 
-def test_the_slope_is_the_derivative() -> None:
+def test_the_derivative_is_right() -> None:
     draw = np.random.default_rng(2)
     parameters, x = draw.standard_normal((3, 5)) * 0.3, draw.standard_normal((7, 2))
-    _, slope = law(parameters, x)
+    _, derivative = log_loss(parameters, x)
     for column in range(5):
         nudge = np.zeros(5)
         nudge[column] = 1e-6
-        measured = (law(parameters + nudge, x)[0] - law(parameters - nudge, x)[0]) / 2e-6
-        np.testing.assert_allclose(slope[..., column], measured, atol=1e-8)
+        measured = (log_loss(parameters + nudge, x)[0] - log_loss(parameters - nudge, x)[0]) / 2e-6
+        np.testing.assert_allclose(derivative[..., column], measured, atol=1e-8)
 
 
 def test_the_minimum_is_lower_than_its_neighbours() -> None:
     draw = np.random.default_rng(4)
     x = draw.standard_normal((8, 2))
     centre, spread, noise = np.zeros(5), np.ones(5), np.full((1, 1), 0.01)
-    y = law(np.array([[0.1, 0.2, -0.3, -0.8, -1.2]]), x)[0][0] + 0.004 * draw.standard_normal(8)
-    best, _ = minimise(np.zeros((1, 5)), y, x, centre, spread, noise)
+    y = log_loss(np.array([[0.1, 0.2, -0.3, -0.8, -1.2]]), x)[0][0] + 0.004 * draw.standard_normal(8)
+    best, _ = minimise(Objective(x, y, centre, spread, noise), np.zeros((1, 5)))
 
     def cost(parameters: np.ndarray) -> float:
-        residual = np.abs(y - law(parameters, x)[0][0])
+        residual = np.abs(y - log_loss(parameters, x)[0][0])
         huber = np.where(residual < 0.01, residual**2, 0.01 * (2 * residual - 0.01))
         return (huber / 0.01**2).sum() + (parameters**2).sum()
 
@@ -171,4 +175,4 @@ def test_the_minimum_is_lower_than_its_neighbours() -> None:
     ],
 )
 def test_no_more_digits_than_the_interval_carries(figures, text) -> None:
-    assert written(*figures) == text
+    assert format_interval(*figures) == text

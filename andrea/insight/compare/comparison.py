@@ -1,0 +1,62 @@
+"""Everything that the terminal, the page and the picture show of the compared runs, computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from andrea.config import ModelConfig
+from andrea.insight.compare.differences import as_typed, comparability_warnings, differences
+from andrea.insight.compare.line_styles import LineStyle, line_styles
+from andrea.insight.compare.runs import Run
+from andrea.insight.compare.scaling.fit import count
+from andrea.insight.compare.scaling.report import scaling_lines, target_of
+from andrea.insight.compare.table import Column, make_table
+from andrea.training.records.format import format_number
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The compared runs, by rising size, and what is shown of them."""
+
+    runs: list[Run]
+    styles: list[LineStyle]  # of each run
+    columns: list[Column]  # of the table, without the run's name
+    rows: list[list[str]]  # of the table, with the run's name first
+    left_out: list[str]  # one line for each folder that could not be compared
+    warnings: list[str]
+    scaling: list[str]  # lines of text
+    differing: dict[str, list[Any]]  # configuration key -> its value in each run
+
+    @property
+    def summary(self) -> str:
+        smallest, largest = (format_number(run.parameters) for run in (self.runs[0], self.runs[-1]))
+        return f"{count(len(self.runs), 'run')}, from {smallest} to {largest} parameters"
+
+    @property
+    def unfinished(self) -> list[str]:
+        """One line for each unfinished run, which the table marks with '*'."""
+        return [f"* {run.name}: {run.progress}" for run in self.runs if not run.finished]
+
+    @property
+    def difference_rows(self) -> list[list[str]]:
+        """One row for each configuration key that differs: the key, and its value in each run."""
+        return [[key, *map(as_typed, values)] for key, values in self.differing.items()]
+
+
+def compare_runs(
+    runs: list[Run], left_out: list[str], predicted: ModelConfig | None, predict_tokens: int | None, seed: int
+) -> Comparison:
+    """Compare runs (at least one, by rising size). `predicted`: a model whose loss the scaling fit is to predict."""
+    columns, cells = make_table(runs)
+    target = target_of(predicted, predict_tokens, largest=runs[-1]) if predicted else None
+    return Comparison(
+        runs=runs,
+        styles=line_styles(runs),
+        columns=columns,
+        rows=[[run.name + ("" if run.finished else " *"), *row] for run, row in zip(runs, cells, strict=True)],
+        left_out=left_out,
+        warnings=comparability_warnings(runs),
+        scaling=scaling_lines(runs, target, seed),
+        differing=differences(runs),
+    )

@@ -1,0 +1,52 @@
+"""The comparison as one HTML file that holds its data, style and script, and loads nothing from a network."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from andrea.insight.compare.comparison import Comparison
+from andrea.insight.compare.line_styles import LineStyle
+from andrea.insight.compare.runs import Run
+from andrea.insight.html import fill_template, json_for_script
+from andrea.training.records.format import format_number
+from andrea.training.records.logger import AXES
+
+TEMPLATE = Path(__file__).parent / "template.html"
+MOST_TRAINING_POINTS = 400  # of each run's training curve
+
+
+def render_page(comparison: Comparison) -> str:
+    """The HTML text of the page."""
+    return fill_template(TEMPLATE, {"DATA": json_for_script(page_data(comparison))})
+
+
+def page_data(comparison: Comparison) -> dict[str, Any]:
+    """What the page's script reads."""
+    return {
+        "summary": comparison.summary,
+        "warnings": comparison.warnings,
+        "notes": [*comparison.unfinished, *comparison.left_out],
+        "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
+        "rows": comparison.rows,
+        "scaling": comparison.scaling,
+        "differences": comparison.difference_rows,
+        "runs": [run_data(run, style) for run, style in zip(comparison.runs, comparison.styles, strict=True)],
+    }
+
+
+def run_data(run: Run, style: LineStyle) -> dict[str, Any]:
+    """One run's line in the chart."""
+    stride = -(-len(run.training) // MOST_TRAINING_POINTS) or 1
+    return dataclasses.asdict(style) | {
+        "name": run.name,
+        "size": f"{run.model}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
+        "validation": [
+            {key: point[key] for key in ("step", *AXES)} | {"loss": point["val/loss"], "bpb": point["val/bpb"]}
+            for point in run.validation
+        ],
+        "training": [
+            {key: point[key] for key in AXES} | {"loss": point["train/loss"]} for point in run.training[::stride]
+        ],
+    }

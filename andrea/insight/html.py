@@ -1,0 +1,25 @@
+"""HTML pages that hold their style, script and data in one file and load nothing from a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def fill_template(template: Path, values: Mapping[str, str]) -> str:
+    """The template with each {{NAME}} replaced by values[NAME], and each {{file.ext}} by that file of the same folder."""
+
+    def replacement(place: re.Match[str]) -> str:
+        name = place[1]
+        return (template.parent / name).read_text(encoding="utf-8").rstrip() if "." in name else values[name]
+
+    # In one pass, so that a {{NAME}} in a value, such as a prompt, stays as it is.
+    return re.sub(r"\{\{([\w./]+)\}\}", replacement, template.read_text(encoding="utf-8"))
+
+
+def json_for_script(data: Any) -> str:
+    """JSON as the content of a script element: every '<' is escaped, so no text in it can end the element."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,81 @@
+"""The command that compares runs: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from run_folders import make_eight_runs, make_run
+
+from andrea.cli.command_line import configure
+from andrea.cli.words import to_key_value
+from andrea.config import CompareConfig, RunConfig, UserError
+from andrea.insight.compare.compare import compare
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return make_eight_runs(tmp_path / "runs")
+
+
+def said(*words: str, **keys) -> str:
+    lines: list[str] = []
+    config = configure(CompareConfig, "compare", to_key_value(list(words), positional="runs"))
+    predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
+    assert compare(config, predicted, lines.append) == 0
+    return "\n".join(lines)
+
+
+def test_the_command_writes_page_and_picture_and_prints_the_answer(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "page.html"
+    text = said(
+        str(runs), f"out={out}", "size=900x600", "predict=andrea-nano", "predict_tokens=20M".replace("M", "000000")
+    )
+    assert "full law, fitted to 8 runs" in text and "predicted for andrea-nano" in text
+    assert "on 20.0M tokens" in text and "take this as a rough estimate" in text  # thousands of times the runs' size
+    assert "caution" not in text
+    page = out.read_text()
+    assert (
+        "{{" not in page and "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+    )
+    header = out.with_suffix(".png").read_bytes()[:24]
+    assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (900, 600)
+
+
+def test_fewer_than_four_finished_runs_are_no_fit_and_it_says_so(tmp_path: Path) -> None:
+    for index, size in enumerate((1000, 2000, 4000)):
+        make_run(tmp_path / f"r{index}", size, 20 * size)
+    make_run(tmp_path / "cut", 9000, 90_000, step=50)
+    text = said(str(tmp_path), f"out={tmp_path / 'p.html'}")
+    assert "no fit: 3 finished runs" in text and "\n* cut: at step 50 of 100\n" in text
+
+
+def test_runs_on_different_data_are_not_fitted(runs: Path, tmp_path: Path) -> None:
+    make_run(runs / "elsewhere", 5000, 50_000, data="bb")
+    text = said(str(runs), f"out={tmp_path / 'p.html'}")
+    assert "no fit: the runs were trained on different data" in text and "warning: data differ" in text
+
+
+def test_a_fit_over_two_recipes_is_cautioned(runs: Path, tmp_path: Path) -> None:
+    make_run(runs / "other", 5000, 50_000, optimizer__learning_rate=0.5)
+    text = said(str(runs), f"out={tmp_path / 'p.html'}")
+    assert re.search(r"caution: .* differ in optimizer\.learning_rate", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no run named"),
+        (["runs=a", "out=x.png"], "must end in .html"),
+        (["runs=a", "size=big"], "size=big is not a picture's size"),
+        (["runs=a", "size=100x100"], "size=100x100"),
+        (["runs=a", "predict_tokens=5"], "predict=andrea-480m"),
+        (["runs=a", "predict=andrea-nano", "predict_tokens=-5"], "predict_tokens=-5 must be greater"),
+        (["runs=a", "seed=-1"], "seed=-1 must be from 0"),
+        (["runs=a", "predcit=x"], "did you mean predict"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        configure(CompareConfig, "compare", words)

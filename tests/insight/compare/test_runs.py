@@ -1,0 +1,71 @@
+"""Run folders as the comparison reads them, finished, unfinished and damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from run_folders import CONFIG, loss_of, make_run
+
+from andrea.config import UserError
+from andrea.insight.compare.runs import LeftOut, find_run_folders, read_run, read_runs
+from andrea.text.tokenizer import ByteTokenizer
+
+
+def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "one", parameters=1234, tokens=20_000), "one")
+    assert (run.parameters, run.tokens, run.step, run.finished) == (1234, 20_000, 100, True)
+    assert run.loss == pytest.approx(loss_of(1234, 20_000)) and run.bpb == pytest.approx(run.loss / 2)
+    assert [point["step"] for point in run.validation] == [25, 50, 75, 100]  # the closing event is no fifth evaluation
+    assert run.speed.tokens_per_second == 1000 + (50 + 55) / 2  # of 5, 10, … 100, the median
+    assert (run.speed.mfu, run.speed.peak_memory_bytes, run.checkpoint.fingerprint) == (None, None, "aa" * 32)
+    assert run.checkpoint.tokenizer == ByteTokenizer().identity
+
+
+def test_an_unfinished_run_with_a_torn_line_counts_as_far_as_it_came(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "cut", step=70)
+    with open(folder / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 75, "tok')
+    run = read_run(folder, "cut")
+    assert not run.finished
+    assert run.progress == "at step 70 of 100, last evaluated at step 50"
+
+
+def test_what_cannot_be_compared_is_left_out_by_name(tmp_path: Path) -> None:
+    make_run(tmp_path / "early", step=20)
+    make_run(tmp_path / "fine")
+    make_run(tmp_path / "unsaved", saved=False)
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "fresh" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.yaml").write_text("a: [")
+    (tmp_path / "wandb").mkdir()
+    found, left_out = read_runs(find_run_folders([str(tmp_path)]))
+    assert [run.name for run in found] == ["fine"]
+    reasons = {line.split(":")[0]: line for line in left_out}
+    assert set(reasons) == {"early", "unsaved", "fresh", "odd"}
+    assert "no evaluation yet, at step 20" in reasons["early"]
+    assert "no checkpoint yet" in reasons["unsaved"] and "no record yet" in reasons["fresh"]
+    assert "config.yaml" in reasons["odd"]
+
+
+def test_a_damaged_checkpoint_is_a_reason_not_a_traceback(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one")
+    next((folder / "checkpoints").glob("step-*/model.safetensors")).write_bytes(b"\x08")
+    with pytest.raises(LeftOut, match="step-00000100 cannot be read"):
+        read_run(folder, "one")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders_and_doubles_counted_once(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        make_run(tmp_path / parent / "same")
+    found, _ = read_runs(find_run_folders([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "b" / "same")]))
+    assert [run.name for run in found] == ["a/same", "b/same"]
+
+
+def test_paths_that_hold_no_run_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a folder"):
+        find_run_folders([str(tmp_path / "none")])
+    with pytest.raises(UserError, match="holds no run"):
+        find_run_folders([str(tmp_path)])

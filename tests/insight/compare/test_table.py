@@ -1,0 +1,39 @@
+"""The table of figures, and the colours and markers of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from run_folders import make_eight_runs
+
+from andrea.insight.compare.line_styles import colour_at, line_styles
+from andrea.insight.compare.runs import find_run_folders, read_runs
+from andrea.insight.compare.table import make_table, terminal_table
+
+
+def test_the_table_is_aligned_within_a_hundred_columns(tmp_path: Path) -> None:
+    found, _ = read_runs(find_run_folders([str(make_eight_runs(tmp_path))]))
+    columns, rows = make_table(found)
+    assert "MFU" not in [column.title for column in columns]  # no run recorded it
+    named = [["a-very-long-name-of-a-run-" * 4, *row] for row in rows]
+    lines = terminal_table(["run", *(column.title for column in columns)], named, 100).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert {line.rindex(line.split("  ")[-1].strip()[-1]) for line in lines[1:]} == {len(lines[1]) - 1}
+    assert all("…" in line for line in lines[1:])
+
+
+def test_sizes_are_ordered_by_lightness_and_equal_sizes_told_apart(tmp_path: Path) -> None:
+    found, _ = read_runs(find_run_folders([str(make_eight_runs(tmp_path))]))
+    drawn = line_styles(found)
+    for ground in ("light", "dark"):
+        colours = list(dict.fromkeys(getattr(style, ground) for style in drawn))
+        assert len(colours) == 4
+        brightness = [
+            sum(w * int(c[i : i + 2], 16) for w, i in ((0.2126, 1), (0.7152, 3), (0.0722, 5))) for c in colours
+        ]
+        assert brightness == sorted(brightness)
+    assert all(
+        first.light == second.light and first.marker != second.marker
+        for first, second in zip(drawn[::2], drawn[1::2], strict=True)
+    )
+    assert colour_at(0, 0.0, 0.0)[0] == "#" and len(colour_at(1, 0.5, 1.0)) == 7
