@@ -25,12 +25,13 @@ def main(argv: list[str]) -> int:
     from andrea.insight.lens.lens import small_lens
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
-    from andrea.training.planning import plan
+    from andrea.training.planning.dry_run import describe
+    from andrea.training.planning.length import with_length_and_name
     from andrea.training.start import start
 
-    config = plan.complete(config)
+    config = with_length_and_name(config)
     if config.dry_run:
-        print(plan.describe(config))
+        print(describe(config))
         return 0
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
@@ -42,14 +43,14 @@ def main(argv: list[str]) -> int:
                 line.values,
                 checkpoint.state.get("ranks", 1) != ranks.size,
             )
-            config = plan.complete(parse(RunConfig, merged))
+            config = with_length_and_name(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
                 return 0
             ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting"))
-        return start(config, checkpoint, ranks, watchdog, observe=small_lens)
+        return start(config, checkpoint, ranks, watchdog, draw_lens=small_lens)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ from common import RESULTS, ROOT, write_record
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.training.planning.plan import GIB, memory_of, planned_vocabulary
+from andrea.training.planning.length import planned_vocabulary
+from andrea.training.planning.machine import GIB, Placement
+from andrea.training.planning.micro_batch import memory_of
 
 TOKENIZERS = {"andrea-nano": "bpe", "andrea-12m": "byte", "andrea-120m": "gpt2"}
 MICRO_BATCHES = (1, 2, 4)
@@ -89,7 +91,7 @@ def planned(words: list[str]) -> dict:
     run = configure(RunConfig, "train", words)
     micro_batch = run.train.micro_batch
     assert isinstance(micro_batch, int)
-    memory = memory_of(run, planned_vocabulary(run), micro_batch, torch.device(run.device), run.precision)
+    memory = memory_of(run, planned_vocabulary(run), micro_batch, Placement(torch.device(run.device), run.precision))
     return {"plan": dataclasses.asdict(memory) | {"total": memory.total}}
 
 

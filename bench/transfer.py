@@ -24,7 +24,8 @@ from andrea.model.gpt import GPT, initialise
 from andrea.model.transfer import Transfer
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader, validation_batches
-from andrea.training.loss.cross_entropy import evaluate, loss_sum
+from andrea.training.evaluation import summary, sums_over
+from andrea.training.loss.cross_entropy import loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.optimizer.schedule import rate_at
 from andrea.training.parallel.strategy import SingleProcess
@@ -87,8 +88,8 @@ def train(run: RunConfig, corpus: Corpus, seed: int) -> float:
     batches = validation_batches(corpus.sources[0].val, SEQUENCE_LENGTH, 64, VALIDATION_TOKENS)
     bytes_of_token = torch.from_numpy(corpus.tokenizer.byte_lengths())
     with torch.no_grad():
-        held_out = evaluate(lambda *batch: loss_sum(model, *batch), batches, bytes_of_token, torch.device("cpu"))
-    return held_out["loss"]
+        sums = sums_over(batches, lambda *batch: loss_sum(model, *batch), bytes_of_token, torch.device("cpu"))
+    return summary(*sums)["loss"]
 
 
 class Study:

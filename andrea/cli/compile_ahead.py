@@ -47,10 +47,10 @@ def main(argv: list[str]) -> None:
     from andrea.model.size import flops_per_token
     from andrea.runtime.compiling import choose_compile, compile_graph, configure_compiler
     from andrea.runtime.device import choose_device
-    from andrea.training.planning import plan
+    from andrea.training.planning.length import planned_vocabulary, with_length_and_name
 
-    run = plan.complete(configure(RunConfig, "train", argv))
-    flops = run.steps * run.tokens_per_step * flops_per_token(run.model, run.attention, plan.planned_vocabulary(run))
+    run = with_length_and_name(configure(RunConfig, "train", argv))
+    flops = run.steps * run.tokens_per_step * flops_per_token(run.model, run.attention, planned_vocabulary(run))
     device = choose_device(run.device)
     if device.type == "cpu" and choose_compile(run.compile, device, flops).value != "off":
         torch.set_num_threads(1)

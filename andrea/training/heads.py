@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from andrea.attention import HeadStatistics
+from andrea.config import AttentionConfig
 from andrea.model.gpt import GPT
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
@@ -69,3 +70,8 @@ def lowest(values: Tensor) -> Tensor:
 def plain(number: float) -> float | None:
     """A figure that no query counted for is null in a record."""
     return number if math.isfinite(number) else None
+
+
+def measures_every_step(attention: AttentionConfig) -> bool:
+    """Our kernel measures the heads in the pass that trains; QK-clip needs their largest logits whatever that costs."""
+    return attention.implementation == "triton" or attention.qk_clip is not None

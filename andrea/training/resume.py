@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import Checkpoint, checkpoints_of, consolidate, locate, newest_run, newest_whole
-from andrea.checkpoint.folder import read_small_json
+import torch
+from torch import Tensor
+
+from andrea.checkpoint import (
+    Checkpoint,
+    checkpoints_of,
+    consolidate,
+    locate,
+    newest_run,
+    newest_whole,
+    read_checkpoint,
+)
 from andrea.config import RunConfig, UserError, with_current_keys
+from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
-from andrea.training.records.run_folder import read_lines
+from andrea.text.corpus import Corpus
+from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.parallel.saver import Saver
+from andrea.training.progress import Progress
 
 # What makes a run this run: with another value it would be a different one.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",
@@ -21,16 +36,16 @@ OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_d
 OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 
-def find_resume(run: RunConfig) -> Checkpoint | None:
+def find_resume(config: RunConfig) -> Checkpoint | None:
     """The checkpoint that `resume` means, or None for a fresh start. Raises UserError where one was named and is not there."""
-    if not run.resume:
+    if not config.resume:
         return None
-    if run.resume != "auto":
-        found = locate(run.resume, Path(run.runs_dir), key="resume")
+    if config.resume != "auto":
+        found = locate(config.resume, Path(config.runs_dir), key="resume")
         if torchrun.is_restart():  # the run has gone on from there already
             return newest_whole(run_folder_of(found)) or found
         return found
-    folder = Path(run.runs_dir) / run.name if run.name else newest_run(Path(run.runs_dir))
+    folder = Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
     if folder is None or not folder.is_dir():
         return None
     found = newest_whole(folder)
@@ -52,6 +67,48 @@ def show_resume(checkpoint: Checkpoint, changes: list[str]) -> None:
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
     for change in changes:
         print(f"  changed {change}")
+
+
+def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
+    """The weights of init_from; None for a new run, and for a resumed one, whose saver restores them.
+
+    Raises UserError where the checkpoint's data, tokenizer or shapes are not those of this run.
+    """
+    if checkpoint is not None:
+        if checkpoint.state["data"] != corpus.fingerprint:
+            raise UserError(
+                f"the data are not those of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
+                f"{corpus.fingerprint[:12]}); bring them back, or start a new run with init_from={checkpoint.path}"
+            )
+        return None
+    if not config.init_from:
+        return None
+    source = read_checkpoint(Path(config.init_from))
+    if source.state["tokenizer"] != corpus.tokenizer.identity:
+        raise UserError(
+            f"init_from={config.init_from} was trained with the tokenizer {source.state['tokenizer']}, this run has "
+            f"{corpus.tokenizer.identity}; set tokenizer.path={config.init_from} or choose its tokenizer"
+        )
+    weights = source.model_tensors()
+    with torch.device("meta"):
+        model = GPT(config.model, config.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != expected:
+        name = source.state["config"]["model"]["name"]
+        raise UserError(
+            f"init_from={config.init_from} holds a {name}, whose shapes are not those of model={config.model.name}; "
+            f"choose model={name}"
+        )
+    return weights
+
+
+def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
+    """Put weights, optimizer state, loss scale and random state of the checkpoint in place."""
+    state = checkpoint.state
+    saver.restore(checkpoint)
+    scale.load_state(state["loss_scale"])
+    torch.set_rng_state(torch.tensor(state["torch_random"], dtype=torch.uint8))
+    return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
 
 
 def run_folder_of(checkpoint: Checkpoint) -> Path:
@@ -115,23 +172,3 @@ def unflatten(flat: dict[str, Any]) -> dict:
             place = place.setdefault(group, {})
         place[last] = value
     return nested
-
-
-def measured_pace(runs_dir: Path, model_name: str) -> tuple[float, str] | None:
-    """(tokens per second, run's name) of the newest run of this model on record, or None."""
-    for folder in sorted(Path(runs_dir).glob("*/"), key=lambda path: path.stat().st_mtime, reverse=True):
-        if not checkpoints_of(folder):
-            continue
-        try:
-            state = read_small_json(checkpoints_of(folder)[-1] / "state.json")
-            same_model = state["config"]["model"]["name"] == model_name
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: a resume would say so
-            continue
-        if not same_model:
-            continue
-        paces = [
-            r["train/tokens_per_second"] for r in read_lines(folder / "metrics.jsonl") if "train/tokens_per_second" in r
-        ]
-        if paces:
-            return sorted(paces)[len(paces) // 2], folder.name
-    return None

@@ -12,7 +12,7 @@ from andrea.cli.command_line import configure
 from andrea.cli.sweep import run_name
 from andrea.config import RunConfig, UserError
 from andrea.model.size import count_parameters, flops_per_token
-from andrea.training.planning.plan import complete
+from andrea.training.planning.length import with_length_and_name
 
 BYTE_VOCABULARY = 257
 
@@ -56,24 +56,24 @@ def test_a_wrong_sweep_is_one_line_and_starts_nothing(
 def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
     name = run_name(["model=andrea-12m", "optimizer.learning_rate=0.1", "data.path=a/b"], "g")
     assert name == "{model}-{tokens}-seed{seed}-learning_rate=0.1-path=a_b-g"
-    run = complete(configure(RunConfig, "train", [f"name={name}", "seed=3", "train.steps=50"]))
+    run = with_length_and_name(configure(RunConfig, "train", [f"name={name}", "seed=3", "train.steps=50"]))
     assert run.name == "andrea-nano-205k-seed3-learning_rate=0.1-path=a_b-g"
 
 
 @pytest.mark.parametrize("model", ["andrea-nano", "andrea-12m"])
 def test_steps_follow_from_tokens_a_parameter_or_from_flops(model: str) -> None:
     words = [f"model={model}", "tokenizer=byte", "train.tokens_per_step=2048"]
-    by_ratio = complete(configure(RunConfig, "train", [*words, "train.tokens_per_parameter=10"]))
+    by_ratio = with_length_and_name(configure(RunConfig, "train", [*words, "train.tokens_per_parameter=10"]))
     parameters = count_parameters(by_ratio.model, by_ratio.attention, BYTE_VOCABULARY).total
     assert abs(by_ratio.steps * 2048 - 10 * parameters) <= 1024
-    by_flops = complete(configure(RunConfig, "train", [*words, "train.flops=1e15"]))
+    by_flops = with_length_and_name(configure(RunConfig, "train", [*words, "train.flops=1e15"]))
     per_token = flops_per_token(by_flops.model, by_flops.attention, BYTE_VOCABULARY)
     assert abs(by_flops.steps * 2048 * per_token - 1e15) <= 1024 * per_token
 
 
 def test_a_length_is_given_once() -> None:
     def completed(*words: str) -> RunConfig:
-        return complete(configure(RunConfig, "train", ["tokenizer=byte", *words]))
+        return with_length_and_name(configure(RunConfig, "train", ["tokenizer=byte", *words]))
 
     with pytest.raises(UserError, match="leave one out"):
         completed("train.flops=1e15", "train.tokens_per_parameter=10")

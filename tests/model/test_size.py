@@ -66,7 +66,7 @@ def test_every_shipped_size_answers(name):
     parameters = count_parameters(config, ATTENTION, 50257)
     memory = plan_memory(config, ATTENTION, 50257, micro_batch=1, precision="bf16", optimizer="muon")
     assert memory.weights == memory.gradients == 4 * parameters.total
-    assert memory.optimizer <= 8 * parameters.total and memory.gathered == memory.program == 0
+    assert memory.optimizer <= 8 * parameters.total and memory.gathered == memory.python_and_libraries == 0
     # each matrix costs 6 FLOPs a parameter, and the embedding is only looked up
     matrices = parameters.total - parameters.embedding - parameters.norm
     assert flops_per_token(config, ATTENTION, 50257) >= 5.9 * matrices
@@ -143,7 +143,7 @@ def test_muons_temporaries_are_what_the_allocator_really_hands_out(precision, ml
     optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=precision == "bf16")
     real = allocated_at_most(lambda: optimizer.muon.step(1.0, torch.tensor(True)))
     plan = plan_memory(run.model, ATTENTION, V, micro_batch=1, precision=precision, optimizer="muon")
-    assert plan.update == pytest.approx(real, rel=0.15)
+    assert plan.optimizer_step == pytest.approx(real, rel=0.15)
 
 
 def test_activations_grow_with_the_batch_and_shrink_with_precision_and_with_recomputation():
@@ -164,14 +164,23 @@ def test_on_a_cpu_the_program_counts_and_its_compiler_saves():
         plan_memory(TINY, ATTENTION, V, on_cpu=on_cpu, compiled=compiled, **how)
         for on_cpu, compiled in ((False, True), (True, False), (True, True))
     )
-    assert card.program == 0 < eager.program < compiled.program
+    assert card.python_and_libraries == 0 < eager.python_and_libraries < compiled.python_and_libraries
     assert compiled.activations < card.activations == eager.activations
 
 
 def test_the_peak_is_the_fuller_of_two_moments():
-    memory = Memory(weights=2, gradients=3, optimizer=5, gathered=7, activations=11, update=13, look=19, program=17)
+    memory = Memory(
+        weights=2,
+        gradients=3,
+        optimizer=5,
+        gathered=7,
+        activations=11,
+        optimizer_step=13,
+        evaluation=19,
+        python_and_libraries=17,
+    )
     assert memory.total == 2 + 3 + 5 + 17 + 19 + (7 + 11)
-    assert replace(memory, update=23).total == 2 + 3 + 5 + 17 + 19 + 23
+    assert replace(memory, optimizer_step=23).total == 2 + 3 + 5 + 17 + 19 + 23
 
 
 @pytest.mark.parametrize("compatibility", ["scaled_dot", "bilinear"])
@@ -182,8 +191,8 @@ def test_a_look_at_the_heads_is_what_the_allocator_really_hands_out(compatibilit
     real = allocated_at_most(lambda: probe(model, tokens))
     how = {"micro_batch": 1, "precision": "bf16", "optimizer": "muon", "on_cpu": True}
     # a kernel's own copy of the scores, one of about six, is not seen from outside
-    assert plan_memory(config, attention, V, **how).look == pytest.approx(real, rel=0.2)
-    assert plan_memory(config, attention, V, **how | {"on_cpu": False}).look == 0
+    assert plan_memory(config, attention, V, **how).evaluation == pytest.approx(real, rel=0.2)
+    assert plan_memory(config, attention, V, **how | {"on_cpu": False}).evaluation == 0
 
 
 def test_a_share_of_what_is_kept_and_a_few_whole_blocks():

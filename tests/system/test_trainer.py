@@ -16,9 +16,9 @@ from conftest import run_script, tiny_command, tiny_words, with_own_mounts
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.device import Choice
-from andrea.text.loader import IGNORED_TARGET
+from andrea.training.loss.cross_entropy import IGNORED_TARGET
 from andrea.training.records.run_folder import read_lines
-from andrea.training.trainer import Trainer, micro_batches
+from andrea.training.step import Batch, TrainingStep, micro_batches
 
 # Of the machine rather than of the run: these may differ between equal runs.
 TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes"}
@@ -60,14 +60,14 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(tiny_run, tmp_path: Path) -> None:
     tiny_run("name=whole")
     with pytest.MonkeyPatch.context() as patch:
-        update = Trainer.update
+        batch = TrainingStep.batch
 
-        def interrupted(self: Trainer, *batch):
-            if self.progress.step == 6:
+        def interrupted(self: TrainingStep, step: int) -> Batch:
+            if step == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return update(self, *batch)
+            return batch(self, step)
 
-        patch.setattr(Trainer, "update", interrupted)
+        patch.setattr(TrainingStep, "batch", interrupted)
         assert tiny_run("name=parts") == 143
     assert checkpoints_of(tmp_path / "runs" / "parts")[-1].name == "step-00000007"
     assert metrics(tmp_path / "runs" / "parts")[-1]["event"] == "interrupted"
@@ -156,22 +156,27 @@ def test_nothing_changes_with_the_micro_batch(tiny_run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["weight", "gradient"])
 def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_path: Path, capsys) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        accumulate, seen = Trainer.accumulate, {}
+        batch, accumulate, seen = TrainingStep.batch, TrainingStep.accumulate, {}
 
-        def poisoned(self: Trainer, tokens: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
-            if self.progress.step == 5 and where == "weight":
+        def numbered(self: TrainingStep, step: int) -> Batch:
+            seen["step"] = step
+            return batch(self, step)
+
+        def poisoned(self: TrainingStep, of_step: Batch) -> tuple:
+            if seen["step"] == 5 and where == "weight":
                 with torch.no_grad():
                     self.parallel.model.blocks[0].mlp.up.weight[0, 0] = float("nan")
-            nats = accumulate(self, tokens, targets, count)
-            if self.progress.step == 5 and where == "gradient":
+            summed = accumulate(self, of_step)
+            if seen["step"] == 5 and where == "gradient":
                 self.parallel.model.blocks[1].mlp.down.weight.grad[0, 0] = float("inf")
             seen["model"] = {name: tensor.clone() for name, tensor in self.parallel.model.state_dict().items()}
-            seen["trainer"] = self
-            return nats
+            seen["parallel"] = self.parallel
+            return summed
 
-        patch.setattr(Trainer, "accumulate", poisoned)
+        patch.setattr(TrainingStep, "batch", numbered)
+        patch.setattr(TrainingStep, "accumulate", poisoned)
         assert tiny_run("name=a") == 3
-    after = seen["trainer"].parallel.model.state_dict()
+    after = seen["parallel"].model.state_dict()
     assert all(
         torch.equal(
             after[name],
@@ -190,14 +195,14 @@ def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_
 def test_what_is_not_finite_in_the_optimizer_is_never_saved(step: int, tiny_run, tmp_path: Path, capsys) -> None:
     """It reaches the weights with the next update: found by the loss of the step after, or when it comes to saving."""
     with pytest.MonkeyPatch.context() as patch:
-        update = Trainer.update
+        batch = TrainingStep.batch
 
-        def poisoned(self: Trainer, *batch: object) -> tuple:
-            if self.progress.step + 1 == step:
+        def poisoned(self: TrainingStep, steps_before: int) -> Batch:
+            if steps_before + 1 == step:
                 self.optimizer.state_tensors()["blocks.1.mlp.up.weight/momentum"][0, 0] = float("nan")
-            return update(self, *batch)
+            return batch(self, steps_before)
 
-        patch.setattr(Trainer, "update", poisoned)
+        patch.setattr(TrainingStep, "batch", poisoned)
         assert tiny_run("name=a") == 3
     out = capsys.readouterr().out
     assert f"error: step {step + 1 if step % 4 else step}:" in out and "not finite" in out and "step-00000004" in out
@@ -207,9 +212,9 @@ def test_what_is_not_finite_in_the_optimizer_is_never_saved(step: int, tiny_run,
 
 def test_out_of_memory_halves_the_micro_batch_and_does_the_step_again(tiny_run, tmp_path: Path, capsys) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        post_init = Trainer.__post_init__
+        post_init = TrainingStep.__post_init__
 
-        def with_a_small_device(self: Trainer) -> None:
+        def with_a_small_device(self: TrainingStep) -> None:
             post_init(self)
             roomy = self.loss_sum
 
@@ -220,7 +225,7 @@ def test_out_of_memory_halves_the_micro_batch_and_does_the_step_again(tiny_run, 
 
             self.loss_sum = small
 
-        patch.setattr(Trainer, "__post_init__", with_a_small_device)
+        patch.setattr(TrainingStep, "__post_init__", with_a_small_device)
         assert tiny_run("name=small", "precision=fp32") == 0
     assert "train.micro_batch=2" in capsys.readouterr().out
     tiny_run("name=roomy", "precision=fp32")
@@ -304,7 +309,7 @@ def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, more: lis
 def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("andrea.training.planning.settle.choose_compile", lambda *asked: Choice("on", "for the test"))
+    monkeypatch.setattr("andrea.training.planning.auto.choose_compile", lambda *asked: Choice("on", "for the test"))
     torch._dynamo.reset()
     # torch's own `patch` restores the setting; monkeypatch would leave it deleted, and every later test of this process
     # without a compiler.

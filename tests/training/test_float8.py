@@ -30,7 +30,7 @@ SMALL = [
 @pytest.fixture
 def small_run(tiny_run, short_text: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Trains a very small model on a CPU, where a run in 8 bits is refused as slow."""
-    monkeypatch.setattr("andrea.training.planning.settle.check_float8", lambda *asked: None)
+    monkeypatch.setattr("andrea.training.planning.auto.check_float8", lambda *asked: None)
     return lambda *words: tiny_run(f"data.path={short_text}", *SMALL, *words)
 
 

@@ -5,10 +5,6 @@ Shapes: B sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -50,36 +46,3 @@ def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: st
     if precision == "fp16":
         return loss_sum_from_hidden(model, hidden, targets)
     return fused_cross_entropy(hidden, model.head_weight, targets, model.config.logit_softcap, weight_dtype(precision))
-
-
-def evaluate(
-    loss_sum: Callable[[Tensor, Tensor], Tensor],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    bytes_of_token: Tensor,
-    device: torch.device,
-) -> dict[str, float]:
-    """Score every target of `batches` once: {"loss": nats per token, "bpb": bits per byte, "nats", "tokens", "bytes"}.
-
-    loss_sum: tokens, targets (B, T) -> nats. bytes_of_token (V,) int64: the UTF-8 bytes of each token, 0 for end-of-text,
-    which therefore costs nats and adds no bytes.
-    """
-    nats, tokens_scored, bytes_scored = [], 0, 0
-    for tokens, targets in batches:
-        scored = targets[targets != IGNORED_TARGET]
-        nats.append(
-            loss_sum(tokens.to(device), targets.to(device)).detach()
-        )  # read at the end, to keep the device busy
-        tokens_scored += scored.numel()
-        bytes_scored += int(bytes_of_token[scored].sum())
-    return summary(sum(map(float, nats)), tokens_scored, bytes_scored)
-
-
-def summary(nats: float, tokens: int, bytes_: int) -> dict[str, float]:
-    """Loss in nats per token and in bits per byte; only the second is comparable across tokenizers."""
-    return {
-        "loss": nats / max(tokens, 1),
-        "bpb": nats / math.log(2) / max(bytes_, 1),
-        "nats": nats,
-        "tokens": tokens,
-        "bytes": bytes_,
-    }

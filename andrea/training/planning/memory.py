@@ -38,17 +38,18 @@ class Memory:
     optimizer: int  # its state
     gathered: int  # sharded only: the weights that are whole for a while, and gradients on their way
     activations: int  # a micro-batch's forward and backward pass at their fullest, see `pass_bytes`
-    update: int  # what the optimizer's step holds besides, when activations are gone
-    look: int  # on a CPU: measuring the heads on held-out text, between steps, with their scores written out
-    program: int  # on a CPU: interpreter, libraries, compiler
+    optimizer_step: int  # temporaries of the optimizer's step, when activations are freed
+    evaluation: int  # on a CPU: measuring the heads on held-out text, with their scores written out
+    python_and_libraries: int  # on a CPU: interpreter, torch, this package, the compiler
 
     @property
     def total(self) -> int:
-        """The peak: backward pass or optimizer's step, whichever is fuller. What a CPU's C library has freed it keeps,
-        so that the look comes on top.
+        """The peak: backward pass or optimizer's step, whichever needs more.
+
+        glibc keeps freed memory, so on a CPU the evaluation adds to the peak.
         """
-        kept = self.program + self.weights + self.gradients + self.optimizer
-        return kept + max(self.gathered + self.activations, self.update) + self.look
+        kept = self.python_and_libraries + self.weights + self.gradients + self.optimizer
+        return kept + max(self.gathered + self.activations, self.optimizer_step) + self.evaluation
 
 
 def plan_memory(
@@ -70,7 +71,7 @@ def plan_memory(
     What is kept: fp32 weights, fp32 gradients (there while all micro-batches but the first run), and the optimizer's
     state: adamw has two fp32 numbers a parameter; muon one for the blocks' matrices, two for the rest. On top of it
     comes the larger of two: what the passes of one micro-batch hold (`pass_bytes`), or the temporaries of the
-    optimizer's step (`update_bytes`). recompute: activation checkpointing.
+    optimizer's step (`optimizer_step_bytes`). recompute: activation checkpointing.
 
     on_cpu: the program itself counts, as it is in the same memory; the heads are measured, a sequence at a time,
     without a kernel; and compiled passes hold a share, measured there, of what eager ones do. On a card, where nothing
@@ -108,13 +109,13 @@ def plan_memory(
         optimizer=4 * state // share,
         gathered=gathered,
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
-        update=update_bytes(matrices, precision, share) if muon else 0,
-        look=look_bytes(config, attention, n_vocab) if on_cpu else 0,
-        program=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
+        optimizer_step=optimizer_step_bytes(matrices, precision, share) if muon else 0,
+        evaluation=evaluation_bytes(config, attention, n_vocab) if on_cpu else 0,
+        python_and_libraries=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
     )
 
 
-def update_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
+def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
     """The temporaries of Muon's step at their fullest; stacks: how many matrices there are of a shape (rows, columns).
 
     A stack goes through two moments. First three of it in fp32: gradient, new momentum, what of it is applied. Then
@@ -182,7 +183,7 @@ def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def look_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
+def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
     """The most that one sequence's pass holds in which each head is measured, where no kernel does it: scores written out."""
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from andrea.training.records.format import format_duration
@@ -35,6 +37,15 @@ class Console(Logger):
         """Show the live line from now on."""
         if self.live:
             self.live.start()
+
+    @contextmanager
+    def live_line(self) -> Iterator[None]:
+        """Within the context the live line is shown, on a terminal."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
 
     def waiting(self, line: str) -> None:
         """Show in the live line what takes a while between steps; without a terminal, nothing."""

@@ -1,15 +1,30 @@
-"""The run folder's records: `metrics.jsonl`, `samples.jsonl`, `health.jsonl` and HTML pages.
+"""The run folder: its name, its lock, `config.yaml`, and the records in it.
 
-Records are appended as lines of JSON. On resume, the lines after the checkpoint's step are removed.
+`metrics.jsonl`, `samples.jsonl` and `health.jsonl` hold one record of JSON a line; each evaluation adds an HTML page. On
+resume, the lines after the checkpoint's step are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
-from andrea.runtime.files import flush_to_disk, replace_text, storing
+from andrea.checkpoint import Checkpoint, checkpoints_of
+from andrea.checkpoint.keep import set_aside_after
+from andrea.config import RunConfig, UserError, to_plain
+from andrea.runtime.files import (
+    Locked,
+    exclusive_lock,
+    flush_to_disk,
+    remove_unfinished,
+    replace_text,
+    storing,
+)
+from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
 
 
@@ -77,3 +92,53 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
+
+
+def new_run_folder(config: RunConfig) -> Path:
+    """Where a new run goes. Raises UserError where a run of this name exists; one without a checkpoint may start again."""
+    name = config.name or f"{config.model.name}-{config.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.runs_dir) / name
+    may_start_again = config.resume == "auto" and not checkpoints_of(folder)  # killed before its first checkpoint
+    if (folder / "config.yaml").exists() and not may_start_again:
+        raise UserError(f"name={name}: {folder} exists; go on with it by resume=auto, or choose another name")
+    return folder
+
+
+@contextlib.contextmanager
+def run_folder_locked(folder: Path, checkpoint: Checkpoint | None, console: Console) -> Iterator[None]:
+    """Make the folder, lock it for this process, and remove what a crash left half-written. Raises UserError."""
+    with contextlib.ExitStack() as held:
+        try:
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            held.enter_context(exclusive_lock(folder / ".lock"))
+        except Locked as holder:
+            raise UserError(
+                f"{folder} is in use by another process ({holder}); wait for it, or choose another name=…"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a folder that can"
+            ) from None
+        for unfinished in (folder, folder / "checkpoints"):
+            remove_unfinished(unfinished)
+        for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
+            console.say(f"set aside, because the run goes back to an earlier step: {path}")
+        yield
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """The resolved configuration, from which the run can be started again."""
+    import yaml
+
+    content = yaml.safe_dump(plain_text(to_plain(config)), sort_keys=False, allow_unicode=True)
+    with storing(folder / "config.yaml"):
+        replace_text(folder / "config.yaml", content)
+
+
+def plain_text(value: Any) -> Any:
+    """Subclasses of str as plain str, in mappings and lists too: what YAML and JSON writers accept."""
+    if isinstance(value, dict):
+        return {str(key): plain_text(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [plain_text(entry) for entry in value]
+    return str(value) if isinstance(value, str) else value

@@ -10,8 +10,8 @@ import torch
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT, initialise
-from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.cross_entropy import evaluate, loss_sum, summary
+from andrea.training.evaluation import summary, sums_over
+from andrea.training.loss.cross_entropy import IGNORED_TARGET, loss_sum
 
 
 def tiny_model() -> GPT:
@@ -64,5 +64,4 @@ def test_evaluation_counts_bytes_of_targets() -> None:
     def one_nat_each(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (targets != IGNORED_TARGET).sum().float()
 
-    whole = evaluate(one_nat_each, batches, bytes_of_token, torch.device("cpu"))
-    assert (whole["nats"], whole["tokens"], whole["bytes"]) == (9.0, 9, 9)
+    assert sums_over(batches, one_nat_each, bytes_of_token, torch.device("cpu")) == (9.0, 9, 9)

@@ -12,6 +12,7 @@ from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import largest_that_fits, with_tried_micro_batch
 from andrea.training.records.console import Console
 
@@ -71,7 +72,7 @@ def test_start_takes_what_fits_and_leaves_no_gradients(capsys) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MicroBatchLoss, "forward", of_a_small_card)
-        found = with_tried_micro_batch(run, parallel, torch.device("cpu"), 1e12, Console(1))
+        found = with_tried_micro_batch(run, parallel, Machine(torch.device("cpu"), parallel.ranks, 1e12), Console(1))
     assert tried == [12, 6, 4, 3] and found.train.micro_batch == 3
     assert all(parameter.grad is None for parameter in parallel.model.parameters())
     assert "3 sequences" in capsys.readouterr().out

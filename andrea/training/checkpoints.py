@@ -1,0 +1,86 @@
+"""When a run saves and what its checkpoints hold besides tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from andrea.checkpoint import checkpoints_of, step_name
+from andrea.config import RunConfig, to_plain
+from andrea.text.corpus import Corpus
+from andrea.training.health.health import Health
+from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.saver import Saver
+from andrea.training.progress import Progress
+from andrea.training.records.records import Records
+
+
+@dataclass
+class RunCheckpoints:
+    """facts: what state.json holds besides progress: configuration, data fingerprint, wandb id, ranks."""
+
+    folder: Path  # of the run
+    saver: Saver
+    progress: Progress
+    scale: LossScale
+    health: Health
+    records: Records
+    facts: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.progress.step if checkpoints_of(self.folder) else None
+        self.damaged = ""  # which tensor was not finite when it was to be saved, for the message that ends the run
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint of the current step is, or will be."""
+        return self.folder / "checkpoints" / step_name(self.progress.step)
+
+    def is_saved(self) -> bool:
+        return self.saved_step == self.progress.step
+
+    def is_finite(self) -> bool:
+        """Whether weights and optimizer state are finite on all ranks; every rank must call."""
+        parallel, device = self.saver.parallel, self.scale.factor.device
+        kept = parallel.local_parameters | self.saver.optimizer.state_tensors()
+        finite = torch.stack([tensor.detach().isfinite().all().to(device) for tensor in kept.values()])
+        wrong = [name for name, fine in zip(kept, finite.tolist(), strict=True) if not fine]
+        if bool(parallel.ranks.minimum(torch.tensor(float(not wrong), device=device))):
+            return True
+        self.damaged = f", but {wrong[0] if wrong else 'a tensor of another rank'} is not finite: not saved"
+        return False
+
+    def check(self) -> None:
+        """Raises StorageFailed where a checkpoint still being written has failed by now."""
+        self.saver.check()
+
+    def save(self) -> None:
+        """Write a checkpoint, mark it where it is the best so far, remove the oldest; every rank must call."""
+        progress = self.progress
+        self.records.working("saving")
+        self.records.flush()
+        best = progress.val_bpb is not None and (progress.best_bpb is None or progress.val_bpb < progress.best_bpb)
+        if best:
+            progress.best_bpb = progress.val_bpb
+        state = self.facts | vars(progress) | {"loss_scale": self.scale.state(), "health": self.health.state()}
+        self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()}, best)
+        self.saved_step = progress.step
+
+    def save_if_new(self) -> None:
+        if not self.is_saved():
+            self.save()
+
+
+def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
+    """What a resumed run is compared with; open_loggers adds wandb's run id."""
+    return {
+        "config": to_plain(config),
+        "data": corpus.fingerprint,
+        "tokenizer": corpus.tokenizer.identity,
+        "ranks": ranks.size,
+        "wandb_id": None,
+    }

@@ -1,0 +1,83 @@
+"""How a run ends: save what may be saved, say why and what to type next, return the exit code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from andrea.checkpoint import checkpoints_of
+from andrea.config import RunConfig
+from andrea.runtime.device import peak_memory_bytes
+from andrea.training.checkpoints import RunCheckpoints
+from andrea.training.evaluation import Evaluator
+from andrea.training.progress import Progress
+from andrea.training.records.records import Records
+from andrea.training.stopping import StopRequests
+
+
+@dataclass(frozen=True)
+class Endings:
+    """The three ways a run ends without an exception; every rank calls them."""
+
+    config: RunConfig
+    progress: Progress
+    evaluator: Evaluator
+    checkpoints: RunCheckpoints
+    records: Records
+    stopping: StopRequests
+
+    def conclude(self) -> int:
+        """Done, out of time or interrupted. Exit code 0, or 128 + the signal."""
+        config, progress, checkpoints, console = self.config, self.progress, self.checkpoints, self.records.console
+        step, done = self.evaluator.step, progress.step == config.steps
+        if not done and self.stopping.agreed == "stopped":
+            self.records.log(self.evaluator.evaluate(size_ratios=None, whole=True))
+            self.evaluator.show_sample()
+        checkpoints.save_if_new()
+        self.records.watchdog.rest(progress.step, "writing the last checkpoint to the disk")
+        if done:
+            checkpoints.saver.conclude()
+        checkpoints.saver.wait()
+        why = "done" if done else self.stopping.agreed
+        peak = torch.tensor(float(peak_memory_bytes(step.device)))
+        figures = {
+            "val/loss": progress.val_loss,
+            "val/bpb": progress.val_bpb,
+            "train/peak_memory_bytes": int(step.ranks.maximum(peak)),
+        }
+        self.records.log({"event": why, **figures, "checkpoint": str(checkpoints.path)})
+        console.stop()
+        bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
+        console.say(f"{why} at step {progress.step} of {config.steps}{bits} · {checkpoints.path}")
+        program = "torchrun … train.py" if step.ranks.started_by_torchrun else "python train.py"
+        resume = f"{program} name={checkpoints.folder.name} resume=auto"
+        console.say(f"next: python sample.py checkpoint={checkpoints.path}" if done else f"go on with: {resume}")
+        return 0 if done else self.stopping.exit_code
+
+    def stop_not_finite(self, figures: dict[str, float]) -> int:
+        """Nothing that is not finite has been saved. figures: of the step that was not. Exit code 3."""
+        checkpoints, optimizer = self.checkpoints, self.config.optimizer
+        checkpoints.saver.wait()
+        saved = checkpoints_of(checkpoints.folder)
+        rate = "matrix_learning_rate" if optimizer.kind == "muon" else "learning_rate"
+        self.records.console.stop()
+        self.records.console.say(
+            f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}"
+            f"{checkpoints.damaged or ': not finite, not applied'}. Last good checkpoint: "
+            f"{saved[-1] if saved else 'none'}. Try optimizer.{rate}={getattr(optimizer, rate) / 2:g} or precision=fp32"
+        )
+        return 3
+
+    def stop_failed(self, findings: list[str]) -> int:
+        """Health found a failure and was asked to stop the run. Exit code 4."""
+        progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
+        checkpoints.save_if_new()
+        checkpoints.saver.wait()
+        names, path = ", ".join(findings), str(checkpoints.path)
+        self.records.log({"event": "failed", "health/failed": names, "val/bpb": progress.val_bpb, "checkpoint": path})
+        console.stop()
+        console.say(f"error: stopped at step {progress.step} of {self.config.steps}: {names} · {path}")
+        name = checkpoints.folder.name
+        console.say(f"go on all the same: python train.py name={name} resume=auto health.on_failure=warn")
+        return 4

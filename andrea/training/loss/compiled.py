@@ -1,0 +1,50 @@
+"""The loss as training calls it: wrapped for the ranks, and compiled before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from torch import nn
+
+from andrea.config import RunConfig
+from andrea.runtime.compiling import compile_errors, configure_compiler
+from andrea.training.heads import measures_every_step
+from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.parallel.strategy import Parallel
+from andrea.training.records.console import Console
+
+
+def make_loss(
+    parallel: Parallel, config: RunConfig, device: torch.device, console: Console, may_run_uncompiled: bool
+) -> tuple[nn.Module, RunConfig]:
+    """The module that returns a micro-batch's nats, and the config with `compile` as it turned out.
+
+    Compiling happens here, so that it is not counted as training time. Where it fails and `compile` was left auto
+    (may_run_uncompiled), the run goes on without it and says so.
+    """
+    recompute = config.train.activation_checkpointing
+    micro_loss = MicroBatchLoss(
+        parallel.model, device, config.precision, measures_every_step(config.attention), recompute
+    )
+    loss = parallel.wrap(micro_loss, config.compile)
+    if config.compile == "off":
+        return loss, config
+    configure_compiler(device)
+    console.say("compiling the training step, up to a minute (kept for the next start) …")
+    clock = time.perf_counter()
+    shape = (config.train.micro_batch, config.model.sequence_length)
+    tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+    try:
+        loss(tokens, targets)[0].backward()
+    except compile_errors() as error:
+        if not may_run_uncompiled:
+            raise
+        console.say(f"torch.compile failed here, training goes on without it: {str(error).strip().splitlines()[0]}")
+        parallel.uncompile(micro_loss)
+        return loss, dataclasses.replace(config, compile="off")
+    finally:
+        parallel.zero_gradients()
+    console.say(f"compiled in {time.perf_counter() - clock:.0f} s")
+    return loss, config

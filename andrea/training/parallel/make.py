@@ -1,0 +1,45 @@
+"""The model of a run, shared among its ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from andrea.config import RunConfig
+from andrea.model.gpt import GPT, initialise
+from andrea.model.transfer import Transfer
+from andrea.runtime.device import weight_dtype
+from andrea.text.tokenizer import Tokenizer
+from andrea.training.float8 import to_float8
+from andrea.training.parallel.ddp import DataParallel
+from andrea.training.parallel.fsdp import FullySharded
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.strategy import Parallel, SingleProcess
+
+
+def make_model(config: RunConfig, tokenizer: Tokenizer, weights: dict[str, Tensor] | None, fresh: bool) -> GPT:
+    """On the CPU, with `weights`, or newly initialised where it is fresh; else its weights come from a checkpoint later."""
+    model = blank_model(config, tokenizer)
+    if weights is not None:
+        model.load_state_dict(weights)
+    elif fresh:
+        initialise(model, torch.Generator().manual_seed(config.seed), Transfer.of(config.model, config.optimizer))
+    return model
+
+
+def blank_model(config: RunConfig, tokenizer: Tokenizer) -> GPT:
+    model = GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
+    if config.float8:
+        to_float8(model.blocks)
+    return model
+
+
+def make_parallel(
+    sharing: str, config: RunConfig, ranks: Ranks, device: torch.device, model: GPT, tokenizer: Tokenizer
+) -> Parallel:
+    """sharing: none, ddp or fsdp."""
+    if sharing == "fsdp":
+        dtype = weight_dtype(config.precision)
+        return FullySharded(model, ranks, config.parallel, device, dtype, lambda: blank_model(config, tokenizer))
+    model.to(device)
+    return DataParallel(model, ranks) if ranks.size > 1 else SingleProcess(model)

@@ -1,0 +1,130 @@
+"""What each `auto` of a configuration becomes on this machine; every choice carries its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from andrea.attention import Case, choose, make_compatibility, packed_documents
+from andrea.attention.implementations.fastest import measure
+from andrea.config import RunConfig, TrainConfig, UserError
+from andrea.model.gpt import make_mask
+from andrea.model.size import count_parameters, flops_per_token
+from andrea.runtime.compiling import choose_compile
+from andrea.runtime.device import Choice, choose_precision, choose_threads, weight_dtype
+from andrea.text.corpus import Corpus
+from andrea.training.float8 import check_float8
+from andrea.training.heads import measures_every_step
+from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
+from andrea.training.planning.micro_batch import micro_batches_that_fit
+from andrea.training.planning.sharing import choose_sharing
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """config: nothing left `auto`. sharing: none, ddp or fsdp. lines: what was chosen and why, for the terminal."""
+
+    config: RunConfig
+    sharing: str
+    lines: list[str]
+
+
+def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
+    """Resolve every `auto`; rank 0 resolves for all. Raises UserError for what this machine cannot do."""
+    device, ranks, n_vocab = machine.device, machine.ranks, corpus.tokenizer.n_vocab
+    threads = choose_threads(config.threads)
+    precision = choose_precision(config.precision, device)
+    if config.float8:
+        check_float8(config.model, device, precision.value)
+    flops = config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
+    compile_ = choose_compile(config.compile, device, flops)
+    deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+    sharing = choose_sharing(config, ranks, n_vocab, machine.free_bytes, precision.value)
+    placement = Placement(device, precision.value, ranks.size, sharing.value == "fsdp")
+    config = dataclasses.replace(
+        config,
+        threads=threads,
+        precision=precision.value,
+        compile=compile_.value,
+        deterministic=deterministic,
+        train=with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement)),
+    )
+    attention = choose_attention(config, device)
+    config = dataclasses.replace(
+        config, attention=dataclasses.replace(config.attention, implementation=attention.value)
+    )
+    parameters = count_parameters(config.model, config.attention, n_vocab)
+    n_token = sum(len(source.train) for source in corpus.sources)
+    lines = [
+        f"model: {config.model.name}, {parameters.total:,} parameters · tokenizer {corpus.tokenizer.identity} · "
+        f"{n_token:,} training tokens",
+        f"{config.steps} steps of {config.tokens_per_step:,} tokens · micro-batch: {config.train.micro_batch} of "
+        f"{config.sequences_per_step} sequences" + (f" on each of {ranks.size} ranks" if ranks.size > 1 else ""),
+        f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
+    ]
+    if config.float8:
+        lines.append("float8: the matrix products of the blocks are made in 8 bits")
+    if ranks.started_by_torchrun:
+        lines.append(f"parallel: {sharing.value} over {ranks.size} ranks ({sharing.why})")
+    lines.append(f"attention: {attention.why}")
+    lines.append(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
+    return Resolved(config, sharing.value, lines)
+
+
+def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placement: Placement) -> int:
+    """Sequences in one pass of a rank: as asked, or the most that are planned to fit; never more than the rank has."""
+    most = machine.ranks.local_rows(config.sequences_per_step)[2]
+    if config.train.micro_batch != "auto":
+        return min(config.train.micro_batch, most)
+    capacity = USABLE_SHARE * machine.free_bytes
+    return min(micro_batches_that_fit(config, n_vocab, placement, capacity)[0], most)
+
+
+def with_intervals(config: RunConfig, micro_batch: int) -> TrainConfig:
+    """The `train` group with its length and the steps between evaluations, checkpoints, samples and measurements."""
+    train, quarter = config.train, max(1, -(-config.steps // 4))
+    eval_every = quarter if train.eval_every == "auto" else train.eval_every
+    return dataclasses.replace(
+        train,
+        steps=config.steps,
+        tokens_per_step=config.tokens_per_step,
+        micro_batch=micro_batch,
+        eval_every=eval_every,
+        save_every=quarter if train.save_every == "auto" else train.save_every,
+        attention_every=max(1, config.steps // 20) if train.attention_every == "auto" else train.attention_every,
+        sample_every=eval_every if train.sample_every == "auto" else train.sample_every,
+    )
+
+
+def choose_attention(config: RunConfig, device: torch.device) -> Choice:
+    """The implementation that training will use: on a card the fastest that serves the case, measured now."""
+    model, dtype, n_token = config.model, weight_dtype(config.precision), config.model.sequence_length
+    mask = make_mask(config.attention)
+    if not config.attention.across_documents:  # any documents do; here four of them
+        mask = mask & packed_documents(torch.arange(n_token, device=device)[None, None] * 4 // n_token)
+    compatibility = make_compatibility(config.attention.compatibility, model.n_head, model.d_head)
+    n_kv_head = model.n_kv_head or model.n_head
+    shapes = [(1, n_head, n_token, model.d_head) for n_head in (model.n_head, n_kv_head)]
+    query, key = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    asked, measured = config.attention.implementation, measures_every_step(config.attention)
+    try:
+        case = Case(query, key, key, compatibility, mask, statistics=measured, compiled=config.compile != "off")
+        name, why = choose(asked, case)
+    except ValueError as error:
+        raise UserError(f"attention.{error}; choose another, or attention.implementation=auto") from None
+    if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
+        return Choice(asked, f"{name} ({why})")
+    times = measure(case, config.train.micro_batch)
+    if not times:
+        return Choice(asked, f"{name} ({why})")
+    fastest = next(iter(times))
+    shown = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
+    return Choice(fastest, f"{fastest} (fastest here, forward and backward: {shown})")
+
+
+def describe_device(device: torch.device, threads: int) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device}, {threads} threads" if device.type == "cpu" else str(device)

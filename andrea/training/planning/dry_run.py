@@ -1,0 +1,94 @@
+"""What a run will cost before it starts: parameters, FLOPs, memory by part, time; the text of `dry_run=true`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from andrea.config import RunConfig
+from andrea.model.size import count_parameters, flops_per_token
+from andrea.runtime.device import choose_device, choose_precision
+from andrea.training.float8 import check_float8
+from andrea.training.planning.length import planned_vocabulary
+from andrea.training.planning.machine import CARD, CARD_BYTES, GIB, USABLE_SHARE, Placement, free_bytes
+from andrea.training.planning.memory import Memory
+from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
+from andrea.training.planning.pace import measured_pace
+from andrea.training.planning.sharing import sharing_that_fits
+from andrea.training.records.format import format_duration
+
+
+def describe(config: RunConfig) -> str:
+    """The plan as lines of text. Raises UserError for what this machine cannot do."""
+    n_vocab, device = planned_vocabulary(config), choose_device(config.device)
+    precision = choose_precision(config.precision, device)
+    if config.float8:
+        check_float8(config.model, device, precision.value)
+    placement, free = Placement(device, precision.value), free_bytes(device)
+    micro_batch = config.train.micro_batch
+    if micro_batch == "auto":
+        micro_batch = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * free)[0]
+    memory = memory_of(config, n_vocab, micro_batch, placement)
+    per_token = flops_per_token(config.model, config.attention, n_vocab)
+    tokens = config.steps * config.tokens_per_step
+    rows = [
+        ("model", f"{config.model.name}, {n_vocab:,} tokens in the vocabulary, T = {config.model.sequence_length}"),
+        *parameter_rows(config, n_vocab),
+        ("FLOPs per token", f"{per_token:,} (forward and backward)"),
+        (
+            "memory",
+            f"{memory.total / GIB:.2f} GiB at the peak, micro-batch: {micro_batch} of {config.sequences_per_step} sequences",
+        ),
+        *((f"  {part}", f"{gib:.2f} GiB") for part, gib in parts_in_gib(memory).items()),
+        ("free here", f"{free / GIB:.2f} GiB on {device}, {precision.value} ({precision.why})"),
+        ("on 1 × 80 GB", on_cards(config, n_vocab, 1)),
+        ("on 8 × 80 GB", on_cards(config, n_vocab, 8)),
+        ("tokens per step", f"{config.tokens_per_step:,}"),
+        ("micro-batch", f"{micro_batch} sequences"),
+        ("steps", f"{config.steps:,}"),
+        ("tokens", f"{tokens:,}"),
+        ("FLOPs", f"{tokens * per_token:.3g}"),
+        ("expected time", expected_time(config, tokens)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}} {value}" for name, value in rows)
+
+
+def parameter_rows(config: RunConfig, n_vocab: int) -> list[tuple[str, str]]:
+    parameters = count_parameters(config.model, config.attention, n_vocab)
+    tied = " (tied to the embedding)" if config.model.tied_head else ""
+    return [
+        ("parameters", f"{parameters.total:,}"),
+        ("  embedding", f"{parameters.embedding:,}"),
+        ("  attention", f"{parameters.attention:,}"),
+        ("  mlp", f"{parameters.mlp:,}"),
+        ("  norm", f"{parameters.norm:,}"),
+        ("  head", f"{parameters.head:,}{tied}"),
+    ]
+
+
+def expected_time(config: RunConfig, tokens: int) -> str:
+    pace = measured_pace(Path(config.runs_dir), config.model.name)
+    if pace is None:
+        return "not measured yet: known after the first steps of a run"
+    return f"{format_duration(tokens / pace[0])} at {pace[0]:,.0f} tokens/s, measured in {pace[1]}"
+
+
+def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
+    """How the run would be laid out on so many cards of 80 GB: sharing, micro-batch, GiB a card by part."""
+    precision = "bf16" if config.precision == "auto" else config.precision
+    sharing = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks), CARD_BYTES)
+    placement = Placement(CARD, precision, ranks, sharing.value == "fsdp" and ranks > 1)
+    micro_batch = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * CARD_BYTES)[0]
+    memory = memory_of(config, n_vocab, micro_batch, placement)
+    if memory.total > USABLE_SHARE * CARD_BYTES:
+        return f"does not fit: {sharing.why}; train.activation_checkpointing=true takes less"
+    parts = " · ".join(f"{part} {gib:.1f}" for part, gib in parts_in_gib(memory).items())
+    how = f"{sharing.value}, " if ranks > 1 else ""
+    return f"{how}{precision}, micro-batch: {micro_batch} sequences, {memory.total / GIB:.1f} GiB a card ({parts})"
+
+
+def parts_in_gib(memory: Memory) -> dict[str, float]:
+    """The parts that are not empty. Activations and the optimizer step are not in memory at the same time."""
+    parts = dataclasses.asdict(memory)
+    return {name.replace("_", " "): n_byte / GIB for name, n_byte in parts.items() if n_byte}

@@ -1,0 +1,42 @@
+"""How the ranks share the model: one process, DDP (a copy on each rank) or FSDP2 (a shard on each rank)."""
+
+from __future__ import annotations
+
+from andrea.config import RunConfig, UserError
+from andrea.runtime.device import Choice
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.planning.machine import CARD, GIB, USABLE_SHARE, Placement
+from andrea.training.planning.micro_batch import memory_of
+
+
+def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
+    """none, ddp or fsdp, for the ranks that torchrun started. Raises UserError for what they cannot do."""
+    chosen, shard_ranks = Choice(config.parallel.kind, "as asked"), config.parallel.shard_ranks
+    if config.parallel.kind == "auto":
+        if not ranks.started_by_torchrun:
+            return Choice("none", "one process")
+        chosen = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks.size), free_bytes)
+    if chosen.value == "fsdp" and not ranks.started_by_torchrun:
+        raise UserError(
+            "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
+            "`torchrun --standalone --nproc-per-node=2 train.py …`, or choose parallel=auto"
+        )
+    if shard_ranks and ranks.size % shard_ranks:
+        raise UserError(
+            f"parallel.shard_ranks={shard_ranks} does not divide the {ranks.size} ranks; use a divisor, or null: all of them"
+        )
+    return chosen
+
+
+def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, free_bytes: float) -> Choice:
+    """ddp where the whole model, its gradients and optimizer state fit on each rank with one sequence, else fsdp.
+
+    With one rank: none, where that fits.
+    """
+    capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
+    alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total
+    why = f"the whole model with one sequence needs {alone / GIB:.1f} GiB, of {capacity / GIB:.1f} that a rank may fill"
+    if alone <= capacity:
+        return Choice("ddp" if ranks > 1 else "none", why)
+    sharded = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision, ranks, sharded=True)).total
+    return Choice("fsdp", why + (f"; sharded over {ranks}, {sharded / GIB:.1f}" if ranks > 1 else ""))

@@ -1,0 +1,22 @@
+"""Where a run stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """Every field is saved in each checkpoint's state.json, under its own name."""
+
+    step: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0  # of training steps; compiling, evaluating and saving are not counted
+    val_loss: float | None = None  # nats per token, of the last evaluation
+    val_bpb: float | None = None  # bits per byte, of the last evaluation
+    best_bpb: float | None = None
+
+    def axes(self) -> dict[str, float]:
+        """The figures that every record carries, so that runs of different sizes can be compared on any of them."""
+        return {"step": self.step, "tokens": self.tokens, "flops": self.flops, "seconds": self.seconds}

@@ -1,0 +1,96 @@
+"""The plan: micro-batches that fit, how ranks share a model, and what dry_run says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig
+from andrea.training.planning.dry_run import describe, on_cards
+from andrea.training.planning.length import planned_vocabulary
+from andrea.training.planning.machine import CARD, GIB, USABLE_SHARE, Placement
+from andrea.training.planning.micro_batch import TOKENS_IN_PASS_ON_CPU, memory_of, micro_batches_that_fit
+from andrea.training.planning.sharing import sharing_that_fits
+
+V = 31
+WIDTH = len("  python and libraries ")  # of the names in a dry run's lines
+TINY = ["model.d_model=24", "model.n_layer=3", "model.n_head=3", "model.d_mlp=40", "model.sequence_length=11"]
+CPU = Placement(torch.device("cpu"), "fp32")
+ON_CARD = Placement(CARD, "fp32")
+
+
+def tiny_run(*words: str) -> RunConfig:
+    return configure(RunConfig, "train", [*TINY, f"train.tokens_per_step={11 * 30}", *words])
+
+
+def total(run: RunConfig, n_sequence: int) -> int:
+    return memory_of(run, V, n_sequence, ON_CARD).total
+
+
+def test_what_fits_is_every_divisor_up_to_the_room() -> None:
+    run = tiny_run()
+    room = total(run, 6)
+    fit = micro_batches_that_fit(run, V, ON_CARD, room)
+    assert fit == [6, 5, 3, 2, 1]
+    assert micro_batches_that_fit(run, V, ON_CARD, 2 * total(run, 30))[0] == 30
+    assert micro_batches_that_fit(run, V, ON_CARD, 0) == [1]  # trying it will tell
+    assert micro_batches_that_fit(run, V, replace(ON_CARD, ranks=6), 2 * total(run, 30))[0] == 5
+
+
+def test_recomputation_leaves_room_for_more() -> None:
+    run, recomputing = tiny_run(), tiny_run("train.activation_checkpointing=true")
+    room = total(run, 6)
+    most = [micro_batches_that_fit(each, V, ON_CARD, room)[0] for each in (run, recomputing)]
+    assert most[0] < most[1]
+
+
+@pytest.mark.parametrize("n_sequence", [2, 6, 15])
+def test_between_two_counts_the_plan_is_not_below_a_count_of_its_own(n_sequence: int) -> None:
+    """Activations follow a chord: whatever is said to fit does fit by its own count."""
+    run = tiny_run("train.activation_checkpointing=true")
+    room = total(run, n_sequence)
+    fit = micro_batches_that_fit(run, V, ON_CARD, room)
+    assert all(total(run, n) <= room for n in fit)
+
+
+def test_on_a_cpu_python_and_libraries_count_and_a_pass_is_kept_short() -> None:
+    run = tiny_run("compile=off")
+    on_cpu = memory_of(run, V, 3, CPU)
+    assert on_cpu.python_and_libraries > 0 and on_cpu.total - on_cpu.python_and_libraries - on_cpu.evaluation == total(
+        run, 3
+    )
+    compiled = memory_of(tiny_run("compile=on"), V, 3, CPU)
+    assert compiled.python_and_libraries > on_cpu.python_and_libraries
+    long = configure(RunConfig, "train", ["train.tokens_per_step=1048576"])
+    fit = micro_batches_that_fit(long, V, CPU, 2**50)
+    assert fit[0] * long.model.sequence_length == TOKENS_IN_PASS_ON_CPU
+
+
+@pytest.mark.parametrize(("ranks", "enough", "too_little"), [(1, "none", "fsdp"), (5, "ddp", "fsdp")])
+def test_ranks_hold_the_whole_model_where_it_fits_beside_a_sequence(ranks: int, enough: str, too_little: str) -> None:
+    run = tiny_run()
+    needed = total(run, 1) / USABLE_SHARE
+    assert sharing_that_fits(run, V, replace(ON_CARD, ranks=ranks), needed + 1).value == enough
+    choice = sharing_that_fits(run, V, replace(ON_CARD, ranks=ranks), needed - 1)
+    assert choice.value == too_little and "GiB" in choice.why
+
+
+def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> None:
+    run = configure(RunConfig, "train", ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"])
+    lines = {line[:WIDTH].strip(): line[WIDTH:] for line in describe(run).splitlines()}
+    assert "micro-batch: " in lines["on 1 × 80 GB"] and "weights 9.0" in lines["on 1 × 80 GB"]
+    assert lines["on 8 × 80 GB"].startswith("ddp, bf16")
+    parts = memory_of(run, planned_vocabulary(run), 1, replace(CPU, precision="bf16"))
+    assert lines["weights"] == f"{parts.weights / GIB:.2f} GiB" and "python and libraries" in lines
+
+
+@pytest.mark.untraced  # forty blocks, differentiated without memory: Python all through
+def test_a_dry_run_says_where_a_model_does_not_fit() -> None:
+    words = ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"]
+    run = configure(RunConfig, "train", words)
+    run = replace(run, model=replace(run.model, n_layer=40))
+    assert on_cards(run, 50257, 1).startswith("does not fit")
+    assert on_cards(run, 50257, 8).startswith("fsdp, bf16")
