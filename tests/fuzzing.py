@@ -69,7 +69,8 @@ from andrea.text.tokenizer import (
     train_bpe,
     without_surrogates,
 )
-from andrea.training.planning import plan
+from andrea.training.planning.dry_run import describe as describe_plan
+from andrea.training.planning.length import with_length_and_name
 
 SECONDS = 5.0  # of the processor
 WAITING_SECONDS = 30.0  # of the clock: for what waits, and computes nothing
@@ -421,7 +422,7 @@ def is_small(run: RunConfig) -> bool:
 
 
 def make_configurations(folder: Path) -> Survive:
-    plan.describe(parse(RunConfig, copy.deepcopy(composed(RunConfig, ()))))  # what is loaded once is no input's time
+    describe_plan(parse(RunConfig, copy.deepcopy(composed(RunConfig, ()))))  # what is loaded once is no input's time
 
     def survive(tried: tuple[type, list[str], int]) -> None:
         kind, words, lot = tried
@@ -440,9 +441,9 @@ def make_configurations(folder: Path) -> Survive:
         if kind is CompareConfig:
             assert len(run.size_pixels) == 2
         if kind is RunConfig and is_small(run):
-            run = plan.complete(run)
+            run = with_length_and_name(run)
             if 1 < lot < 6:
-                plan.describe(run)
+                describe_plan(run)
 
     return survive
 
