@@ -1,8 +1,8 @@
-"""How often health cries wolf, and how often it sees one: real text, lists and tables, synthetic collapses, real models.
+"""How often the health checks are wrong: false alarms on real text, lists, tables and real models, and missed collapses.
 
-python bench/health.py                                      # text alone: the default data and its tokenizer
-python bench/health.py --runs runs/a runs/b                 # besides, samples of every checkpoint of these runs
-python bench/health.py --prose notes.txt                    # besides, windows of a text file
+python bench/health.py                                      # text only: the default data and its tokenizer
+python bench/health.py --runs runs/a runs/b                 # also samples of every checkpoint of these healthy runs
+python bench/health.py --prose notes.txt                    # also windows of a text file
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,10 @@ from common import RESULTS, ROOT, write_record
 
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
+from andrea.checkpoint.model import load_model
 from andrea.cli.command_line import configure
 from andrea.config import HealthConfig, RunConfig, parse
 from andrea.generation import Engine, Request, Sampling
-from andrea.model.gpt import GPT
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
@@ -35,13 +36,15 @@ from andrea.training.records.run_folder import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()
 MARKS = list("'\"-=*#.,;:!?()[]{}/\\|_~^&@$%+<>`") + ["'''''", "...", "--", "),", "==", "//", '"""']
+COLLAPSES_PER_TABLE = 4  # collapsed texts of each kind, for each list of a kind
+HEALTHY_STARTS = 97  # different pieces of held-out text in front of the loops
 
 
-# ------------------------------------------------------------------------------------------- what is legitimate
+# ------------------------------------------------------------------------------------------- text that is healthy
 
 
 def lists(chance: random.Random) -> dict[str, str]:
-    """One of each kind of list, table and ornament that real text is full of, about 600 characters long."""
+    """One example of each kind of list, table and ornament that real text contains, about 600 characters long."""
     names = [word.strip("`.,:()*").lower() or "x" for word in WORDS]
     some = [chance.choice(names) for _ in range(60)]
     numbers = [chance.randrange(10 ** chance.randint(1, 4)) for _ in range(120)]
@@ -79,13 +82,14 @@ def lists(chance: random.Random) -> dict[str, str]:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- what has collapsed
+# ---------------------------------------------------------------------------------------------- text that has collapsed
 
 
 def collapses(chance: random.Random, healthy: np.ndarray, tokenizer: Tokenizer) -> dict[str, str]:
-    """The three collapses, by the name they must be given: after up to two fifths of healthy tokens, with stray words.
+    """A collapsed text for each finding about text, by the finding's name.
 
-    And a text of three to six words in any order, which is no loop.
+    The loops begin after up to two fifths of the `healthy` tokens and have stray words. The poor text is three to six
+    words in any order, which is no loop.
     """
 
     def loop(unit: Callable[[], str], joint: str) -> str:
@@ -120,29 +124,73 @@ def windows(tokens: np.ndarray, tokenizer: Tokenizer, n_token: int, count: int) 
     return [tokenizer.decode(tokens[start : start + n_token]) for start in starts]
 
 
-def named(reference: ReferenceText, config: HealthConfig, text: str) -> set[str]:
-    """What is found where every sample looks like this one text."""
-    return set(judge_texts([text], reference, config).findings)
+def findings_of(reference: ReferenceText, config: HealthConfig, texts: list[str]) -> set[str]:
+    """The names of the findings in these samples."""
+    return set(judge_texts(texts, reference, config).findings)
 
 
 def grouped(texts: list[str], size: int) -> list[list[str]]:
+    """The samples of one evaluation each."""
     return [texts[first : first + size] for first in range(0, len(texts), size)]
 
 
-def samples(checkpoint: Path, count: int, n_token: int, prompt: str) -> tuple[int, list[str]]:
-    saved = read_checkpoint(checkpoint)
-    config, tokenizer = saved.state["config"], saved.tokenizer()
-    run = configure(RunConfig, "train", ["logger=none"])
-    keep = {name: config[name] for name in ("model", "attention")}
-    model = GPT(parse(type(run.model), keep["model"]), parse(type(run.attention), keep["attention"]), tokenizer.n_vocab,
-                tokenizer.end_of_text)  # fmt: skip
-    model.load_state_dict(saved.model_tensors())
-    request = Request(n_token, count, seed=saved.step, sampling=Sampling(temperature=0.8))
-    return saved.step, Engine(model, tokenizer).write(prompt, request)
+def count_alarms(
+    reference: ReferenceText, config: HealthConfig, healthy: dict[str, list[str]]
+) -> dict[str, tuple[int, int]]:
+    """Kind of healthy text -> (texts with a finding, texts)."""
+    return {
+        kind: (sum(bool(findings_of(reference, config, [text])) for text in texts), len(texts))
+        for kind, texts in healthy.items()
+    }
 
 
-def replayed(folder: Path, run: RunConfig, corpus: Corpus) -> dict[str, list[str]]:
-    """Step of each evaluation in the run's records -> what is found in its losses, gradients and heads, without text."""
+def count_caught(
+    reference: ReferenceText, config: HealthConfig, collapsed: dict[str, list[str]]
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """How many collapsed texts give any finding and the right one; and the right one in a whole evaluation's samples."""
+    counts: dict[str, dict[str, tuple[int, int]]] = {"caught": {}, "named_right": {}, "evaluations_named_right": {}}
+    for kind, texts in collapsed.items():
+        found = [findings_of(reference, config, [text]) for text in texts]
+        for text, names in zip(texts, found, strict=True):
+            if kind not in names:
+                print("missed", reference.tokenizer.kind, kind, names, repr(text))
+        groups = grouped(texts, config.samples)
+        right = sum(kind in findings_of(reference, config, group) for group in groups)
+        counts["caught"][kind] = sum(map(bool, found)), len(found)
+        counts["named_right"][kind] = sum(kind in names for names in found), len(found)
+        counts["evaluations_named_right"][kind] = right, len(groups)
+    return counts
+
+
+def measure_text(
+    stream: np.ndarray, tokenizer: Tokenizer, config: HealthConfig, n_token: int, chosen: argparse.Namespace
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """False alarms and caught collapses with one tokenizer; stream: the held-out tokens (N,)."""
+    reference, chance = ReferenceText.of([stream], tokenizer, n_token), random.Random(1)
+    tables: dict[str, list[str]] = {}
+    for _ in range(chosen.tables):
+        for kind, table in lists(chance).items():
+            tables.setdefault(f"list: {kind}", []).append(cut(table, tokenizer, n_token))
+    real = {"validation windows": windows(stream, tokenizer, n_token, chosen.windows)}
+    alarms = count_alarms(reference, config, real | tables)
+    if chosen.prose:
+        prose = tokenizer.encode_array(chosen.prose.read_text(encoding="utf-8"))
+        texts = {"prose": windows(prose, tokenizer, n_token, chosen.windows)}
+        alarms |= count_alarms(ReferenceText.of([prose], tokenizer, n_token), config, texts)
+    alarms["all lists"] = tuple(sum(alarms[kind][i] for kind in tables) for i in range(2))
+    collapsed: dict[str, list[str]] = {}
+    begins = np.linspace(0, len(stream) - n_token, HEALTHY_STARTS).astype(int)
+    for index in range(chosen.tables * COLLAPSES_PER_TABLE):
+        begin = begins[index % len(begins)]
+        for kind, text in collapses(chance, stream[begin : begin + n_token], tokenizer).items():
+            collapsed.setdefault(kind, []).append(text)
+    counts = {"false_alarms": alarms} | count_caught(reference, config, collapsed)
+    print(tokenizer.kind, *(f"\n  {key} {kind}: {a} of {b}" for key in counts for kind, (a, b) in counts[key].items()))
+    return counts
+
+
+def findings_of_records(folder: Path, run: RunConfig, corpus: Corpus) -> dict[str, list[str]]:
+    """Step of each evaluation in a run's records -> the findings in its losses, gradients and heads, without text."""
     loader = Loader(corpus.sources, run.model.sequence_length, run.seed)
     health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), None)
     records, heads, found = read_lines(folder / "metrics.jsonl"), None, {}
@@ -151,29 +199,50 @@ def replayed(folder: Path, run: RunConfig, corpus: Corpus) -> dict[str, list[str
         if "event" in record:
             continue
         if "attention/heads/entropy_share" in record:
-            share = torch.tensor(record["attention/heads/entropy_share"])  # (L, H), of one row each
+            share = torch.tensor(record["attention/heads/entropy_share"])  # (L, H), of one query each
             largest = torch.tensor(record["attention/heads/largest_logit"])
             known = {"entropy": share, "largest_logit": largest}
             heads = HeadStatistics(*(known.get(name, torch.ones_like(share)) for name in HeadStatistics._fields))
         if "train/loss" in record:
             health.note_step(record["step"], record["train/loss"], record["train/gradient_norm"])
         if "val/loss" in record and heads is not None:
-            # The last evaluation reads the whole held-out split, those before a part: not to be compared.
+            # The last evaluation scores the whole held-out split, the others a part of it: they do not compare.
             val = {corpus.sources[0].name: {"loss": record["val/loss"], "tokens": float(record["step"] == last)}}
             evidence = Evidence(record["step"], record["tokens"], [], heads, None, val)
             found[str(record["step"])] = sorted(health.judge(evidence)[1])
     return found
 
 
+def measure_models(
+    folder: Path, reference: ReferenceText, config: HealthConfig, run: RunConfig, samples: int
+) -> dict[str, dict[str, Any]]:
+    """For each checkpoint of a healthy run: the findings in samples that its model writes."""
+    rows = {}
+    for path in checkpoints_of(folder):
+        checkpoint = read_checkpoint(path)
+        tokenizer = checkpoint.tokenizer()
+        request = Request(run.train.sample_tokens, samples, seed=checkpoint.step, sampling=Sampling(temperature=0.8))
+        texts = Engine(load_model(checkpoint, tokenizer), tokenizer).write(str(run.data.sample_prompt), request)
+        evaluations = [findings_of(reference, config, group) for group in grouped(texts, config.samples)]
+        name = f"{folder.name} step {checkpoint.step}"
+        rows[name] = {
+            "evaluations": len(evaluations),
+            "named": sorted(finding for found in evaluations for finding in found),
+            "single_texts_named": sum(bool(findings_of(reference, config, [text])) for text in texts),
+        }
+        print(f"{name}: {rows[name]}", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--windows", type=int, default=200, help="windows of each real text")
-    parser.add_argument("--tables", type=int, default=50, help="lists of each kind, and collapses of each kind")
-    parser.add_argument("--prose", type=Path, help="a text file whose windows must not be named")
     parser.add_argument(
-        "--runs", type=Path, nargs="*", default=[], help="healthy runs whose checkpoints must not be named"
+        "--tables", type=int, default=50, help="lists of each kind; four times as many collapses of each"
     )
+    parser.add_argument("--prose", type=Path, help="a text file whose windows must give no finding")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="healthy runs that must give no finding")
     parser.add_argument(
         "--samples", type=int, default=20, help="of each checkpoint; judged health.samples at a time as in training"
     )
@@ -183,63 +252,20 @@ def main() -> None:
     config = parse(HealthConfig, yaml.safe_load((ROOT / "configs/health/default.yaml").read_text(encoding="utf-8")))
     run = configure(RunConfig, "train", [f"data_dir={chosen.data_dir}"])
     corpus = open_corpus(run.data, run.tokenizer, Path(run.data_dir), print)
-    held_out = corpus.sources[0].val
-    text = corpus.tokenizer.decode(held_out[:])
-    n_token, rows = run.train.sample_tokens, {}
-    for tokenizer in (corpus.tokenizer, ByteTokenizer()):
-        stream = held_out if tokenizer is corpus.tokenizer else tokenizer.encode_array(text)
-        reference = ReferenceText.of([stream], tokenizer, n_token)
-        chance = random.Random(1)
-        legitimate = {"validation windows": windows(stream[:], tokenizer, n_token, chosen.windows)}
-        for _ in range(chosen.tables):
-            for kind, table in lists(chance).items():
-                legitimate.setdefault(f"list: {kind}", []).append(cut(table, tokenizer, n_token))
-        counts = ("false_alarms", "caught", "named_right", "evaluations_named_right")
-        row = rows.setdefault(tokenizer.kind, {key: {} for key in counts})
-        collapsed_texts: dict[str, list[str]] = {}
-        for kind, texts in legitimate.items():
-            alarms = [found for each in texts if (found := named(reference, config, each))]
-            row["false_alarms"][kind] = [len(alarms), len(texts)]
-        if chosen.prose:
-            prose = tokenizer.encode_array(chosen.prose.read_text(encoding="utf-8"))
-            own = ReferenceText.of([prose], tokenizer, n_token)
-            texts = windows(prose, tokenizer, n_token, chosen.windows)
-            row["false_alarms"]["prose"] = [sum(bool(named(own, config, each)) for each in texts), len(texts)]
-        begins = np.linspace(0, len(stream) - n_token, 97).astype(int)
-        for index in range(chosen.tables * 4):
-            begin = begins[index % len(begins)]
-            for kind, collapsed in collapses(chance, stream[begin : begin + n_token], tokenizer).items():
-                found = named(reference, config, collapsed)
-                collapsed_texts.setdefault(kind, []).append(collapsed)
-                for key, hit in (("caught", bool(found)), ("named_right", kind in found)):
-                    counted = row[key].setdefault(kind, [0, 0])
-                    counted[0] += hit
-                    counted[1] += 1
-                if kind not in found:
-                    print("missed", tokenizer.kind, kind, found, repr(collapsed))
-        for kind, texts in collapsed_texts.items():  # as in training: several texts at an evaluation
-            groups = grouped(texts, config.samples)
-            right = sum(kind in judge_texts(group, reference, config).findings for group in groups)
-            row["evaluations_named_right"][kind] = [right, len(groups)]
-        lists_ = [value for kind, value in row["false_alarms"].items() if kind.startswith("list")]
-        row["false_alarms"]["all lists"] = [sum(value[0] for value in lists_), sum(value[1] for value in lists_)]
-        print(tokenizer.kind, *(f"\n  {key} {kind}: {a} of {b}" for key in row for kind, (a, b) in row[key].items()))
-    models: dict[str, dict] = {}
-    records = {folder.name: replayed(folder, run, corpus) for folder in chosen.runs}
+    held_out, n_token, bytes_ = corpus.sources[0].val[:], run.train.sample_tokens, ByteTokenizer()
+    streams = (
+        (held_out, corpus.tokenizer),
+        (bytes_.encode_array(corpus.tokenizer.decode(held_out)), bytes_),
+    )
+    text = {tokenizer.kind: measure_text(stream, tokenizer, config, n_token, chosen) for stream, tokenizer in streams}
+    records = {folder.name: findings_of_records(folder, run, corpus) for folder in chosen.runs}
     print(records)
+    models: dict[str, dict[str, Any]] = {}
     for folder in chosen.runs:
         reference = ReferenceText.of([held_out], corpus.tokenizer, n_token)
-        for checkpoint in checkpoints_of(folder):
-            step, texts = samples(checkpoint, chosen.samples, n_token, str(run.data.sample_prompt))
-            alarms = [set(judge_texts(group, reference, config).findings) for group in grouped(texts, config.samples)]
-            models[f"{folder.name} step {step}"] = {
-                "evaluations": len(alarms), "named": sorted(name for names in alarms for name in names),
-                "single_texts_named": sum(bool(named(reference, config, each)) for each in texts),
-            }  # fmt: skip
-            print(f"{folder.name} step {step}: {models[f'{folder.name} step {step}']}", flush=True)
-    write_record(
-        chosen.output, "health", "cpu", {"sample_tokens": n_token, "text": rows, "records": records, "models": models}
-    )
+        models |= measure_models(folder, reference, config, run, chosen.samples)
+    figures = {"sample_tokens": n_token, "text": text, "records": records, "models": models}
+    write_record(chosen.output, "health", "cpu", figures)
 
 
 if __name__ == "__main__":

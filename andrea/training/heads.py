@@ -1,8 +1,8 @@
-"""What attention does while it learns: figures of each layer and head, and what of them is logged.
+"""Measurements of the attention heads during training, and the figures of them that are logged.
 
-L layers, H heads. Definitions are in andrea/attention/statistics.py. `attention/…` is of a fixed held-out batch, in fp32:
-the same for every run on the same data, whatever computes it. `attention/step/…` is of the training step itself, where
-that measures its heads.
+L layers, H heads. The definitions of the figures are in andrea/attention/statistics.py. `attention/…` is measured on the
+probe, a fixed batch of held-out text, in fp32, so that runs on the same data can be compared whatever implementation
+trains them. `attention/step/…` is measured on the training step itself, where the implementation measures its heads.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from andrea.model.gpt import GPT
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
 
-PROBE_TOKENS = 2048  # at most, in the fixed held-out batch that is looked at; at least one sequence of each source
+PROBE_TOKENS = 2048  # of the probe, at most; it has at least one sequence of each source
 
 
 def probe_batch(corpus: Corpus, sequence_length: int) -> Tensor:
-    """The first held-out sequences of every source, (B, T) int64: the same in every run on these data."""
+    """The probe: the first held-out sequences of every source, (B, T) int64, the same in every run on these data."""
     each = max(1, PROBE_TOKENS // sequence_length // len(corpus.sources))
     return torch.cat([next(validation_batches(source.val, sequence_length, each))[0] for source in corpus.sources])
 
 
 @torch.no_grad()
 def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
-    """The heads' statistics (L, H) over tokens (B, T), in the weights' own precision: fp32 while training.
+    """The statistics (L, H) of the heads over tokens (B, T), in the precision of the weights: fp32 during training.
 
-    One sequence at a time: where no kernel measures, its scores are written out.
+    One sequence at a time, because an implementation that cannot measure writes out its (H, T, T) scores.
     """
     heads = None
     for sequence in tokens.split(1):
@@ -43,7 +43,7 @@ def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
 
 
 def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float | None]:
-    """Over all layers and heads: means, and the extreme where one head alone is what matters; as `group/…`."""
+    """Figures over all layers and heads, as `group/…`: means, and the extreme where a single head matters."""
     figures = heads.figures()
     mean = {name: value.nanmean() for name, value in figures.items() if name != "largest_logit"}
     extremes = {
@@ -52,23 +52,24 @@ def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float 
         "highest_first_token_mass": -lowest(-figures["first_token_mass"]),
         "highest_previous_token_mass": -lowest(-figures["previous_token_mass"]),
     }
-    return {f"{group}/{name}": plain(float(value)) for name, value in (mean | extremes).items()}
+    return {f"{group}/{name}": finite_or_none(float(value)) for name, value in (mean | extremes).items()}
 
 
 def heatmaps(heads: HeadStatistics) -> dict[str, list[list[float | None]]]:
-    """Each figure as L rows of H numbers."""
+    """The figures of each head, as `attention/heads/…`: L rows of H numbers each."""
     return {
-        f"attention/heads/{name}": [[plain(number) for number in row] for row in value.tolist()]
+        f"attention/heads/{name}": [[finite_or_none(number) for number in row] for row in value.tolist()]
         for name, value in heads.figures().items()
     }
 
 
 def lowest(values: Tensor) -> Tensor:
+    """The smallest number that is not NaN, 0-dim."""
     return values.nan_to_num(nan=math.inf).amin()
 
 
-def plain(number: float) -> float | None:
-    """A figure that no query counted for is null in a record."""
+def finite_or_none(number: float) -> float | None:
+    """None, which JSON writes as null, for a head's figure that no query counted for."""
     return number if math.isfinite(number) else None
 
 

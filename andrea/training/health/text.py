@@ -90,8 +90,8 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     """
     looping = [each.loop for each in judged if each.loop.covers(config.repetition)]
     real = reference.looping_share(config.repetition)
-    expected = real + 3 * (real * (1 - real) / len(judged)) ** 0.5
-    if not looping or len(looping) < config.failing_share * len(judged) or len(looping) <= expected * len(judged):
+    chance = real + 3 * (real * (1 - real) / len(judged)) ** 0.5
+    if not looping or len(looping) < config.failing_share * len(judged) or len(looping) <= chance * len(judged):
         return {}
     names = [loop.finding for loop in looping]
     name = max(sorted(set(names)), key=names.count)
@@ -100,8 +100,8 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     shown = unit if len(unit) <= SHOWN_UNIT_CHARACTERS else unit[: SHOWN_UNIT_CHARACTERS - 1] + "…"
     return {
         name: f"{len(looping)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) repeat themselves: "
-        f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); of "
-        f"validation text, {real:.1%} repeats itself"
+        f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); "
+        f"of validation text, {real:.1%} repeats itself"
     }
 
 

@@ -15,7 +15,7 @@ from conftest import ROOT
 
 from andrea.attention import HeadStatistics
 from andrea.cli.command_line import configure
-from andrea.config import RunConfig, UserError
+from andrea.config import HealthConfig, RunConfig, UserError
 from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
 from andrea.training.health.check import Evidence, optimizer_remedy
@@ -232,6 +232,11 @@ def test_the_page_of_findings_is_the_table_in_the_code() -> None:
         name: (each.meaning, "yes" if each.fails_run else "no", ", ".join(f"`{key}`" for key in each.keys), each.remedy)
         for name, each in FINDINGS.items()
     }
+
+
+def test_every_threshold_decides_about_a_finding() -> None:
+    thresholds = {field.name for field in dataclasses.fields(HealthConfig)} - {"on_failure", "samples"}
+    assert {key for finding in FINDINGS.values() for key in finding.keys} == thresholds
 
 
 def test_every_message_names_the_keys_of_its_finding(notes: Path, tmp_path: Path) -> None:
