@@ -115,6 +115,24 @@ def tiny_run(tmp_path: Path, notes: Path, script) -> Callable[..., int]:
     return lambda *words: script("train")(tiny_words(tmp_path, notes, *words))
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
+    """The folder of a finished run of the tiny model, in fp32, named `first`. Tests leave it as it is."""
+    place = tmp_path_factory.mktemp("trained")
+    words = [
+        "name=first",
+        "precision=fp32",
+        "device=cpu",
+        "train.steps=8",
+        "train.lens_prompt=",
+        "train.sample_tokens=0",
+    ]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT))
+        assert importlib.import_module("train").main(tiny_words(place, notes, *words)) == 0
+    return place / "runs" / "first"
+
+
 def tiny_words(place: Path, notes: Path, *words: str) -> list[str]:
     """The command line that trains the tiny model on the notes under `place`/runs; `words` override the defaults."""
     places = [f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}", "data=text", f"data.path={notes}"]

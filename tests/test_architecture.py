@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "training": {"runtime", "attention", "model", "text", "checkpoint", "generation"},
     "insight": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training"},
     "cli": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training", "insight"},
+    "api": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training", "insight", "cli"},
     "__main__": {"runtime", "text", "checkpoint", "training", "insight", "cli"},
 }
 MODULES = sorted((ROOT / "andrea").rglob("*.py"))

@@ -27,12 +27,10 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, tokenizer).to(device)
-    check_device_offers(config.precision, config.compile, device)
-    int8 = config.precision == "int8"
-    engine = Engine(model, tokenizer, dtype=dtype, int8=int8, compiled=config.compile == "on")
+    engine = make_engine(config, model, tokenizer, dtype)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
     tokens = [engine.encode(each) for each in prompts]  # a prompt that is too long is refused before any output
-    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if int8 else "")
+    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
     show(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
     request = request_of(config)
     if config.prompts is not None:
@@ -42,6 +40,12 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     else:
         show_samples(engine, prompt, tokens[0], request)
     return 0
+
+
+def make_engine(config: SampleConfig, model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Engine:
+    """The engine that config.precision and config.compile ask for, on the model's device. Raises UserError."""
+    check_device_offers(config.precision, config.compile, model.embedding.weight.device)
+    return Engine(model, tokenizer, dtype=dtype, int8=config.precision == "int8", compiled=config.compile == "on")
 
 
 def check_device_offers(precision: str, compile_: str, device: torch.device) -> None:
