@@ -167,12 +167,12 @@ def texts_of(engine: Engine, prompts: list[list[int]], request: Request) -> list
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("guess", [0, 1, 4])
-def test_texts_in_a_batch_with_lookahead_or_without_equal_each_text_alone(sampling, guess):
+@pytest.mark.parametrize("lookahead", [0, 1, 4])
+def test_texts_in_a_batch_with_lookahead_or_without_equal_each_text_alone(sampling, lookahead):
     """The strongest form of "the distribution is unchanged": with the same random numbers, the same tokens."""
     engine = Engine(make_model(), TOKENIZER)
     prompts = [[1, 2, 3], [7, 8, 7, 8, 7, 8, 7], [5]]
-    request = Request(max_new_tokens=33, seed=3, sampling=sampling, lookahead=guess)
+    request = Request(max_new_tokens=33, seed=3, sampling=sampling, lookahead=lookahead)
     alone = [
         texts_of(engine, [prompt], dataclasses.replace(request, seed=3 + index, lookahead=0))[0]
         for index, prompt in enumerate(prompts)
@@ -184,9 +184,9 @@ def test_texts_in_a_batch_with_lookahead_or_without_equal_each_text_alone(sampli
 def test_a_text_that_repeats_itself_is_read_in_fewer_passes():
     model, passes = favour(make_model(dataclasses.replace(CONFIG, sequence_length=64)), 97), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    for guess, expected in ((0, 25), (4, 5)):  # one token in each pass, or five
+    for lookahead, expected in ((0, 25), (4, 5)):  # one token in each pass, or five
         passes.clear()
-        request = Request(max_new_tokens=25, sampling=Sampling(temperature=0), lookahead=guess)
+        request = Request(max_new_tokens=25, sampling=Sampling(temperature=0), lookahead=lookahead)
         assert Engine(model, TOKENIZER).write("aaaa", request) == ["a" * 25]
         assert len(passes) == expected
 
@@ -216,7 +216,7 @@ def test_a_sample_depends_on_its_own_seed_alone():
     for index, text in enumerate(three):
         assert engine.write("ab", Request(max_new_tokens=19, seed=5 + index)) == [text]
     assert engine.write("ab", Request(max_new_tokens=19, num_samples=3, seed=5, lookahead=3)) == three
-    repeating = [engine.write("ababab", Request(max_new_tokens=19, num_samples=2, lookahead=guess)) for guess in (0, 3)]
+    repeating = [engine.write("ababab", Request(max_new_tokens=19, num_samples=2, lookahead=lookahead)) for lookahead in (0, 3)]
     assert repeating[0] == repeating[1]
 
 

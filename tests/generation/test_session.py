@@ -100,8 +100,8 @@ def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
     (tmp_path / "prompts").write_text("def \n\nclass A:\n")
     config = config_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"))
     expected = "--- sample 1 ---\ndef aaaaa\n--- sample 2 ---\nclass A:aaaaa\n"
-    for guess in (0, 3):
-        assert output(dataclasses.replace(config, lookahead=guess), capsys).split("\n\n", 1)[1] == expected
+    for lookahead in (0, 3):
+        assert output(dataclasses.replace(config, lookahead=lookahead), capsys).split("\n\n", 1)[1] == expected
 
 
 @pytest.mark.parametrize(
