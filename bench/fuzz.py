@@ -1,4 +1,4 @@
-"""A hundred thousand hostile inputs at the five borders of tests/fuzzing.py, each border in a process of its own.
+"""A hundred thousand hostile inputs at the five borders of tests/fuzzing/, each border in a process of its own.
 
     python bench/fuzz.py --inputs 100000
 
@@ -28,7 +28,8 @@ PACKAGES = ("hypothesis", "safetensors", "PyYAML", "hydra-core", "tiktoken", "nu
 def attack(name: str, inputs: int, seed: int) -> dict:
     """The outcome at one border, in this process, whose peak memory is then this border's."""
     import torch
-    from fuzzing import TARGETS, fuzz, peak_megabytes
+    from fuzzing import TARGETS
+    from fuzzing.trial import fuzz, peak_megabytes
 
     torch.set_num_threads(1)
     before = peak_megabytes()

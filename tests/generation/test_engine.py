@@ -216,7 +216,9 @@ def test_a_sample_depends_on_its_own_seed_alone():
     for index, text in enumerate(three):
         assert engine.write("ab", Request(max_new_tokens=19, seed=5 + index)) == [text]
     assert engine.write("ab", Request(max_new_tokens=19, num_samples=3, seed=5, lookahead=3)) == three
-    repeating = [engine.write("ababab", Request(max_new_tokens=19, num_samples=2, lookahead=lookahead)) for lookahead in (0, 3)]
+    repeating = [
+        engine.write("ababab", Request(max_new_tokens=19, num_samples=2, lookahead=lookahead)) for lookahead in (0, 3)
+    ]
     assert repeating[0] == repeating[1]
 
 

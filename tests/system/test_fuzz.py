@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fuzzing import TARGETS, Outcome, Target, fuzz, try_one
+from fuzzing import TARGETS
+from fuzzing.trial import Outcome, Target, fuzz, try_one
 from hypothesis import strategies as st
 
 from andrea.config import UserError
@@ -22,19 +23,19 @@ def test_hostile_inputs_are_taken_or_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_neither_is_found(tmp_path: Path) -> None:
-    def survive(number: int) -> None:
+    def handle(number: int) -> None:
         if number % 3 == 0:
             raise UserError("refused")
         if number % 3 == 1:
             raise KeyError(number)
 
-    outcome = fuzz(Target(st.integers(0, 100), lambda folder: survive), tmp_path, 60, first_seed=1)
+    outcome = fuzz(Target(st.integers(0, 100), lambda folder: handle), tmp_path, 60, first_seed=1)
     assert outcome.inputs == 60 and outcome.refused > 0
     assert any("KeyError" in place for place in outcome.findings)
 
 
 def test_what_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuzzing.SECONDS", 0.05)
+    monkeypatch.setattr("fuzzing.trial.SECONDS", 0.05)
 
     def endless(tried: None) -> None:
         while True:
@@ -42,8 +43,8 @@ def test_what_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     busy, waiting = Outcome(), Outcome()
     try_one(endless, None, busy)
-    monkeypatch.setattr("fuzzing.SECONDS", 5.0)
-    monkeypatch.setattr("fuzzing.WAITING_SECONDS", 0.05)
+    monkeypatch.setattr("fuzzing.trial.SECONDS", 5.0)
+    monkeypatch.setattr("fuzzing.trial.WAITING_SECONDS", 0.05)
     try_one(lambda tried: time.sleep(60), None, waiting)
     for outcome in (busy, waiting):
         assert any("TooSlow" in place for place in outcome.findings)
