@@ -59,9 +59,9 @@ class Console(Logger):
             self.live.update(self.progress_line(step, loss, rate, tokens_per_second, seconds_left), refresh=True)
 
     def progress_line(self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_left: float) -> str:
-        bits = f" · {self.bits_per_byte:.3f} bits/byte" if self.bits_per_byte is not None else ""
+        validation = f" · validation {self.bits_per_byte:.3f} bits/byte" if self.bits_per_byte is not None else ""
         return (
-            f"{self.step_words(step)} · {tokens_per_second:,.0f} tokens/s · loss {loss:.3f}{bits}"
+            f"{self.step_words(step)} · {tokens_per_second:,.0f} tokens/s · loss {loss:.3f}{validation}"
             f" · learning rate {rate:.0%} of peak · {format_duration(seconds_left)} left"
         )
 

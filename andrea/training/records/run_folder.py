@@ -100,7 +100,7 @@ def new_run_folder(config: RunConfig) -> Path:
     folder = Path(config.runs_dir) / name
     may_start_again = config.resume == "auto" and not checkpoints_of(folder)  # killed before its first checkpoint
     if (folder / "config.yaml").exists() and not may_start_again:
-        raise UserError(f"name={name}: {folder} exists; go on with it by resume=auto, or choose another name")
+        raise UserError(f"name={name}: {folder} exists; continue it with resume=auto, or choose another name")
     return folder
 
 
@@ -117,12 +117,12 @@ def run_folder_locked(folder: Path, checkpoint: Checkpoint | None, console: Cons
             ) from None
         except OSError as error:
             raise UserError(
-                f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a folder that can"
+                f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a writable folder"
             ) from None
         for unfinished in (folder, folder / "checkpoints"):
             remove_unfinished(unfinished)
         for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
-            console.say(f"set aside, because the run goes back to an earlier step: {path}")
+            console.say(f"moved out of the way, because the run continues from an earlier step: {path}")
         yield
 
 

@@ -21,12 +21,14 @@ def test_without_a_terminal_every_record_is_a_plain_line(capsys: pytest.CaptureF
     console.step(1, 3.0, 1.0, 10.0, 10.0)
     console.record(TRAINED)
     console.record({**TRAINED, "step": 20, "val/loss": 3.0, "val/bpb": 1.5, "val/a/bpb": 1.25, "val/a/loss": 2.0})
+    console.record(TRAINED)
     console.record({"event": "done"})
     console.sample({"step": 20, "prompt": "[b]de", "text": "f\nx"})
     console.waiting("saving …")
     console.finish(0)
     out = capsys.readouterr().out
     assert "step 10/20 · 1,234 tokens/s · loss 3.250 · learning rate 100% of peak · 20 s left" in out
+    assert "loss 3.250 · validation 1.500 bits/byte · learning rate" in out
     assert "validation loss 3.0000 · 1.5000 bits/byte · a 1.2500" in out
     assert "  │ [b]def\n  │ x" in out and "\x1b" not in out
 
