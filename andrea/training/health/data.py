@@ -110,7 +110,7 @@ class DataCheck(Check):
         if epochs <= self.config.epochs:
             return {}
         return {
-            "many_epochs": f"the source {source} was read {epochs:.2f} times (health.epochs={self.config.epochs:g}): reading "
+            "many_epochs": f"the data source {source} was read {epochs:.2f} times (health.epochs={self.config.epochs:g}): reading "
             f"it again teaches the model less; add text, or lower data.sources.{source}.weight or train.steps"
         }
 

@@ -58,17 +58,23 @@ class OptimisationCheck(Check):
         return Judgement(figures, findings)
 
     def spikes(self) -> dict[str, str]:
-        limits = {
-            "loss_spikes": f"the median plus health.loss_spike={self.config.loss_spike:g} robust standard deviations",
-            "gradient_spikes": f"health.gradient_spike={self.config.gradient_spike:g} times the median",
+        kinds = {
+            "loss_spikes": (
+                "training loss",
+                f"the median plus health.loss_spike={self.config.loss_spike:g} robust standard deviations",
+            ),
+            "gradient_spikes": (
+                "gradient norm",
+                f"health.gradient_spike={self.config.gradient_spike:g} times the median",
+            ),
         }
         interval, findings = self.history.interval, {}
-        for name, words in limits.items():
+        for name, (figure, words) in kinds.items():
             if interval[name]:
                 step, value, limit = self.history.worst[name]
                 findings[name] = (
-                    f"{interval[name]} of {interval['steps']} steps; the highest at step {step:.0f}: {value:.4g} is above "
-                    f"{limit:.4g}, {words}; {optimizer_remedy(self.run.optimizer)}"
+                    f"the {figure} has a spike at {interval[name]} of {interval['steps']} steps, the highest at step "
+                    f"{step:.0f}: {value:.4g} is above {limit:.4g}, {words}; {optimizer_remedy(self.run.optimizer)}"
                 )
         return findings
 
