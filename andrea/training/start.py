@@ -85,7 +85,7 @@ def start(
         records = Records(loggers, console, progress, watchdog)
         health = make_health(config, corpus, loader, checkpoint)
         stopping = StopRequests(config.train.max_minutes, device, console.waiting)
-        step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, stopping, console)
+        step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
         per_token = flops_per_token(config.model, config.attention, tokenizer.n_vocab)
         trainer = Trainer(
             config,

@@ -21,7 +21,6 @@ from andrea.training.optimizer.qk_clip import clip_logits
 from andrea.training.optimizer.update_size import sampled_weights, update_ratios
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.records.console import Console
-from andrea.training.stopping import StopRequests
 
 
 class Batch(NamedTuple):
@@ -57,12 +56,12 @@ class TrainingStep:
     scale: LossScale
     loader: Loader
     device: torch.device
-    stopping: StopRequests
     console: Console
 
     def __post_init__(self) -> None:
         assert isinstance(self.config.train.micro_batch, int), "auto is resolved before the step is made"
         self.ranks = self.parallel.ranks
+        self.most_rows = self.ranks.local_rows(self.config.sequences_per_step).most_on_a_rank
         self.micro_batch = self.config.train.micro_batch  # halved where memory runs out
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since they were last read
 
@@ -75,19 +74,18 @@ class TrainingStep:
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return Batch(tokens, targets, self.loader.count_targets(step * n, n))
 
-    def update(self, batch: Batch, rate: float, measure_size: bool, doing: Callable[[str], None]) -> Update:
+    def update(self, batch: Batch, rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool) -> Update:
         """Forward, backward and the optimizer at `rate` times its peak rates.
 
-        The weights change only where loss and gradient are finite on all ranks. measure_size: also measure how large the
-        change is. doing: called at the beginning of each phase, for the watchdog.
+        The weights change only where loss and gradient are finite on all ranks. stop_flags: StopRequests.flags,
+        called as late as possible. measure_size: also measure how large the change of the weights is.
         """
-        doing("forward and backward")
         nats, heads = self.accumulate(batch)
-        doing("update")
-        nats, *stop_flags = self.ranks.sum(torch.stack([nats, *self.stopping.flags()])).unbind()
+        nats, *summed_flags = self.ranks.sum(torch.stack([nats, *stop_flags()])).unbind()
         heads = self.ranks.merge_head_statistics(heads) if heads else None
         self.parallel.set_local_gradients()
-        self.scale.unscale(self.optimizer.parameters)
+        if self.scale.active:
+            self.scale.unscale(self.optimizer.parameters)
         norm = self.optimizer.clip()
         finite = torch.isfinite(norm) & torch.isfinite(nats)
         before = sampled_weights(self.parallel) if measure_size else None
@@ -96,10 +94,11 @@ class TrainingStep:
             update_ratios(before, sampled_weights(self.parallel), self.parallel.sum_over_shards) if before else None
         )
         self.parallel.zero_gradients()
-        self.scale.update(finite)
+        if self.scale.active:
+            self.scale.update(finite)
         if self.config.attention.qk_clip is not None:
             self.clipped_heads += clip_logits(self.parallel, heads.largest_logit, self.config.attention.qk_clip, finite)
-        return Update(nats / batch.n_target, norm, finite, torch.stack(stop_flags), heads, ratios)
+        return Update(nats / batch.n_target, norm, finite, torch.stack(summed_flags), heads, ratios)
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, HeadStatistics | None]:
         """Forward and backward over this rank's micro-batches: their summed loss in nats, and the heads' statistics (L, H).
@@ -107,11 +106,10 @@ class TrainingStep:
         Gradients are summed over ranks in the last one. Where memory runs out, the micro-batch is halved and all of
         them are run again.
         """
-        rows = self.ranks.local_rows(self.config.sequences_per_step)[2]
         while True:
             try:
                 nats, heads = torch.zeros((), device=self.device), None
-                pieces = list(micro_batches(batch.tokens, batch.targets, self.micro_batch, rows))
+                pieces = list(micro_batches(batch.tokens, batch.targets, self.micro_batch, self.most_rows))
                 for index, piece in enumerate(pieces):
                     with self.parallel.sync_gradients(last=index == len(pieces) - 1):
                         micro_nats, measured = self.loss_sum(*(t.to(self.device, non_blocking=True) for t in piece))

@@ -54,9 +54,12 @@ class Trainer:
         with self.stopping.signals_caught(), self.records.console.live_line():
             while progress.step < config.steps and not self.stopping.agreed:
                 clock = time.perf_counter()
+                self.records.watchdog.at(progress.step + 1, "training step")
                 due = due_after(progress.step + 1, config)
                 rate = rate_at(progress.step, config.steps, config.optimizer)
-                update = self.step.update(self.step.batch(progress.step), rate, due.evaluation, self.doing)
+                update = self.step.update(
+                    self.step.batch(progress.step), rate, self.stopping.flags, measure_size=due.evaluation
+                )
                 progress.step += 1
                 progress.tokens += config.tokens_per_step
                 progress.flops += config.tokens_per_step * self.throughput.flops_per_token
@@ -87,9 +90,6 @@ class Trainer:
             if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
                 return self.endings.stop_not_finite(self.figures)
             return self.endings.conclude()
-
-    def doing(self, phase: str) -> None:
-        self.records.watchdog.at(self.progress.step + 1, phase)
 
     def read_figures(self, wait: bool) -> bool:
         """Read loss, norm and flags of the steps made; False where a step was not finite.
