@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint, with which configuration, and what may change on the way."""
+"""Resuming a run: which checkpoint, with which configuration, and which settings may change."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.parallel.saver import Saver
 from andrea.training.progress import Progress
 
-# What makes a run this run: with another value it would be a different one.
+# With another value of one of these it would be a different run.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",
          "train.tokens_per_step")  # fmt: skip
-# Says where to look, not what to train; never taken from the saved run.
+# Settings of the command, not of the run: never taken from the saved configuration.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
-# Chosen for a number of ranks: each has its threads and its rows of a step, and they share the model in their own way.
+# Chosen for a number of ranks, and chosen again where the number is another.
 OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 
 def find_resume(config: RunConfig) -> Checkpoint | None:
-    """The checkpoint that `resume` means, or None for a fresh start. Raises UserError where one was named and is not there."""
+    """The checkpoint that `resume` names, or None for a new run. Raises UserError where it names one that is not there."""
     if not config.resume:
         return None
     if config.resume != "auto":
         found = locate(config.resume, Path(config.runs_dir), key="resume")
-        if torchrun.is_restart():  # the run has gone on from there already
+        if torchrun.is_restart():  # the run has already continued from there
             return newest_whole(run_folder_of(found)) or found
         return found
     folder = Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
     if folder is None or not folder.is_dir():
         return None
     found = newest_whole(folder)
-    if found is None and checkpoints_of(folder):  # starting over here would lose what may still be mended
+    if found is None and checkpoints_of(folder):  # a new run in this folder would remove what may still be repaired
         raise UserError(f"resume=auto: every checkpoint of {folder} is damaged; start a new run with another name=…")
     return found
 
@@ -59,7 +59,7 @@ def is_done(checkpoint: Checkpoint, steps: int) -> bool:
 
 
 def show_done(checkpoint: Checkpoint, steps: int) -> None:
-    consolidate(checkpoint.path)  # where the run's end was cut off
+    consolidate(checkpoint.path)  # where the end of the run was interrupted
     print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
 
 
@@ -118,10 +118,10 @@ def run_folder_of(checkpoint: Checkpoint) -> Path:
 def merge(
     saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any], other_ranks: bool = False
 ) -> tuple[dict, list[str]]:
-    """The saved configuration with what was typed laid over it, and a line for each key that changed.
+    """The saved configuration with the typed values laid over it, and a line for each key that changed.
 
-    A typed group replaces the saved one key by key, but for what the saved run had settled of an `auto`; what it settled
-    for its machine's sake is settled anew where the number of ranks is another (`other_ranks`).
+    A typed group replaces the saved group key by key, except for what the saved run had resolved from `auto`. What was
+    chosen for its number of ranks is chosen again where that number is another (`other_ranks`).
     """
     saved = with_current_keys(RunConfig, saved)
     before, now = flatten(saved), flatten(composed)
@@ -146,7 +146,7 @@ def merge(
 
 
 def same(value: Any) -> Any:
-    """A typed '1e-3' and a saved 0.001 are the same value."""
+    """A form in which equal values are equal: a typed '1e-3' and a saved 0.001."""
     try:
         return float(value) if not isinstance(value, (bool, dict, list)) and value is not None else json.dumps(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a training step holds in memory, planned from the model built without any: by part, and at its fullest."""
+"""How much memory a training step needs, by part and at the peak, computed from a model on the meta device."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from andrea.model.size import END_OF_TEXT
 from andrea.training.loss.cross_entropy import training_loss_sum
 from andrea.training.loss.fused import LOGITS_EAGER, rows_in_chunk
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the products
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the matrix products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
-PROGRAM_BYTES = 480 * 2**20  # resident beside the tensors of a run: interpreter, torch, this package
-COMPILED_PROGRAM_BYTES = 560 * 2**20  # and the compiler
-CHUNKS_LOOKED_AT = 3  # of the loss, where it has more
-COMPILED_SHARE = 0.6  # of what the passes of eager code hold, compiled ones do
+PROGRAM_BYTES = 480 * 2**20  # resident besides the tensors of a run: interpreter, torch, this package
+COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
+COUNTED_CHUNKS = 3  # of the loss, where it has more: the others need no more memory
+COMPILED_SHARE = 0.6  # memory of compiled passes as a share of that of eager passes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while training: what is kept from step to step, and what one step holds at its fullest."""
+    """Bytes on one device: what is kept from step to step, and the temporary memory of a step at its peak."""
 
     weights: int  # fp32
     gradients: int  # fp32
     optimizer: int  # its state
-    gathered: int  # sharded only: the weights that are whole for a while, and gradients on their way
-    activations: int  # a micro-batch's forward and backward pass at their fullest, see `pass_bytes`
+    gathered: int  # FSDP only: weights while they are gathered, gradients while they are reduced
+    activations: int  # forward and backward pass of a micro-batch at their peak, see `pass_bytes`
     optimizer_step: int  # temporaries of the optimizer's step, when activations are freed
     evaluation: int  # on a CPU: measuring the heads on held-out text, with their scores written out
     python_and_libraries: int  # on a CPU: interpreter, torch, this package, the compiler
@@ -68,22 +68,25 @@ def plan_memory(
 ) -> Memory:
     """The peak of a training step on one device, by part.
 
-    What is kept: fp32 weights, fp32 gradients (there while all micro-batches but the first run), and the optimizer's
-    state: adamw has two fp32 numbers a parameter; muon one for the blocks' matrices, two for the rest. On top of it
-    comes the larger of two: what the passes of one micro-batch hold (`pass_bytes`), or the temporaries of the
-    optimizer's step (`optimizer_step_bytes`). recompute: activation checkpointing.
+    Kept from step to step: fp32 weights, fp32 gradients (all micro-batches after the first add to them) and the optimizer's
+    state. AdamW keeps two fp32 numbers a parameter; Muon one for the matrices of the blocks, AdamW's two for the rest. On
+    top comes the larger of two: the passes of one micro-batch (`pass_bytes`), or the temporaries of the optimizer's step
+    (`optimizer_step_bytes`). recompute: activation checkpointing.
 
-    on_cpu: the program itself counts, as it is in the same memory; the heads are measured, a sequence at a time,
-    without a kernel; and compiled passes hold a share, measured there, of what eager ones do. On a card, where nothing
-    has been measured yet, compiled code is planned like eager code, which is the most it can need.
+    on_cpu: Python and libraries count, because they share the memory; the heads are measured one sequence at a time
+    without a kernel; compiled passes need a measured share of what eager ones need. On a card nothing has been measured
+    yet: compiled code is planned like eager code, which is an upper bound.
 
-    sharded: FSDP2 over `ranks` keeps 1/ranks of weights and optimizer state. Gradients of micro-batches before a
-    step's last are kept whole, in fp32: they are summed over ranks once a step. For a while there are besides, in the
-    precision of the products, two blocks' weights and the buffer that the next one's arrive in, one block's gradients
-    in fp32 on their way; and in fp32 embedding, head and final norm, with their gradients. Without `sharded` every
-    rank holds what one device does (DDP's buckets are the gradients themselves).
+    sharded: FSDP2 over `ranks` keeps 1/ranks of weights and optimizer state. Gradients are summed over ranks once a step;
+    until then each rank keeps them whole, in fp32. In addition, for a while: in the precision of the products, the
+    weights of two blocks and the buffer that receives the next one; one block's gradients in fp32 while they are
+    reduced; and in fp32 the embedding, head and final norm, with their gradients. Without `sharded` every rank needs what
+    one device needs (DDP's buckets are the gradients themselves).
     """
-    if attention.implementation not in ("reference", "chunked"):  # the others need their device, and keep as little
+    if attention.implementation not in (
+        "reference",
+        "chunked",
+    ):  # the fused ones need their device; auto keeps as little
         attention = dataclasses.replace(attention, implementation="auto")
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
@@ -101,7 +104,8 @@ def plan_memory(
         block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         outside = total - config.n_layer * block
         gathered = (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
-    observing = on_cpu and attention.qk_clip is not None  # on a card our kernel measures, and writes nothing out
+    # On a card our kernel measures the heads without materialising the scores.
+    observing = on_cpu and attention.qk_clip is not None
     activations = pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded)
     return Memory(
         weights=4 * total // share,
@@ -116,12 +120,12 @@ def plan_memory(
 
 
 def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
-    """The temporaries of Muon's step at their fullest; stacks: how many matrices there are of a shape (rows, columns).
+    """The temporaries of Muon's step at their peak; stacks: how many matrices there are of each shape (rows, columns).
 
-    A stack goes through two moments. First three of it in fp32: gradient, new momentum, what of it is applied. Then
-    one, and in the precision of the products the normalised matrices, three terms of a Newton–Schulz step and the Gram
-    matrices. Several ranks do their share of the matrices each, and hold that four times more: as sent, as received,
-    whole, and as sent back.
+    A stack passes two moments. First it exists three times in fp32: gradient, new momentum, and the update that is
+    applied. Then once in fp32, and in the precision of the products: the normalised matrices, three terms of a
+    Newton–Schulz step and the Gram matrices. With several ranks each rank works on its share of the matrices and holds
+    that share four times more: as sent, as received, gathered, and as sent back.
     """
     product = (torch.bfloat16 if precision == "bf16" else torch.float32).itemsize
     most = 0
@@ -144,11 +148,11 @@ def pass_bytes(
     observing: bool,
     sharded: bool,
 ) -> int:
-    """The most that the forward and backward pass of one micro-batch hold at once, besides weights and gradients.
+    """The peak memory of the forward and backward pass of one micro-batch, without weights and gradients.
 
-    Counted by running both on tensors without memory, as eager code does: activations kept for the backward pass, a
-    chunk of logits in several copies, the loss's gradients, weights in low precision under autocast. observing: each head is
-    measured on the readable path, which writes its scores out. sharded: blocks' matrices come in low precision already.
+    Counted by running both passes eagerly on fake tensors: activations kept for the backward pass, a chunk of logits in
+    several copies, the gradients of the loss, weights in low precision under autocast. observing: each head is measured
+    by the readable implementation, which materialises its scores. sharded: the blocks' matrices are in low precision.
     """
     dtype = DTYPES[precision]
     with FakeTensorMode():
@@ -160,8 +164,8 @@ def pass_bytes(
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         tokens = torch.zeros(micro_batch, config.sequence_length, dtype=torch.int64)
-        there = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
-        with LiveBytes(there) as live:
+        existing = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+        with LiveBytes(existing) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
                 hidden = model(tokens, observed=[] if observing else None, recompute=recompute)
                 loss = planned_nats(model, hidden, tokens, precision)
@@ -171,12 +175,14 @@ def pass_bytes(
 
 
 def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> Tensor:
-    """The loss of the first chunks of rows, which hold no less than the others, beside the gradients of all rows."""
-    if precision == "fp16":  # which knows no chunks
+    """The loss of the first few chunks of rows, which need as much memory as the others, with the gradients of all rows."""
+    if precision == "fp16":  # which is not computed in chunks
         return training_loss_sum(model, hidden, tokens, precision)
     rows, answers = hidden.flatten(0, 1), tokens.flatten()
-    few = min(len(rows), CHUNKS_LOOKED_AT * rows_in_chunk(len(rows), model.n_vocab, LOGITS_EAGER))
-    others = torch.empty_like(rows[few:], dtype=DTYPES[precision])  # their gradients; the name keeps them alive
+    few = min(len(rows), COUNTED_CHUNKS * rows_in_chunk(len(rows), model.n_vocab, LOGITS_EAGER))
+    others = torch.empty_like(
+        rows[few:], dtype=DTYPES[precision]
+    )  # gradients of the other rows; the name keeps them alive
     nats = training_loss_sum(model, rows[:few], answers[:few], precision)
     del others
     return nats
@@ -184,7 +190,7 @@ def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> 
 
 @functools.lru_cache(maxsize=64)
 def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """The most that one sequence's pass holds in which each head is measured, where no kernel does it: scores written out."""
+    """The peak memory of measuring the heads on one sequence without a kernel, where the scores are materialised."""
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64)
@@ -194,15 +200,15 @@ def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: i
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors made while it is on; `most` is the most that were alive at once.
+    """Counts the bytes of the tensors created while it is active; `most` is the largest total alive at once.
 
-    there: tensors that are not counted where an operation returns them.
+    existing: tensors that are not counted when an operation returns them.
     """
 
-    def __init__(self, there: list[Tensor]) -> None:
+    def __init__(self, existing: list[Tensor]) -> None:
         super().__init__()
         self.now = self.most = 0
-        self.known = {id(tensor.untyped_storage()) for tensor in there}  # storages: tensors may be views of one another
+        self.known = {id(tensor.untyped_storage()) for tensor in existing}  # views share a storage
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = operation(*args, **(kwargs or {}))
