@@ -57,7 +57,9 @@ def test_sdpa_agrees_with_the_reference_in_output_and_gradients(compatibility, n
     torch.testing.assert_close(results[0], results[1])
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("triton", marks=pytest.mark.untraced)])
+@pytest.mark.parametrize(
+    "implementation", ["sdpa", pytest.param("triton", marks=[pytest.mark.untraced, pytest.mark.slow])]
+)
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_implementation_agrees_with_the_reference(implementation, data):

@@ -27,6 +27,7 @@ def compiled(tmp_path: Path, *words: str) -> list[dict]:
     return json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128])
 def test_tuned_kernels_spill_nothing(width, tmp_path):
     rows = compiled(tmp_path, "--widths", str(width), "--types", "bf16", "fp16", "--targets", "80", "90", "100")
@@ -36,6 +37,7 @@ def test_tuned_kernels_spill_nothing(width, tmp_path):
         assert row["spilled_bytes"] == 0 and row["registers"] > 16 and row["occupancy"] >= 1, row
 
 
+@pytest.mark.slow
 def test_the_other_modes_a_padded_width_and_fp32_compile(tmp_path):
     rows = compiled(
         tmp_path, "--widths", "24", "--types", "bf16", "fp32", "--targets", "90", "--modes", "none", "interval"

@@ -17,6 +17,7 @@ from andrea.training.planning.length import with_length_and_name
 BYTE_VOCABULARY = 257
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     tmp_path: Path, notes: Path, script, capfd
 ) -> None:

@@ -246,6 +246,7 @@ def test_what_is_written_alone_is_written_in_a_batch(int8, guess):
         assert alone == [[piece.token for piece in plain.stream(prompt, request)] for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 def test_compiled_int8_writes_what_the_kernel_writes():
     request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.untraced
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_attention_bench_measures_what_can_run(tmp_path):
     pytest.importorskip("triton")
     words = [

@@ -267,6 +267,7 @@ def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
     assert torch.equal(kept[kept != IGNORED_TARGET], tokens.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -285,6 +286,7 @@ def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_p
     assert tensors_equal(first.model_tensors(), newest_whole(tmp_path / "runs" / "c").model_tensors())
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     ("how", "graphs", "more"),
@@ -322,6 +324,7 @@ def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 0.9])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Path, notes: Path, tiny_run) -> None:
     """kill -9 at some moment, then the same command line again: the same weights as undisturbed, bit for bit."""

@@ -165,6 +165,7 @@ def test_prompts_that_must_work(prompt: str, place: Path, script, capsys) -> Non
     assert (code, err) == (0, "") and prompt in out
 
 
+@pytest.mark.slow
 def test_a_prompt_of_ten_kilobytes_works_where_the_model_is_long_enough(
     place: Path, tmp_path: Path, tiny_run, script, capsys
 ) -> None:

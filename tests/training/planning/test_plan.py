@@ -87,6 +87,7 @@ def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> 
     assert lines["weights"] == f"{parts.weights / GIB:.2f} GiB" and "python and libraries" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.untraced  # forty blocks, differentiated without memory: Python all through
 def test_a_dry_run_says_where_a_model_does_not_fit() -> None:
     words = ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"]
