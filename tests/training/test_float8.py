@@ -83,7 +83,7 @@ def test_a_run_learns_and_its_checkpoint_is_any_models(small_run, tmp_path: Path
 )
 def test_a_compiled_run_equals_the_eager_one(small_run, tmp_path: Path, words: list[str]) -> None:
     for name, more in (("eager", []), ("compiled", words)):
-        # A tied head's large first steps would multiply what rounding did.
+        # Untied: a tied head's large first steps would amplify differences in rounding.
         same = ["float8=true", "train.steps=4", "model.tied_head=false"]
         assert small_run(f"name={name}", *same, *more) == 0
     eager, compiled = (losses(tmp_path / "runs" / name) for name in ("eager", "compiled"))

@@ -10,9 +10,7 @@ from torch.nn import functional
 
 from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT
-from andrea.runtime.device import weight_dtype
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.fused import fused_cross_entropy
 
 
 def loss_sum(
@@ -30,19 +28,8 @@ def loss_sum(
 
 
 def loss_sum_from_hidden(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
-    """The readable loss: sum over all targets (B, T) of -ln p(target), in nats, from hidden (B, T, d_model)."""
+    """The readable form of the loss: sum over all targets (B, T) of -ln p(target), in nats, from hidden (B, T, d_model)."""
     logits = model.logits(hidden)  # (B, T, V)
     return functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
-
-
-def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tensor:
-    """`loss_sum_from_hidden` as training computes it: without holding all logits, except in fp16.
-
-    The small gradients of fp16 need the loss scale, which multiplies the loss after the fused path has computed its
-    gradients.
-    """
-    if precision == "fp16":
-        return loss_sum_from_hidden(model, hidden, targets)
-    return fused_cross_entropy(hidden, model.head_weight, targets, model.config.logit_softcap, weight_dtype(precision))

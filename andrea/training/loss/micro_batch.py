@@ -10,9 +10,21 @@ from torch import Tensor, nn
 
 from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT, call
-from andrea.runtime.device import autocast
+from andrea.runtime.device import autocast, weight_dtype
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.cross_entropy import training_loss_sum
+from andrea.training.loss.cross_entropy import loss_sum_from_hidden
+from andrea.training.loss.fused import fused_cross_entropy
+
+
+def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tensor:
+    """`loss_sum_from_hidden` as training computes it: without holding all logits, except in fp16.
+
+    The small gradients of fp16 need the loss scale, which multiplies the loss after the fused path has computed its
+    gradients.
+    """
+    if precision == "fp16":
+        return loss_sum_from_hidden(model, hidden, targets)
+    return fused_cross_entropy(hidden, model.head_weight, targets, model.config.logit_softcap, weight_dtype(precision))
 
 
 class MicroBatchLoss(nn.Module):

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum.
 
-n matrices of one shape, R rows and C columns each. Over several ranks each rank updates its own rows, and `Parallel` has
-whole matrices orthogonalised.
+n matrices of one shape, R rows and C columns each. Over several ranks each rank updates its own rows, and `Parallel`
+orthogonalises whole matrices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Muon:
         bf16: bool,
         parallel: Parallel,
     ) -> None:
-        """rate_factors: by name, what peak_rate is multiplied by; weight decay is relative to peak_rate itself.
+        """rate_factors: by name, the factor of peak_rate; weight decay is relative to peak_rate itself, without the factor.
 
         bf16: orthogonalise in bf16, else in fp32.
         """

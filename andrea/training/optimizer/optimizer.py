@@ -135,7 +135,7 @@ def adamw_groups(
 ) -> list[dict[str, Any]]:
     """torch's parameter groups: parameters that share peak rate, weight decay and epsilon.
 
-    Weight decay applies to matrices alone, and to embedding and head where AdamW is the only optimizer.
+    Weight decay applies to matrices, and to embedding and head where AdamW is the only optimizer.
     """
     peak_rates = {
         "embedding": config.embedding_learning_rate or config.learning_rate,

@@ -14,7 +14,7 @@ SAMPLED_WEIGHTS = 1 << 14  # weights of each matrix that are compared, at most
 
 @torch.no_grad()
 def sampled_weights(parallel: Parallel) -> list[Tensor]:
-    """Copies of at most SAMPLED_WEIGHTS evenly spaced weights of each matrix, (n,) each; of sharded ones, this rank's part."""
+    """Copies of at most SAMPLED_WEIGHTS evenly spaced weights of each matrix, (n,) each; if sharded, of this rank's rows."""
     sampled = []
     for name, part in parallel.local_parameters.items():
         shape = parallel.shapes[name]
@@ -27,7 +27,7 @@ def sampled_weights(parallel: Parallel) -> list[Tensor]:
 def update_ratios(before: list[Tensor], after: list[Tensor], sum_over_shards: Callable[[Tensor], Tensor]) -> Tensor:
     """(matrices,): ‖after - before‖ / ‖before‖ of each matrix, on the device.
 
-    before, after: what `sampled_weights` gave before and after the optimizer step.
+    before, after: results of `sampled_weights` before and after the optimizer step.
     """
     changed = [(new - old).square().sum() for old, new in zip(before, after, strict=True)]
     norms = sum_over_shards(

@@ -20,8 +20,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class DataParallel(Parallel):
     """The whole model on every rank. Gradients are averaged over ranks while the backward pass still runs."""
 
-    def wrap(self, loss: MicroBatchLoss, compiled: str) -> nn.Module:
-        compiled_loss = compile_loss(loss, compiled)
+    def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
+        compiled_loss = compile_loss(loss, compile_mode)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames 2.11's broadcast_buffers
             self.wrapped = DistributedDataParallel(compiled_loss, broadcast_buffers=False, gradient_as_bucket_view=True)

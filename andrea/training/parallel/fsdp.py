@@ -61,11 +61,11 @@ class FullySharded(Parallel):
         self.n_shard, self.shard_index = shard_mesh.size(), shard_mesh.get_local_rank()
         self.shard_group = shard_mesh.get_group()
 
-    def wrap(self, loss: MicroBatchLoss, compiled: str) -> nn.Module:
+    def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
         """With "on" as with "blocks", each block and the loss are compiled on their own: parameters are gathered between
         them, outside compiled code.
         """
-        if compiled != "off":
+        if compile_mode != "off":
             for block in self.model.blocks:
                 block.forward = compile_graph(block.forward)
             loss.head_loss = compile_graph(loss.head_loss)

@@ -36,10 +36,10 @@ class Parallel(ABC):
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     @abstractmethod
-    def wrap(self, loss: MicroBatchLoss, compiled: str) -> nn.Module:
+    def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
         """The module that training calls instead of `loss`.
 
-        compiled: "on" (one graph), "blocks" or "off"; torch compiles at the first call.
+        compile_mode: "on" (one graph), "blocks" or "off"; torch compiles at the first call.
         """
 
     def uncompile(self, loss: MicroBatchLoss) -> None:
@@ -89,8 +89,8 @@ class Parallel(ABC):
 class SingleProcess(Parallel):
     """One process with the whole model."""
 
-    def wrap(self, loss: MicroBatchLoss, compiled: str) -> nn.Module:
-        return compile_loss(loss, compiled)
+    def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
+        return compile_loss(loss, compile_mode)
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -101,16 +101,16 @@ class SingleProcess(Parallel):
         return function(local_matrices)
 
 
-def compile_loss(loss: MicroBatchLoss, compiled: str) -> MicroBatchLoss:
+def compile_loss(loss: MicroBatchLoss, compile_mode: str) -> MicroBatchLoss:
     """Compile `loss` in place.
 
     on: forward and loss as one graph, which DDP splits at the boundaries of its gradient buckets.
     blocks: one graph that serves every block, and one for the loss. Compiling takes a fraction of the time, whatever the
     depth; a step takes a few percent longer.
     """
-    if compiled == "on":
+    if compile_mode == "on":
         loss.forward_in_precision = compile_graph(loss.forward_in_precision)
-    if compiled == "blocks":
+    if compile_mode == "blocks":
         loss.run_block = compile_graph(loss.run_block)
         loss.head_loss = compile_graph(loss.head_loss)
     return loss

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT
-from andrea.training.loss.cross_entropy import training_loss_sum
 from andrea.training.loss.fused import LOGITS_EAGER, rows_in_chunk
+from andrea.training.loss.micro_batch import training_loss_sum
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the matrix products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):

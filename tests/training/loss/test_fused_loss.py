@@ -16,8 +16,8 @@ from andrea.model.gpt import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss import fused
-from andrea.training.loss.cross_entropy import loss_sum, loss_sum_from_hidden, training_loss_sum
-from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.loss.cross_entropy import loss_sum, loss_sum_from_hidden
+from andrea.training.loss.micro_batch import MicroBatchLoss, training_loss_sum
 
 V, CPU = 301, torch.device("cpu")
 CAP_AND_TIED = [(None, False), (15.0, False), (0.5, True)]
