@@ -92,8 +92,6 @@ def test_two_ranks_give_the_same_short_run(place: Path, words, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (2, ["parallel=ddp"]),
-        (2, ["parallel=fsdp"]),
         (4, ["parallel=ddp"]),
         (4, ["parallel=fsdp"]),
         (4, ["parallel=hsdp", "parallel.shard_ranks=2"]),
