@@ -27,7 +27,7 @@ from andrea.runtime.device import choose_device, choose_precision, weight_dtype
 from andrea.text.loader import count_windows, validation_batches
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.evaluation import summary, sums_over
-from andrea.training.loss.cross_entropy import training_loss_sum
+from andrea.training.loss.micro_batch import training_loss_sum
 
 TextOrIds = str | Sequence[int] | np.ndarray | Tensor
 # The keys of configs/sample.yaml that say how one text is written.

@@ -16,7 +16,7 @@ from conftest import run_script, tiny_command, tiny_words, with_own_mounts
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.device import Choice
-from andrea.training.loss.cross_entropy import IGNORED_TARGET
+from andrea.text.loader import IGNORED_TARGET
 from andrea.training.records.run_folder import read_lines
 from andrea.training.step import Batch, TrainingStep, micro_batches
 
