@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     config = parse(RunConfig, composed)  # a wrong command line ends here, before torch is loaded
     compile_headers_ahead(config, argv)
 
-    from andrea.insight.lens.lens import small_lens
+    from andrea.insight.lens.small_lens import small_lens
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
     from andrea.training.planning.dry_run import describe

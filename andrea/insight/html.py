@@ -14,10 +14,16 @@ def fill_template(template: Path, values: Mapping[str, str]) -> str:
 
     def replacement(place: re.Match[str]) -> str:
         name = place[1]
-        return (template.parent / name).read_text(encoding="utf-8").rstrip() if "." in name else values[name]
+        return without_comments(template.parent / name) if "." in name else values[name]
 
     # In one pass, so that a {{NAME}} in a value, such as a prompt, stays as it is.
     return re.sub(r"\{\{([\w./]+)\}\}", replacement, template.read_text(encoding="utf-8"))
+
+
+def without_comments(path: Path) -> str:
+    """A script or style without comment lines and indentation: the pages that training draws are limited in size."""
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
 def json_for_script(data: Any) -> str:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_lens import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
+from tiny_models import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
 
 from andrea.attention import Cosine, ScaledDotProduct, attention_weights
-from andrea.insight.lens.lens import small_lens
-from andrea.insight.lens.page.page import Facts, Page, measure
-from andrea.insight.lens.trace import walk, without_heads
+from andrea.insight.lens.effects import ablate_heads
+from andrea.insight.lens.page.facts import Source
+from andrea.insight.lens.page.measurements import measure
+from andrea.insight.lens.page.page import LensPage
+from andrea.insight.lens.small_lens import small_lens
+from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -57,15 +60,16 @@ class Opened:
 
 def page_of(model: GPT, path: Path, text: str = PROMPT, detail: bool = True, full: int = 99) -> Path:
     measured = measure(model, TOKENIZER, prompt_tokens(text)[0].tolist())
-    page = Page(model, TOKENIZER, measured, Facts("tiny · step 60", 60, "runs/one", TOKENIZER.identity), detail=detail)
-    path.write_text(page.write(measured.by_interest()[:full]), encoding="utf-8")
+    source = Source("tiny · step 60", "runs/one", TOKENIZER.identity)
+    page = LensPage(model, TOKENIZER, measured, source, detail=detail)
+    path.write_text(page.render(measured.by_interest()[:full]), encoding="utf-8")
     return path
 
 
 def weights_of(model: GPT, layer: int, text: str = PROMPT) -> torch.Tensor:
     """(H, T, T) by the public function, from what the layer reads."""
     tokens = prompt_tokens(text)
-    block, before = model.blocks[layer], list(walk(model, tokens))[layer].before
+    block, before = model.blocks[layer], list(trace_layers(model, tokens))[layer].before
     place = model.position.placer(tokens.shape[1], 0)
     first_value = model.first_value(model.position.add(model.embedding(tokens), 0))
     query, key, _, compatibility = block.attention.project(block.attention_norm(before), None, place, first_value)
@@ -120,7 +124,7 @@ def test_the_arithmetic_leads_from_score_to_weight(browser, tmp_path: Path, case
         if case == "cosine":
             model.blocks[1].attention.compatibility.log_sharpness.copy_(torch.arange(5.0))
     opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.3&q=9&k=4")
-    layer = list(walk(model, prompt_tokens()))[1]
+    layer = list(trace_layers(model, prompt_tokens()))[1]
     score, row = layer.scores[0, 3, 9, 4].double(), layer.scores[0, 3, 9, :10].double()
     results = [text.replace("−", "-") for text in opened.page.locator("#steps .result > span").all_inner_texts()]
     of_head = model.blocks[1].attention.output_by_head[3]
@@ -164,9 +168,9 @@ def test_a_visitor_clicks_hovers_types_and_presses_keys(browser, tmp_path: Path)
     page.keyboard.press("ArrowUp")
     assert "8 c → 6 a" in re.sub(r"\s+", " ", opened.text("#chosen"))
     page.locator("#token-3").hover()
-    assert opened.text("#looks-title").endswith("(3) looks")
+    assert opened.text("#top-keys-title").endswith("(3)")
     page.locator("#cell-title").hover()
-    assert opened.text("#looks-title").endswith("(8) looks")
+    assert opened.text("#top-keys-title").endswith("(8)")
 
     box = page.locator("#map").bounding_box()
     before = opened.text("#readout")
@@ -190,16 +194,16 @@ def test_switches_change_shades_and_never_numbers(browser, tmp_path: Path) -> No
             "[...document.querySelectorAll('#tokens [role=option]')].map(token => token.style.background)"
         )
 
-    plain, numbers = shades(), opened.text("#looks")
+    plain, numbers = shades(), opened.text("#top-keys")
     page.locator("#log").check()
-    assert shades() != plain and opened.text("#looks") == numbers and opened.text("#legend").startswith("10")
+    assert shades() != plain and opened.text("#top-keys") == numbers and opened.text("#legend").startswith("10")
     page.locator("#log").uncheck()
     page.locator("#hide").check()
     hidden = shades()
     page.locator("#token-0").hover()
     assert hidden[0] == shades()[0] != plain[0]  # the shade of nothing: all that the first token's own row then has
     page.locator("#cell-title").hover()
-    assert hidden != plain and opened.text("#looks") == numbers
+    assert hidden != plain and opened.text("#top-keys") == numbers
     assert "First token hidden" in opened.text("#head-note") and "hide=1" in page.url
     page.locator("#hide").uncheck()
     assert shades() == plain
@@ -212,7 +216,7 @@ def test_the_next_token_with_and_without_a_head(browser, tmp_path: Path) -> None
     model, tokens = make(), prompt_tokens()
     opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.2&q=6&k=2")
     on = model.logits(model(tokens)).softmax(-1)[0, 6]
-    ((_, without),) = without_heads(model, tokens, 1, list(walk(model, tokens))[1], [2])
+    ((_, without),) = ablate_heads(model, tokens, 1, list(trace_layers(model, tokens))[1], [2])
     best = int(on.argmax())
     cells = opened.page.locator(f'#next-bars tr[data-token="{best}"] td.n').all_inner_texts()
     shown = [float(cell.removesuffix(" %")) / 100 for cell in cells[:2]]

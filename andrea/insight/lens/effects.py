@@ -1,0 +1,58 @@
+"""The effect of a head on the predicted next token: ablation, and direct logit attribution.
+
+T tokens, H heads, D = d_head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from andrea.insight.lens.trace import LayerTrace, block_inputs, finish_block
+from andrea.model.gpt import GPT
+
+LOGITS_AT_ONCE = 1 << 26  # of ablations that are computed together: a quarter of a GiB
+
+
+def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
+    """The last layer's output (B, T, d_model) -> ln p of the next token at each position (B, T, V)."""
+    return model.logits(model.final_norm(after)).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def ablate_heads(
+    model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """Ablate each of a layer's `heads` alone by setting its z to zero: (head, ln p of the next token (T, V)).
+
+    tokens (1, T). The forward pass restarts at this layer, from the residual stream in `trace`.
+    """
+    n_token = tokens.shape[1]
+    at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))
+    for begin in range(0, len(heads), at_once):
+        some = list(heads[begin : begin + at_once])
+        retrieved = trace.retrieved.repeat(len(some), 1, 1, 1)  # (ablated heads, H, T, D)
+        retrieved[range(len(some)), some] = 0
+        place, packing = block_inputs(model, tokens.expand(len(some), n_token))
+        x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), retrieved)
+        first_value = trace.first_value
+        if first_value is not None:
+            first_value = first_value.expand(len(some), -1, -1, -1)
+        for block in model.blocks[layer + 1 :]:
+            x = block(x, first_value, place, packing, None, None)
+        yield from zip(some, next_log_probabilities(model, x), strict=True)
+
+
+@torch.no_grad()
+def logit_attribution(model: GPT, layer: int, head: int, vectors: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Direct logit attribution of W_O^(h) times `vectors` (T, D): the `count` largest increases, then decreases, of logits.
+
+    (ids, changes), (T, 2 count) each. The final norm is left out: it depends on what all other parts of the model write.
+    """
+    unembedding = model.embedding.weight if model.head is None else model.head.weight  # (V, d_model)
+    of_head = unembedding @ model.blocks[layer].attention.output_by_head[head]  # (V, D)
+    change = vectors @ of_head.T  # (T, V)
+    up, down = change.topk(count), change.topk(count, largest=False)
+    return torch.cat((up.indices, down.indices), -1), torch.cat((up.values, down.values), -1)

@@ -1,0 +1,81 @@
+"""What the page says in numbers and words: of the model, and of every head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from andrea.attention import Additive, Cosine
+from andrea.attention.mask import visible_interval
+from andrea.insight.lens.head_names import NAMES
+from andrea.insight.lens.page.head_data import COMPONENTS
+from andrea.insight.lens.page.measurements import Measurements
+from andrea.insight.lens.trace import block_inputs
+from andrea.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model comes from, as the page's title and footer say."""
+
+    title: str
+    checkpoint: str | None  # its path
+    tokenizer: str  # its identity
+
+
+def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
+    """The model and the prompt's tokens (1, T)."""
+    config = model.config
+    attention = model.blocks[0].attention
+    function = type(attention.compatibility).__name__
+    functions = [block.attention.compatibility for block in model.blocks]
+    first, stop = visible_keys(model, tokens)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": config.n_layer,
+        "heads_per_layer": config.n_head,
+        "d_head": config.d_head,
+        "kv_heads": config.n_kv_head or config.n_head,
+        "sequence_length": config.sequence_length,
+        "compatibility": function,
+        "qk_norm": config.qk_norm,
+        "position": config.position,
+        "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function == Cosine.__name__ else None,
+        "mixing": [each.weight.tolist() for each in functions] if function == Additive.__name__ else None,
+        "tokens": tokens[0].tolist(),
+        "visible_first": first,
+        "visible_stop": stop,
+        "names": [vars(name) for name in NAMES],
+        "components": COMPONENTS,
+    }
+
+
+def visible_keys(model: GPT, tokens: Tensor) -> tuple[list[int], list[int]]:
+    """tokens (1, T) -> the first visible key of each query, and the one after the last."""
+    mask = model.blocks[0].attention.mask
+    _, packing = block_inputs(model, tokens)
+    mask = mask if packing is None else mask & packing
+    n_token = tokens.shape[1]
+    first, stop = visible_interval(mask, n_token, n_token, 0, tokens.device)
+    return first.flatten().tolist(), stop.flatten().tolist()
+
+
+def head_facts(measurements: Measurements) -> list[dict[str, Any]]:
+    """The scores and names of every head, layer by layer."""
+    named = measurements.named
+    return [
+        {
+            "prompt": {name: json_number(score[head]) for name, score in measurements.scores.items()},
+            "probe": {name: json_number(score[head]) for name, score in measurements.probed.items()},
+            "names": named.get(head, []),
+        }
+        for head in measurements.heads
+    ]
+
+
+def json_number(number: float | Tensor | None) -> float | None:
+    """The number with six significant digits; None for what JSON has no number for."""
+    return None if number is None or not math.isfinite(float(number)) else float(f"{float(number):.6g}")

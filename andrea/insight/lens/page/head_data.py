@@ -1,0 +1,88 @@
+"""The arrays that the page needs to show a head in full, and their form in the file.
+
+T tokens, N width of a query or key as it is scored, D = d_head, V vocabulary, C candidates for the next token.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from andrea.insight.lens.effects import logit_attribution
+from andrea.insight.lens.page.measurements import Head, Measurements
+from andrea.model.gpt import GPT
+
+LIKELIEST = 10  # next tokens of each position, with their probability with and without a head
+LIKELIEST_ABLATED = 5  # next tokens of each position without a head
+ATTRIBUTED = 3  # tokens whose logits a vector raises most, and as many that it lowers most
+COMPONENTS = 4  # first numbers shown of a vector in the residual stream
+
+Layout = list[list[Any]]  # [name, type, shape] of each array of a block
+
+
+def candidate_tokens(measurements: Measurements) -> Tensor:
+    """(T, C) ids: the likeliest next tokens of each position, then its target.
+
+    The target is the token that comes next; at the prompt's last position, the likeliest.
+    """
+    likeliest = measurements.log_probabilities.topk(LIKELIEST).indices
+    targets = torch.cat((measurements.tokens[0, 1:], likeliest[-1:, 0]))
+    return torch.cat((likeliest, targets[:, None]), -1)
+
+
+def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool) -> dict[str, np.ndarray]:
+    """(T, …) arrays of one head, except those of its ablation. detail: with direct logit attribution."""
+    layer, index = head
+    trace = measurements.layers[layer]
+    value, retrieved = trace.value[0, index], trace.retrieved[0, index]  # (T, D)
+    of_head = model.blocks[layer].attention.output_by_head[index]  # (d_model, D)
+    arrays: dict[str, Tensor] = {"query": trace.query[0, index], "key": trace.key[0, index], "value": value}
+    for name, vectors in (("key", value), ("query", retrieved)):
+        written = vectors @ of_head.T  # (T, d_model)
+        arrays[f"{name}_write"] = torch.cat((written.norm(dim=-1, keepdim=True), written[:, :COMPONENTS]), -1)
+        if detail:
+            ids, changes = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
+            arrays |= {f"{name}_logits": changes, f"{name}_logits_ids": ids}
+    return {name: as_array(tensor) for name, tensor in arrays.items()}
+
+
+def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray]:
+    """The predicted next token without a head. candidates (T, C) ids, ablated (T, V) ln p."""
+    top = ablated.topk(LIKELIEST_ABLATED)
+    arrays = {
+        "ablated_candidates": ablated.gather(-1, candidates).exp(),
+        "ablated_top": top.values.exp(),
+        "ablated_top_ids": top.indices,
+    }
+    return {name: as_array(tensor) for name, tensor in arrays.items()}
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    kind = np.float32 if tensor.is_floating_point() else np.uint16  # token ids are below 65536: shards have two bytes
+    return tensor.cpu().numpy().astype(kind)
+
+
+def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
+    """(base64 of the arrays one after another, their layout). Larger types come first, so that each is aligned."""
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    layout = [[name, array.dtype.str.lstrip("<|"), list(array.shape)] for name, array in ordered]
+    raw = b"".join(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes() for _, array in ordered)
+    return base64.b64encode(raw).decode("ascii"), layout
+
+
+def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
+    """The length of one head's base64."""
+    trace = measurements.layers[0]
+    n_token = measurements.tokens.shape[1]
+    n_candidate = LIKELIEST + 1
+    numbers = 2 * trace.query.shape[-1] + trace.value.shape[-1] + 2 * (1 + COMPONENTS)
+    ids = 0
+    if detail:
+        in_effects = 1  # in the block with the effects of all heads
+        numbers += 2 * 2 * ATTRIBUTED + n_candidate + LIKELIEST_ABLATED + in_effects
+        ids = 2 * 2 * ATTRIBUTED + LIKELIEST_ABLATED
+    return -(-n_token * (4 * numbers + 2 * ids) // 3) * 4

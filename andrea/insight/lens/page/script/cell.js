@@ -1,0 +1,274 @@
+// Section 3: the arithmetic of one attention weight, from the query and the key to the residual stream.
+
+const SHOWN_PRODUCTS = 4; // of a dot product
+
+function writeCell() {
+  const head = openHead(state.head);
+  byId("query-choice").value = state.i;
+  byId("key-choice").value = state.j;
+  if (!head.query) {
+    const label = labelOf(state.head);
+    byId("cell-note").textContent =
+      `This file does not hold the vectors of head ${label}. This command writes one that does: python -m andrea lens heads=${label} …`;
+    return byId("steps").replaceChildren();
+  }
+  writeCellNote();
+  const steps = [...scoreSteps(head), ...weightSteps(head), ...outputSteps(head)];
+  byId("steps").replaceChildren(...steps.map(newStep));
+  if (head.key_logits) byId("steps").append(attributionNote());
+}
+
+function writeCellNote() {
+  const { head: n, i, j } = state;
+  const changes = [];
+  if (facts.qk_norm) changes.push("QK-norm (scaled to a root mean square of 1)");
+  if (facts.compatibility === "Bilinear") changes.push("the matrix M");
+  if (facts.position === "rotary") changes.push("rotary position embedding");
+  const hasNote = changes.length && facts.compatibility !== "Additive";
+  const note = ` Query and key are shown as they are multiplied: after ${changes.join(" and ")}.`;
+  const query = [`Head ${labelOf(n)}, query `, tokenLabel(tokenText(i)), ` at ${i}, key `];
+  byId("cell-note").replaceChildren(...query, tokenLabel(tokenText(j)), ` at ${j}.`, hasNote ? note : "");
+}
+
+// A step: what is done (title), why or how (detail), with which numbers (formula: lines), and the result with its unit.
+function newStep({ title, detail, formula, result, unit, id }) {
+  const number = [newElement("span", { id }, formatNumber(result)), unit && newElement("small", {}, unit)];
+  return newElement(
+    "li",
+    {},
+    newElement("div", { class: "what" }, title, newElement("small", {}, detail)),
+    newElement("div", { class: "formula" }, formula),
+    newElement("div", { class: "result num" }, number),
+  );
+}
+
+// Row `at` of a matrix with rows of that many numbers.
+function rowOf(matrix, at, width) {
+  return Array.from(matrix.subarray(at * width, (at + 1) * width));
+}
+
+function norm(numbers) {
+  return Math.sqrt(numbers.reduce((sum, x) => sum + x * x, 0));
+}
+
+// 'a1 × b1 + a2 × b2 + (60 more terms: rest)'. total: the sum over all pairs.
+function sumOfProducts(pairs, total) {
+  const shown = pairs.slice(0, SHOWN_PRODUCTS);
+  const rest = total - shown.reduce((sum, [a, b]) => sum + a * b, 0);
+  const factor = (x) => (x < 0 ? `(${formatNumber(x, 4)})` : formatNumber(x, 4));
+  const term = ([a, b], index) => {
+    const sign = index === 0 ? (a < 0 ? "−" : "") : a < 0 ? " − " : " + ";
+    return `${sign}${formatNumber(Math.abs(a), 4)} × ${factor(b)}`;
+  };
+  const more = pairs.length - SHOWN_PRODUCTS;
+  return shown.map(term).join("") + (more > 0 ? ` + (${more} more terms: ${formatNumber(rest)})` : "");
+}
+
+// ---------------------------------------------------------------------------------------------------------- score
+
+// From the vectors to the score. The query in the file holds every factor of the score; it is divided out where a step
+// of its own shows it.
+function scoreSteps(head) {
+  const { head: n, i, j } = state;
+  const [query, key] = [rowOf(head.query, i, head.width), rowOf(head.key, j, head.width)];
+  const score = scoreOf(head, n, i, j);
+  switch (facts.compatibility) {
+    case "ScaledDotProduct":
+      return scaledDotProductSteps(query, key, score);
+    case "DotProduct":
+      return [
+        productStep(
+          "query · key",
+          "how well the key matches the query; not scaled",
+          ["q", "k", "q·k"],
+          query,
+          key,
+          score,
+        ),
+      ];
+    case "Bilinear": {
+      const detail = "a learned matrix M between query and key, which also sets the scale";
+      return [productStep("qᵀ M k", detail, ["Mᵀq", "k", "(Mᵀq)·k"], query, key, score)];
+    }
+    case "Cosine":
+      return cosineSteps(query, key, score, facts.sharpness[layerOf(n)][n % H]);
+    default:
+      return [additiveStep(query, key, score, facts.mixing[layerOf(n)][n % H])];
+  }
+}
+
+// names: of the two vectors and of their product.
+function productStep(title, detail, names, query, key, result) {
+  const pairs = query.map((x, c) => [x, key[c]]);
+  const formula = [
+    line(`${names[0]} = `, formatVector(query)),
+    line(`${names[1]} = `, formatVector(key)),
+    line(`${names[2]} = ${sumOfProducts(pairs, result)}`),
+  ];
+  return { title, detail, formula, result };
+}
+
+function scaledDotProductSteps(query, key, score) {
+  const root = Math.sqrt(D);
+  const product = score * root;
+  const unscaled = query.map((x) => x * root);
+  return [
+    productStep("query · key", "how well the key matches the query", ["q", "k", "q·k"], unscaled, key, product),
+    {
+      title: ["÷ √d", sub("k")],
+      detail: "so that scores do not grow with the head's width",
+      formula: [`q·k / √${D} = ${formatNumber(product)} / ${formatNumber(root)}`],
+      result: score,
+    },
+  ];
+}
+
+function cosineSteps(query, key, score, sharpness) {
+  const cosine = score / sharpness;
+  const unit = query.map((x) => x / sharpness);
+  const detail = "both vectors have norm 1, so only their directions matter";
+  return [
+    productStep("cos(query, key)", detail, ["q/|q|", "k/|k|", "cos"], unit, key, cosine),
+    {
+      title: "× sharpness",
+      detail: "a factor s that this head has learned",
+      formula: [`s · cos = ${formatNumber(sharpness)} × ${formatNumber(cosine)}`],
+      result: score,
+    },
+  ];
+}
+
+function additiveStep(query, key, score, mixing) {
+  const pairs = query.map((x, c) => [mixing[c], Math.tanh(x + key[c])]);
+  const formula = [
+    line("A q = ", formatVector(query)),
+    line("B k = ", formatVector(key)),
+    line(`score = ${sumOfProducts(pairs, score)}`),
+  ];
+  return { title: "w · tanh(A q + B k)", detail: "a network with one hidden layer", formula, result: score };
+}
+
+// --------------------------------------------------------------------------------------------------------- weight
+
+// From the score to the weight.
+function weightSteps(head) {
+  const { head: n, i, j } = state;
+  const softmax = softmaxRow(head, n, i);
+  const masked = isVisible(i, j) ? scoreOf(head, n, i, j) : -Infinity;
+  const exponential = softmax.exponentials[j];
+  const largest = formatNumber(softmax.largest);
+  const exponent = `${formatNumber(masked)} − ${softmax.largest < 0 ? `(${largest})` : largest}`;
+  const first = softmax.keys[0];
+  return [
+    {
+      title: "mask",
+      detail: first > 0 ? `query ${i} sees keys ${first} to ${i}` : "a query sees itself and earlier tokens",
+      formula: [maskText(i, j)],
+      result: masked,
+      id: "cell-masked",
+    },
+    {
+      title: "exponentiate",
+      detail: "the row's largest score is subtracted to prevent overflow",
+      formula: [
+        `e^(score − largest) = e^(${exponent})`,
+        line(`largest at key ${softmax.largestKey} `, tokenLabel(tokenText(softmax.largestKey))),
+      ],
+      result: exponential,
+    },
+    {
+      title: "normalise",
+      detail: "by the row's sum, so that its weights sum to 1",
+      formula: [
+        `${formatNumber(exponential)} / ${formatNumber(softmax.sum)}`,
+        line(`the row's sum over ${softmax.keys.length} visible keys`),
+      ],
+      result: exponential / softmax.sum,
+      unit: "the weight",
+      id: "cell-weight",
+    },
+  ];
+}
+
+function maskText(i, j) {
+  if (isVisible(i, j)) return `key ${j} ≤ query ${i}: visible, the score is kept`;
+  return j > i
+    ? `key ${j} > query ${i}: later than the query, the score becomes −∞`
+    : `key ${j} is too far back for query ${i}: the score becomes −∞`;
+}
+
+// --------------------------------------------------------------------------------------------------------- output
+
+// From the weight to what the head adds to the residual stream.
+function outputSteps(head) {
+  const { head: n, i, j } = state;
+  const softmax = softmaxRow(head, n, i);
+  const weight = softmax.exponentials[j] / softmax.sum;
+  const value = rowOf(head.value, j, D);
+  const z = weightedSum(head, softmax);
+  const width = facts.components + 1; // of a row of key_write and query_write: the norm, then the first numbers
+  const [keyNorm, ...keyWrite] = rowOf(head.key_write, j, width);
+  const [queryNorm, ...queryWrite] = rowOf(head.query_write, i, width);
+  const weighted = (numbers) => numbers.map((x) => weight * x);
+  return [
+    {
+      title: "× value",
+      detail: "the key's value vector times the weight",
+      formula: [line("v = ", formatVector(value)), line("weight · v = ", formatVector(weighted(value)))],
+      result: weight * norm(value),
+      unit: "norm",
+    },
+    {
+      title: ["× W", sub("O")],
+      detail: "what this key adds to the residual stream",
+      formula: [
+        line("weight · W", sub("O"), " v = ", formatVector(weighted(keyWrite), true)),
+        head.key_logits && isVisible(i, j) ? attributionLine(head.key_logits_ids, head.key_logits, j, weight) : null,
+      ],
+      result: weight * keyNorm,
+      unit: "norm",
+    },
+    {
+      title: "sum over all keys",
+      detail: "what the head adds at this query",
+      formula: [
+        line("z = Σ weight · v = ", formatVector(z)),
+        line("W", sub("O"), " z = ", formatVector(queryWrite, true)),
+        head.query_logits ? attributionLine(head.query_logits_ids, head.query_logits, i, 1) : null,
+      ],
+      result: queryNorm,
+      unit: "norm",
+    },
+  ];
+}
+
+function weightedSum(head, softmax) {
+  const z = new Array(D).fill(0);
+  for (const j of softmax.keys) {
+    const weight = softmax.exponentials[j] / softmax.sum;
+    for (let c = 0; c < D; c++) z[c] += weight * head.value[j * D + c];
+  }
+  return z;
+}
+
+// The tokens whose logits a vector raises most, then those it lowers most. factor: of all changes.
+function attributionLine(ids, changes, at, factor) {
+  const width = ids.length / T;
+  const half = width / 2;
+  const list = (from) =>
+    Array.from({ length: half }, (_, index) => {
+      const place = at * width + from + index;
+      const change = factor * changes[place];
+      const number = ` ${change >= 0 ? "+" : ""}${formatNumber(change, 3)}`;
+      return [index ? " " : "", tokenLabel(textOf(ids[place])), number];
+    });
+  const [up, down] = [newElement("b", {}, "up "), newElement("b", {}, "down ")];
+  return newElement("div", { class: "push" }, up, list(0), " · ", down, list(half));
+}
+
+function attributionNote() {
+  const text =
+    "up and down: the next tokens whose logits the vector raises and lowers most, through the unembedding alone (direct " +
+    "logit attribution). The final norm is left out, because it depends on what all other heads and layers write.";
+  return newElement("li", {}, line(), newElement("p", { class: "muted small" }, text), line());
+}

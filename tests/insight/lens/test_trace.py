@@ -1,0 +1,73 @@
+"""The traced forward pass, and what ablation and logit attribution compute from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import CASES, CONFIG, TOKENIZER, make, prompt_tokens
+
+from andrea.attention import attention_weights
+from andrea.insight.lens.effects import ablate_heads, logit_attribution
+from andrea.insight.lens.trace import trace_layers
+from andrea.model.gpt import GPT
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def model(request) -> GPT:
+    return make(*request.param)
+
+
+def test_the_trace_ends_with_the_logits_of_the_model(model: GPT) -> None:
+    tokens = prompt_tokens()
+    tokens[0, 9] = TOKENIZER.end_of_text  # a second document, where documents are told apart
+    *_, last = trace_layers(model, tokens)
+    torch.testing.assert_close(model.logits(model.final_norm(last.after)), model.logits(model(tokens)))
+
+
+def test_weights_are_attention_weights_and_rows_sum_to_one(model: GPT) -> None:
+    tokens = prompt_tokens()
+    x = model.embedding(tokens)
+    x = model.position.add(x, 0)
+    first = next(iter(trace_layers(model, tokens)))
+    attention = model.blocks[0].attention
+    first_value = model.first_value(x)
+    query, key, _, compatibility = attention.project(
+        model.blocks[0].attention_norm(x), None, model.position.placer(tokens.shape[1], 0), first_value
+    )
+    expected = attention_weights(query, key, compatibility=compatibility, mask=attention.mask)
+    torch.testing.assert_close(first.weights, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(first.weights.sum(-1), torch.ones_like(first.weights[..., 0]))
+
+
+def test_an_ablated_head_is_its_slice_of_the_output_set_to_zero(model: GPT) -> None:
+    tokens = prompt_tokens()
+    passes = list(trace_layers(model, tokens))
+    for layer in (0, 2):
+        found = dict(ablate_heads(model, tokens, layer, passes[layer], [1, 4]))
+        for head, ablated in found.items():
+            weight = model.blocks[layer].attention.output.weight
+            kept, d_head = weight.clone(), CONFIG.d_head
+            weight[:, head * d_head : (head + 1) * d_head] = 0
+            expected = model.logits(model(tokens)).float().log_softmax(-1)[0]
+            weight.copy_(kept)
+            torch.testing.assert_close(ablated, expected, atol=1e-5, rtol=1e-5)
+        assert (found[1] - found[4]).abs().max() > 1e-3
+
+
+def test_few_ablations_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make(), prompt_tokens()
+    passes = list(trace_layers(model, tokens))
+    together = dict(ablate_heads(model, tokens, 1, passes[1], range(5)))
+    monkeypatch.setattr("andrea.insight.lens.effects.LOGITS_AT_ONCE", 1)
+    for head, ablated in ablate_heads(model, tokens, 1, passes[1], range(5)):
+        torch.testing.assert_close(ablated, together[head], atol=1e-5, rtol=1e-5)
+
+
+def test_attributed_tokens_are_the_largest_changes_of_logits() -> None:
+    model = make()
+    vectors = torch.randn(7, CONFIG.d_head)
+    ids, changes = logit_attribution(model, 1, 3, vectors, 2)
+    full = model.head.weight @ (model.blocks[1].attention.output_by_head[3] @ vectors[4])
+    order = full.argsort(descending=True)
+    assert ids[4].tolist() == [*order[:2].tolist(), *order.flip(0)[:2].tolist()]
+    torch.testing.assert_close(changes[4], full[ids[4]])
