@@ -2,7 +2,8 @@
 
 import sys
 
-from andrea.cli.command_line import configure, help_text, run
+from andrea.cli.command_line import configure, run
+from andrea.cli.help import help_text
 from andrea.config import SampleConfig
 
 USAGE = 'python sample.py [key=value …]     for example: python sample.py prompt="def main(" num_samples=3'

@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
-from andrea.cli.command_line import compose, help_text, read, run
+from andrea.cli.command_line import compose, read, run
 from andrea.cli.compile_ahead import compile_headers_ahead
+from andrea.cli.help import help_text
 from andrea.cli.sweep import SWITCHES, sweep
-from andrea.config import RunConfig, parse
+from andrea.config import RunConfig, parse, to_plain
 
 USAGE = "python train.py [key=value …]     for example: python train.py model=andrea-120m data=text data.path=notes/"
 
@@ -18,9 +19,9 @@ def main(argv: list[str]) -> int:
     if set(SWITCHES) & set(argv):
         return sweep(Path(__file__).resolve(), argv)
     line = read(RunConfig, argv)
-    composed = compose(RunConfig, "train", line)
-    config = parse(RunConfig, composed)  # a wrong command line ends here, before torch is loaded
+    config = parse(RunConfig, compose("train", line))  # a wrong command line ends here, before torch is loaded
     compile_headers_ahead(config, argv)
+    composed = to_plain(config)
 
     from andrea.insight.lens.small_lens import small_lens
     from andrea.training import resume

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from andrea.cli.command_line import configure, help_text, run
+from andrea.cli.command_line import configure, run
+from andrea.cli.help import help_text
 from andrea.cli.words import to_key_value
 from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig, UserError, nearest
 

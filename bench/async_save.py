@@ -20,10 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import yaml
 from common import ROOT, make_andrea, model_config, write_record
 
-from andrea.config import OptimizerConfig, ParallelConfig, parse
+from andrea.config import group_config
 
 
 def launch(chosen: argparse.Namespace) -> int:
@@ -60,11 +59,8 @@ def work(chosen: argparse.Namespace) -> None:
     from andrea.training.parallel.process_group import join_ranks
     from andrea.training.parallel.saver import ShardSaver
 
-    def group(kind: type, name: str):
-        return parse(kind, yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")), name)
-
-    config, optimizer_config = model_config(chosen.model), group(OptimizerConfig, "optimizer/muon")
-    parallel_config = group(ParallelConfig, "parallel/fsdp")
+    config, optimizer_config = model_config(chosen.model), group_config("optimizer", "muon")
+    parallel_config = group_config("parallel", "fsdp")
     place = Path(chosen.worker)
     device = choose_device("auto")
     if device.type == "cpu":

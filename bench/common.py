@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from andrea.config import AttentionConfig, ModelConfig, OptimizerConfig, parse
+from andrea.config import ModelConfig, OptimizerConfig, group_config
 from andrea.model.gpt import GPT, initialise
 from andrea.runtime.device import peak_memory_bytes
 
@@ -41,21 +40,15 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def model_config(name: str, sequence_length: int | None = None) -> ModelConfig:
-    values = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
-    if sequence_length is not None:
-        values["sequence_length"] = sequence_length
-    return parse(ModelConfig, values, "model")
+    return group_config("model", name, **({} if sequence_length is None else {"sequence_length": sequence_length}))
 
 
 def optimizer_config(kind: str) -> OptimizerConfig:
-    values = yaml.safe_load((ROOT / "configs" / "optimizer" / f"{kind}.yaml").read_text(encoding="utf-8"))
-    return parse(OptimizerConfig, values, "optimizer")
+    return group_config("optimizer", kind)
 
 
 def make_andrea(config: ModelConfig, n_vocab: int, device: str, implementation: str = "auto") -> GPT:
-    values = yaml.safe_load((ROOT / "configs" / "attention" / "scaled_dot.yaml").read_text(encoding="utf-8"))
-    values["implementation"] = implementation
-    model = GPT(config, parse(AttentionConfig, values, "attention"), n_vocab)
+    model = GPT(config, group_config("attention", "scaled_dot", implementation=implementation), n_vocab)
     initialise(model, torch.Generator().manual_seed(0))
     return model.to(device)
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from common import RESULTS, ROOT, write_record
 
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.cli.command_line import configure
-from andrea.config import HealthConfig, RunConfig, parse
+from andrea.config import HealthConfig, RunConfig, group_config, parse
 from andrea.generation import Engine, Request, Sampling
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
@@ -249,7 +248,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "health.json")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    config = parse(HealthConfig, yaml.safe_load((ROOT / "configs/health/default.yaml").read_text(encoding="utf-8")))
+    config = group_config("health", "default")
     run = configure(RunConfig, "train", [f"data_dir={chosen.data_dir}"])
     corpus = open_corpus(run.data, run.tokenizer, Path(run.data_dir), print)
     held_out, n_token, bytes_ = corpus.sources[0].val[:], run.train.sample_tokens, ByteTokenizer()

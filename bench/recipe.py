@@ -31,6 +31,8 @@ from pathlib import Path
 import yaml
 from common import RESULTS, ROOT, write_record
 
+from andrea.config import group_values
+
 FIRST_RATES = (0.0012, 0.0024, 0.0048)
 SHARES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 1.0)
 QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0"]
@@ -78,7 +80,7 @@ def main() -> None:
 class Study:
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.chosen = chosen
-        self.shape = yaml.safe_load((ROOT / "configs" / "model" / f"{chosen.model}.yaml").read_text(encoding="utf-8"))
+        self.shape = group_values("model", chosen.model)
         self.steps = chosen.steps or self.shape["recipe_steps"]
         self.tokens_per_step = chosen.tokens_per_step or self.shape["recipe_tokens_per_step"]
         self.output = chosen.output or RESULTS / f"recipe-{chosen.model}-{chosen.data}.json"

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from andrea.config import LARGEST_INTEGER, Text, UserError, current_key, nearest, parse
+from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, nearest, parse
+from andrea.config.keys import current_key, dotted_keys, type_of_key
 from andrea.runtime import torchrun
 from andrea.runtime.files import StorageFailed
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LONGEST_LINE = 2000  # characters of a message
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
 # What PyYAML lets through, besides its own errors, where a value does not fit its tag or its form: 2001-99-99, !!bool x
@@ -97,10 +95,12 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     for word in with_current_names(kind, argv):
         key, equals, value = word.partition("=")
         if not equals:
-            raise UserError(f"{word!r} is not of the form key=value{nearest(key, keys(kind))}; --help lists the keys")
+            raise UserError(
+                f"{word!r} is not of the form key=value{nearest(key, dotted_keys(kind))}; --help lists the keys"
+            )
         if key[:1] in "+~":
             raise UserError(f"{word!r}: keys are neither added (+) nor removed (~) here; write {key.lstrip('+~')}=…")
-        hint = hint_of(kind, key)
+        hint = type_of_key(kind, key)
         if dataclasses.is_dataclass(hint):
             groups[key] = value
         elif typing.get_origin(hint) is list:
@@ -127,15 +127,15 @@ def with_current_names(kind: type, argv: list[str]) -> list[str]:
     return words
 
 
-def compose(kind: type, config_name: str, line: CommandLine) -> dict:
-    """The YAML of `config_name` and its chosen groups, with the typed values laid over it, as plain mappings."""
+def compose(config_name: str, line: CommandLine) -> dict:
+    """The values of configs/CONFIG_NAME.yaml and its chosen groups, then the typed values, as plain mappings."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
     try:
-        with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(group_files.CONFIGS), version_base="1.3"):
             composed = hydra_compose(
                 config_name, overrides=[f"{group}={choice}" for group, choice in line.groups.items()]
             )
@@ -147,7 +147,7 @@ def compose(kind: type, config_name: str, line: CommandLine) -> dict:
 
 def configure(kind: type, config_name: str, argv: list[str]) -> Any:
     """From the command line to the checked, frozen configuration: `read`, `compose`, `parse`."""
-    return parse(kind, compose(kind, config_name, read(kind, argv)))
+    return parse(kind, compose(config_name, read(kind, argv)))
 
 
 def hydra_errors() -> tuple[type[Exception], ...]:
@@ -169,34 +169,8 @@ def lay_over(plain: dict, values: dict[str, Any]) -> dict:
     return plain
 
 
-def hint_of(kind: type, key: str) -> Any:
-    """The type of a dotted key. Raises UserError for an unknown one, with the nearest right spelling."""
-    hint: Any = kind
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if typing.get_origin(hint) is dict:
-            hint = typing.get_args(hint)[1]  # the part is a name of the user's own
-            continue
-        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
-        if part not in hints:
-            known = [prefix + name for prefix in [".".join([*parts[:depth], ""])] for name in hints]
-            raise UserError(f"unknown key {key}{nearest(key, known) or nearest(key, keys(kind))}")
-        hint = hints[part]
-    return hint
-
-
-def keys(kind: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a configuration dataclass, groups before their members."""
-    found = []
-    for name, hint in typing.get_type_hints(kind).items():
-        found.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
-            found += keys(hint, f"{prefix}{name}.")
-    return found
-
-
 def check_choice(group: str, choice: str) -> None:
-    choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    choices = group_files.choices(group)
     if choice not in choices:
         raise UserError(f"{group}={choice} is not known; allowed: {', '.join(choices)}{nearest(choice, choices)}")
 
@@ -237,16 +211,3 @@ def entries_of(loaded: Any) -> list[Any]:
         elif isinstance(entry, (list, tuple, set)):
             found += entry
     return found
-
-
-def help_text(config_name: str, usage: str) -> str:
-    """The commented YAML is the reference: shown as it stands, with the choices of each group."""
-    text = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
-    lines = [usage, "", text.rstrip()]
-    for group in re.findall(r"^  - (\w+):", text, re.MULTILINE):
-        names = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-        lines += ["", f"# {group}=… one of: {', '.join(names)}"]
-        default = re.search(rf"^  - {group}: ([\w-]+)", text, re.MULTILINE)
-        body = (CONFIGS / group / f"{default.group(1)}.yaml").read_text(encoding="utf-8").splitlines()
-        lines += [f"{group}.{line}" for line in body if line and not line.startswith("#")]
-    return "\n".join(lines)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import CONFIGS, check_choice, hint_of, hydra_errors, keys, with_current_names
-from andrea.config import RunConfig, UserError, folder_name, nearest, readable_path
+from andrea.cli.command_line import check_choice, hydra_errors, with_current_names
+from andrea.config import CONFIGS, RunConfig, UserError, folder_name, nearest, readable_path
+from andrea.config.keys import dotted_keys, type_of_key
 
 SWITCHES = ("-m", "--multirun")
 INTERRUPTED = (130, 143)
@@ -73,8 +74,8 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             of_hydra.append(word)
             continue
         if not equals:
-            raise UserError(f"{word!r} is not of the form key=value{nearest(key, keys(RunConfig))}")
-        hint_of(RunConfig, key)
+            raise UserError(f"{word!r} is not of the form key=value{nearest(key, dotted_keys(RunConfig))}")
+        type_of_key(RunConfig, key)
         typed[key] = value
     return typed, of_hydra
 

@@ -2,9 +2,10 @@
 
 from andrea.config.checks import MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
+from andrea.config.group_files import CONFIGS, group_config, group_values
+from andrea.config.keys import nearest, with_current_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
-from andrea.config.parse import convert, nearest, parse, to_plain
-from andrea.config.renamed import current_key, with_current_keys
+from andrea.config.parse import parse, to_plain
 from andrea.config.schema import (
     AttentionConfig,
     CompareConfig,
@@ -25,6 +26,7 @@ from andrea.config.schema import (
 )
 
 __all__ = [
+    "CONFIGS",
     "LARGEST_INTEGER",
     "MOST_SAMPLED_TOKENS",
     "AttentionConfig",
@@ -46,9 +48,9 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "UserError",
-    "convert",
-    "current_key",
     "folder_name",
+    "group_config",
+    "group_values",
     "nearest",
     "parse",
     "readable_path",

@@ -6,25 +6,18 @@ Nothing further inside reads a mapping.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from typing import Annotated, Any, Literal
 
 from andrea.config.checks import CHECKS
 from andrea.config.errors import UserError
+from andrea.config.keys import key_types, nearest, with_current_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, readable_path
-from andrea.config.renamed import with_current_keys
 
 
 class WrongType(UserError):
     """A value is not of the type asked for; another type of a union may still fit."""
-
-
-def nearest(word: str, allowed: typing.Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest spelling, or '' when nothing is near."""
-    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def parse(kind: type, values: Any, path: str = "") -> Any:
@@ -40,7 +33,7 @@ def parse_group(kind: type, values: Any, path: str) -> Any:
         raise UserError(
             f"{path}={values!r} is not a set of keys: {path} is a group; choose one with {path}=NAME or set {path}.KEY=…"
         )
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = key_types(kind)
     prefix = f"{path}." if path else ""
     for key in values:
         if key not in hints:

@@ -148,7 +148,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Thresholds of the health checks."""
+    """Thresholds of the health checks. Those with a default here are accepted, but hardly ever set: no YAML lists them."""
 
     on_failure: Literal["warn", "stop"]
     samples: NonNegativeInteger
@@ -157,18 +157,18 @@ class HealthConfig:
     variety: Share
     loss_spike: PositiveNumber
     gradient_spike: PositiveNumber
-    clipped_share: Share
     update_ratio: PositiveNumber
     unigram_steps: NonNegativeInteger
-    head_share: Share
-    one_key_entropy: Share
-    uniform_entropy: Share
-    largest_logit: PositiveNumber
-    source_rise_nats: NonNegativeNumber
-    leak_nats: NonNegativeNumber
-    leak_errors: NonNegativeNumber
     overfit_nats: NonNegativeNumber
     epochs: PositiveNumber
+    clipped_share: Share = 0.9  # of the steps since the last evaluation, that may be clipped
+    head_share: Share = 0.9  # of all heads, that must attend to one key, or uniformly, for attention to have failed
+    one_key_entropy: Share = 0.02  # a head attends to one key below this share of the largest possible entropy
+    uniform_entropy: Share = 0.995  # a head attends uniformly above this share of the largest possible entropy
+    largest_logit: PositiveNumber = 1000.0  # of attention, in nats
+    source_rise_nats: NonNegativeNumber = 0.02  # of a source's validation loss, per token, while all others fall
+    leak_nats: NonNegativeNumber = 0.1  # validation loss below the training loss, per token
+    leak_errors: NonNegativeNumber = 4.0  # the same in standard errors of the training loss; a leak exceeds both
 
 
 @dataclass(frozen=True)

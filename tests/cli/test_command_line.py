@@ -12,13 +12,11 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.cli.command_line import CommandLine, compose, configure, help_text, lay_over, one_line, read, run
+from andrea.cli.command_line import CommandLine, compose, configure, lay_over, one_line, read, run
 from andrea.config import RunConfig, SampleConfig, UserError, parse
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
-BASE = {
-    kind: compose(kind, name, CommandLine({}, {})) for kind, name in ((RunConfig, "train"), (SampleConfig, "sample"))
-}
+BASE = {kind: compose(name, CommandLine({}, {})) for kind, name in ((RunConfig, "train"), (SampleConfig, "sample"))}
 
 
 def quick(kind: type, words: list[str]):
@@ -125,14 +123,9 @@ def test_lists_may_be_written_or_repeated() -> None:
 
 def test_a_broken_yaml_of_the_users_own_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.yaml").write_text("defaults:\n  - model: [\n")
-    monkeypatch.setattr("andrea.cli.command_line.CONFIGS", tmp_path)
+    monkeypatch.setattr("andrea.config.group_files.CONFIGS", tmp_path)
     with pytest.raises(UserError, match="train.yaml"):
         configure(RunConfig, "train", [])
-
-
-def test_help_shows_every_group_and_key() -> None:
-    text = help_text("train", "usage")
-    assert "model.d_model:" in text and "andrea-2b" in text and "train:" in text
 
 
 @given(any_text)

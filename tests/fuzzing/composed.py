@@ -32,7 +32,7 @@ KINDS: dict[type, str] = {
 
 @functools.lru_cache(maxsize=200)
 def composed(kind: type, groups: tuple[tuple[str, str], ...]) -> dict:
-    return compose(kind, KINDS[kind], CommandLine(dict(groups), {}))
+    return compose(KINDS[kind], CommandLine(dict(groups), {}))
 
 
 def tiny_model(n_vocab: int, end_of_text: int, **changes: Any) -> GPT:

@@ -121,7 +121,7 @@ def make_configurations(folder: Path) -> Handler:
             words = to_key_value(words)
         line = read(kind, words)
         if number == 1:
-            plain = compose(kind, KINDS[kind], line)
+            plain = compose(KINDS[kind], line)
         else:
             plain = lay_over(copy.deepcopy(composed(kind, tuple(sorted(line.groups.items())))), line.values)
         run = parse(kind, plain)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.nn.functional import cross_entropy
 
-from andrea.config import AttentionConfig, ModelConfig, parse
+from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 ATTENTION = AttentionConfig("scaled_dot", "auto")
 B, V = 2, 37
 
 
 def read_config(name):
-    return parse(ModelConfig, yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text()), "model")
+    return group_config("model", name)
 
 
 SMALL = {"d_model": 30, "n_layer": 2, "n_head": 3, "d_mlp": 44, "sequence_length": 23, "zero_init_projections": False}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
-from andrea.config import ModelConfig, parse
+from andrea.config import group_config
 from andrea.model.layers import gelu, make_mlp, make_norm, relu_squared, softcap
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "model"
-NANO = parse(ModelConfig, yaml.safe_load((CONFIGS / "andrea-nano.yaml").read_text()), "model")
+NANO = group_config("model", "andrea-nano")
 TINY = replace(NANO, d_model=7, n_head=1, d_mlp=11, bias=False)
 
 

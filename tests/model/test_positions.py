@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from andrea.config import ModelConfig, parse
+from andrea.config import group_config
 from andrea.model.positions import LearnedPosition, RotaryPosition, make_position
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "model"
-NANO = parse(ModelConfig, yaml.safe_load((CONFIGS / "andrea-nano.yaml").read_text()), "model")
+NANO = group_config("model", "andrea-nano")
 LENGTH, D = 31, 10
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from andrea.cli.command_line import configure
-from andrea.config import AttentionConfig, ModelConfig, RunConfig, parse
+from andrea.config import AttentionConfig, RunConfig, group_config
+from andrea.config.group_files import choices
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
 from andrea.training.heads import probe
 from andrea.training.loss.micro_batch import training_loss_sum
@@ -22,13 +22,12 @@ from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.strategy import SingleProcess
 from andrea.training.planning.memory import Memory, plan_memory
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 ATTENTION = AttentionConfig("scaled_dot", "auto")
 REFERENCE = AttentionConfig("scaled_dot", "reference")
 
 
 def read_config(name):
-    return parse(ModelConfig, yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), "model")
+    return group_config("model", name)
 
 
 TINY = replace(read_config("andrea-nano"), d_model=30, n_layer=2, n_head=3, d_mlp=44, sequence_length=23)
@@ -60,7 +59,7 @@ def test_parts_add_up_to_the_model(changes):
     assert parameters.norm == 5 * 30 * (2 if config.norm == "layernorm" and config.bias else 1)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("name", choices("model"))
 def test_every_shipped_size_answers(name):
     config = read_config(name)
     parameters = count_parameters(config, ATTENTION, 50257)

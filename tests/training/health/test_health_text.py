@@ -6,19 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.config import HealthConfig, parse
+from andrea.config import group_config
 from andrea.text.tokenizer import ByteTokenizer
 from andrea.training.health.loops import find_loop, split_pieces
 from andrea.training.health.reference_text import ReferenceText, TextFigures
 from andrea.training.health.text import judge_texts
 
 TOKENIZER = ByteTokenizer()
-DEFAULT = yaml.safe_load((ROOT / "configs" / "health" / "default.yaml").read_text(encoding="utf-8"))
 N_TOKEN = 400
 words = st.text("abcdefghij", min_size=2, max_size=9)
 
@@ -34,7 +31,7 @@ def reference(real: str) -> ReferenceText:
 
 
 def named(reference: ReferenceText, *texts: str, **changed: float) -> dict[str, str]:
-    return judge_texts(texts, reference, parse(HealthConfig, DEFAULT | changed))[1]
+    return judge_texts(texts, reference, group_config("health", "default", **changed))[1]
 
 
 # ----------------------------------------------------------------------------------------------------- by hand
@@ -183,12 +180,12 @@ def test_what_validation_text_does_too_is_not_named(real: str) -> None:
 
 def test_a_text_too_short_is_not_judged(reference: ReferenceText) -> None:
     assert TextFigures.of("games, games, games", TOKENIZER) is None
-    assert judge_texts(["games, games"] * 4, reference, parse(HealthConfig, DEFAULT)) == ({}, {})
-    assert judge_texts([], reference, parse(HealthConfig, DEFAULT)) == ({}, {})
+    assert judge_texts(["games, games"] * 4, reference, group_config("health", "default")) == ({}, {})
+    assert judge_texts([], reference, group_config("health", "default")) == ({}, {})
 
 
 def test_each_figure_stands_beside_that_of_validation_text(reference: ReferenceText, real: str) -> None:
-    figures, _ = judge_texts([real[:N_TOKEN]], reference, parse(HealthConfig, DEFAULT))
+    figures, _ = judge_texts([real[:N_TOKEN]], reference, group_config("health", "default"))
     names = ("loop_share", "distinct_1", "distinct_2", "distinct_3", "vocabulary", "compression")
     beside = {f"health/text/{name}{of}" for name in names for of in ("", "_validation")}
     assert figures.keys() == beside | {"health/text/judged"}

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
-from conftest import ROOT
 from torch import Tensor
 
-from andrea.config import AttentionConfig, ModelConfig, parse
+from andrea.config import AttentionConfig, group_config
 from andrea.model.gpt import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
@@ -24,8 +22,7 @@ CAP_AND_TIED = [(None, False), (15.0, False), (0.5, True)]
 
 
 def make_model(cap: float | None, tied: bool) -> GPT:
-    values = yaml.safe_load((ROOT / "configs" / "model" / "andrea-nano.yaml").read_text())
-    config = parse(ModelConfig, values | {"d_model": 48, "n_layer": 1, "tied_head": tied}, "model")
+    config = group_config("model", "andrea-nano", d_model=48, n_layer=1, tied_head=tied)
     model = GPT(replace(config, logit_softcap=cap), AttentionConfig("scaled_dot", "auto"), V)
     initialise(model, torch.Generator().manual_seed(0))
     return model

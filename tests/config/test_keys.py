@@ -10,12 +10,11 @@ from andrea.config import (
     RunConfig,
     SampleConfig,
     UserError,
-    current_key,
     parse,
     to_plain,
     with_current_keys,
 )
-from andrea.config.renamed import RENAMED
+from andrea.config.keys import RENAMED, current_key
 from andrea.training.resume import merge
 
 

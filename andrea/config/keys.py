@@ -1,0 +1,89 @@
+"""The dotted keys of a configuration (train.steps): their types, and the old names of those that were renamed.
+
+A renamed key stays accepted under its old name for good. Typed, the command line names the new key once. In a saved
+configuration, a checkpoint's or a config.yaml, it is accepted without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from andrea.config.errors import UserError
+from andrea.config.schema import HealthConfig, SampleConfig
+
+RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name: new name}
+    HealthConfig: {"showing": "failing_share"},
+    SampleConfig: {"guess": "lookahead"},
+}
+
+
+@functools.cache
+def key_types(kind: type) -> dict[str, Any]:
+    """Each key of the dataclass `kind` with its type, limits included (Annotated)."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+@functools.cache
+def dotted_keys(kind: type) -> list[str]:
+    """Every dotted key of the dataclass `kind`; a group comes before its keys."""
+    found = []
+    for name, hint in key_types(kind).items():
+        found.append(name)
+        if dataclasses.is_dataclass(hint):
+            found += [f"{name}.{key}" for key in dotted_keys(hint)]
+    return found
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """'; did you mean X?' for the nearest spelling, or '' when nothing is near."""
+    found = get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def member_type(hint: Any, name: Any) -> Any:
+    """The type of the key `name` in a value of the type `hint`, or None where there is no such key."""
+    if typing.get_origin(hint) is dict:
+        return typing.get_args(hint)[1]
+    return key_types(hint).get(name) if dataclasses.is_dataclass(hint) else None
+
+
+def type_of_key(kind: type, key: str) -> Any:
+    """The type of a dotted key. Raises UserError for an unknown key, with the nearest spelling."""
+    hint: Any = kind
+    names = key.split(".")
+    for depth, name in enumerate(names):
+        inner = member_type(hint, name)
+        if inner is None:
+            known = key_types(hint) if dataclasses.is_dataclass(hint) else ()
+            siblings = [".".join([*names[:depth], each]) for each in known]
+            raise UserError(f"unknown key {key}{nearest(key, siblings) or nearest(key, dotted_keys(kind))}")
+        hint = inner
+    return hint
+
+
+def current_key(kind: type, key: str) -> str:
+    """The dotted key of the dataclass `kind` under its present name: health.showing becomes health.failing_share."""
+    hint: Any = kind
+    names = []
+    for old in key.split("."):
+        names.append(RENAMED.get(hint, {}).get(old, old))
+        hint = member_type(hint, names[-1])
+    return ".".join(names)
+
+
+def with_current_keys(hint: Any, values: Any) -> Any:
+    """`values` of the type `hint` with every key, at any depth, under its present name. Raises UserError."""
+    if hint is None or not isinstance(values, dict):
+        return values
+    new_names, renamed = RENAMED.get(hint, {}), {}
+    for key, value in values.items():
+        new = new_names.get(key, key)
+        if new != key and new in values:
+            raise UserError(f"{key} is now called {new}, and both are set; leave {key} out")
+        renamed[new] = with_current_keys(member_type(hint, new), value)
+    return renamed

@@ -1,0 +1,130 @@
+"""The YAML files of configs/: every key stands once with its comment, and every choice has a value for every key."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+
+import pytest
+import yaml
+
+from andrea.cli.command_line import CommandLine, compose, configure
+from andrea.cli.help import help_text, read_commented
+from andrea.config import (
+    CONFIGS,
+    CompareConfig,
+    ConsolidateConfig,
+    DashboardConfig,
+    HealthConfig,
+    LensConfig,
+    RunConfig,
+    SampleConfig,
+    group_config,
+    group_values,
+    parse,
+)
+from andrea.config.group_files import choices
+
+TOP = {
+    "train": RunConfig,
+    "sample": SampleConfig,
+    "lens": LensConfig,
+    "compare": CompareConfig,
+    "consolidate": ConsolidateConfig,
+    "dashboard": DashboardConfig,
+}
+GROUPS = {group.name: group.value for group in read_commented("train").groups}
+CHOICES = [(group, choice) for group in GROUPS for choice in choices(group)]
+# What a choice needs besides its name.
+NEEDS = {
+    ("data", "text"): ["data.path=x"],
+    ("data", "shards"): ["data.path=x"],
+    ("data", "mixture"): ["data.sources={a: {kind: pystdlib}}"],
+    ("attention", "additive"): ["model.position=learned"],
+    ("attention", "qk_clip"): ["model.qk_norm=false"],
+}
+# Accepted, with defaults in the schema, but shown nowhere: a user would hardly set them.
+HIDDEN = {
+    "clipped_share",
+    "head_share",
+    "one_key_entropy",
+    "uniform_entropy",
+    "largest_logit",
+    "source_rise_nats",
+    "leak_nats",
+    "leak_errors",
+}
+
+
+def fields_of(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def test_every_folder_is_a_group_with_a_default() -> None:
+    assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_a_choice_gives_every_key_a_value_the_same_as_hydra_s(group: str, choice: str) -> None:
+    values = group_values(group, choice)
+    kind = typing.get_type_hints(RunConfig)[group]
+    assert set(values) == fields_of(kind) - (HIDDEN if kind is HealthConfig else set())
+    composed = compose("train", CommandLine({group: choice}, {}))[group]
+    # YAML 1.1 reads 1e-6 as text, OmegaConf as a number; `parse` takes both.
+    assert {key: as_number(value) for key, value in values.items()} == composed
+
+
+def as_number(value: typing.Any) -> typing.Any:
+    return float(value) if isinstance(value, str) and re.fullmatch(r"\d+e-\d+", value) else value
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_makes_a_valid_run(group: str, choice: str) -> None:
+    config = configure(RunConfig, "train", [f"{group}={choice}", *NEEDS.get((group, choice), [])])
+    if (group, choice) not in NEEDS:
+        assert getattr(config, group) == group_config(group, choice)
+
+
+@pytest.mark.parametrize("name", TOP)
+def test_a_command_s_file_holds_every_key_with_a_comment(name: str) -> None:
+    file = read_commented(name)
+    expected = set()
+    for key, hint in typing.get_type_hints(TOP[name]).items():
+        if key not in GROUPS:
+            expected |= {f"{key}.{inner}" for inner in fields_of(hint)} if dataclasses.is_dataclass(hint) else {key}
+    assert {key.name for key in file.keys} == expected
+    assert file.description and all(key.comment for key in [*file.keys, *file.groups])
+    parse(TOP[name], compose(name, CommandLine({}, {"runs": ["x"]} if name == "compare" else {})))
+
+
+@pytest.mark.parametrize(("group", "default"), GROUPS.items())
+def test_the_default_choice_explains_every_key_and_the_others_hold_only_what_differs(group: str, default: str) -> None:
+    explained = read_commented(f"{group}/{default}")
+    assert {key.name for key in explained.keys} == set(group_values(group, default))
+    assert explained.description and all(key.comment for key in explained.keys)
+    comments = {key.comment for key in explained.keys}
+    for choice in set(choices(group)) - {default}:
+        own = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+        parent, self = own["defaults"]
+        assert parent in choices(group) and self == "_self_"
+        file = read_commented(f"{group}/{choice}")
+        assert file.description and not comments & {key.comment for key in file.keys}
+
+
+def test_the_help_shows_every_visible_key_as_it_is_typed() -> None:
+    text = help_text("train", "usage")
+    assert text.startswith("usage\n")
+    for group, default in GROUPS.items():
+        assert re.search(rf"^  {group}={default} .*; one of: {', '.join(choices(group))}$", text, re.MULTILINE)
+        for key in group_values(group, default):
+            assert re.search(rf"^  {group}\.{key}=\S.*  \S", text, re.MULTILINE), key
+    for key in read_commented("train").keys:
+        assert f"\n  {key.name}={key.value} " in text and key.comment in text
+    assert not any(f"health.{key}" in text for key in HIDDEN)
+    assert '\n  data.sample_prompt="def " ' in text
+
+
+def test_hidden_keys_are_accepted() -> None:
+    config = configure(RunConfig, "train", ["health.leak_nats=0.5"])
+    assert (config.health.leak_nats, config.health.leak_errors) == (0.5, 4.0)
