@@ -21,7 +21,7 @@ from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.cli.command_line import configure
-from andrea.config import HealthConfig, RunConfig, group_config, parse
+from andrea.config import HealthConfig, RunConfig, group_config
 from andrea.generation import Engine, Request, Sampling
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
