@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from andrea.cli.help import CommentedFile, Key, read_commented
-
 from andrea.config import group_files
 
 PLACEHOLDER = "<!-- configuration -->"
