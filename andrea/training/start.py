@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig, Text
 from andrea.model.size import flops_per_token
 from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops
-from andrea.text.corpus import open_corpus
+from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
 from andrea.training.evaluation import DrawLens, Evaluator
@@ -23,8 +25,9 @@ from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.make import make_model, make_parallel
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.saver import make_saver
+from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
-from andrea.training.planning.auto import resolve
+from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.progress import Progress
@@ -36,6 +39,21 @@ from andrea.training.step import TrainingStep
 from andrea.training.stopping import StopRequests
 from andrea.training.throughput import Throughput
 from andrea.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is known before anything is built. asked: the configuration with its `auto`; resolved: without."""
+
+    asked: RunConfig
+    resolved: Resolved
+    machine: Machine
+    corpus: Corpus
+    checkpoint: Checkpoint | None
+    folder: Path
+    console: Console
+    watchdog: Watchdog
+    draw_lens: DrawLens | None
 
 
 def start(
@@ -62,47 +80,61 @@ def start(
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder, checkpoint, console)))
         console.say(f"run: {folder.resolve()}")
-
-        watchdog.at(0, "building the model")
-        config, device, tokenizer = resolved.config, machine.device, corpus.tokenizer
-        model = make_model(config, tokenizer, weights, checkpoint is None)
-        del weights
-        parallel = make_parallel(resolved.sharing, config, ranks, device, model, tokenizer)
-        if device.type == "cuda" and asked.train.micro_batch == "auto":
-            config = with_tried_micro_batch(config, parallel, machine, console)
-        watchdog.at(0, "compiling")
-        loss, config = make_loss(parallel, config, device, console, may_run_uncompiled=asked.compile == "auto")
-        optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
-        scale = LossScale(device, active=config.precision == "fp16")
-        saver = make_saver(folder, optimizer, tokenizer, config.train.keep, config.parallel.async_save)
-        watchdog.at(0, "reading the checkpoint")
-        progress = restore(checkpoint, saver, scale) if checkpoint else Progress()
-        loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
-
-        ranks.from_rank_0(lambda: write_config(folder, config))
-        facts = checkpoint_facts(config, corpus, ranks)
-        loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
-        records = Records(loggers, console, progress, watchdog)
-        health = make_health(config, corpus, loader, checkpoint)
-        stopping = StopRequests(config.train.max_minutes, device, console.waiting)
-        step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
-        per_token = flops_per_token(config.model, config.attention, tokenizer.n_vocab)
-        trainer = Trainer(
-            config,
-            step,
-            progress,
-            Evaluator(config, corpus, step, progress, health, records, draw_lens),
-            RunCheckpoints(folder, saver, progress, scale, health, records, facts),
-            records,
-            stopping,
-            Throughput(config.tokens_per_step, per_token, peak_flops(device), ranks.size),
-        )
+        setup = RunSetup(asked, resolved, machine, corpus, checkpoint, folder, console, watchdog, draw_lens)
+        config, parallel, loss = make_model_and_loss(setup, weights)
+        del weights  # the model has them
+        trainer = make_trainer(setup, config, parallel, loss)
         code = 1
         try:
             code = trainer.train()
         finally:
-            records.finish(code)
+            trainer.records.finish(code)
         return code
+
+
+def make_model_and_loss(setup: RunSetup, weights: dict[str, Tensor] | None) -> tuple[RunConfig, Parallel, nn.Module]:
+    """The model shared among the ranks, its compiled loss, and the config with the micro-batch and `compile` that worked."""
+    asked, config, device, tokenizer = setup.asked, setup.resolved.config, setup.machine.device, setup.corpus.tokenizer
+    setup.watchdog.at(0, "building the model")
+    model = make_model(config, tokenizer, weights, fresh=setup.checkpoint is None)
+    parallel = make_parallel(setup.resolved.sharing, config, setup.machine.ranks, device, model, tokenizer)
+    if device.type == "cuda" and asked.train.micro_batch == "auto":
+        config = with_tried_micro_batch(config, parallel, setup.machine, setup.console)
+    setup.watchdog.at(0, "compiling")
+    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled=asked.compile == "auto")
+    return config, parallel, loss
+
+
+def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: nn.Module) -> Trainer:
+    """Everything else that a run needs; a resumed one is as it was at its checkpoint."""
+    device, folder, corpus, checkpoint, console = (
+        setup.machine.device, setup.folder, setup.corpus, setup.checkpoint, setup.console
+    )  # fmt: skip
+    optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
+    scale = LossScale(device, active=config.precision == "fp16")
+    saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep, config.parallel.async_save)
+    setup.watchdog.at(0, "reading the checkpoint")
+    progress = restore(checkpoint, saver, scale) if checkpoint else Progress()
+    loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
+
+    ranks = parallel.ranks
+    ranks.from_rank_0(lambda: write_config(folder, config))
+    facts = checkpoint_facts(config, corpus, ranks)
+    loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
+    records = Records(loggers, console, progress, setup.watchdog)
+    health = make_health(config, corpus, loader, checkpoint)
+    step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
+    per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)
+    return Trainer(
+        config,
+        step,
+        progress,
+        Evaluator(config, corpus, step, progress, health, records, setup.draw_lens),
+        RunCheckpoints(folder, saver, progress, scale, health, records, facts),
+        records,
+        StopRequests(config.train.max_minutes, device, console.waiting),
+        Throughput(config.tokens_per_step, per_token, peak_flops(device), ranks.size),
+    )
 
 
 def set_up_process(config: RunConfig, device: torch.device) -> None:
