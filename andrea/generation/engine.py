@@ -74,7 +74,7 @@ class GrowingText:
         self.has_ended = False
 
     def lookahead(self, most: int) -> list[int]:
-        """At most `most` tokens that may come next, and one fewer than may still be written."""
+        """At most `most` tokens that may come next, always fewer than may still be written."""
         return [] if self.has_ended else self.lookup.lookahead(min(most, self.tokens_left - 1))
 
     def append(self, token: int) -> GeneratedToken:
