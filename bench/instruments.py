@@ -1,11 +1,11 @@
-"""What the instruments cost: whole default runs with and without health's samples and the lens, interleaved.
+"""What health's samples and the lens cost: whole default runs with and without them, interleaved.
 
 python bench/instruments.py                          # three rounds of two runs, each `python train.py` of 3 to 4 minutes
-python bench/instruments.py --before OTHER_CHECKOUT  # besides, the default run of another checkout of this project
+python bench/instruments.py --before OTHER_CHECKOUT  # also the default run of another checkout of this project
 
-Every run is a process of its own, timed from command to exit, with an empty compiler cache; data are prepared before.
-Each finished round is written; a study that was cut off goes on after it. The runs with everything are kept:
-`python bench/health.py --runs` can judge them.
+Every run is a process of its own, timed from its start to its exit, with an empty compiler cache. The data are prepared
+once before. Each finished round is written, and an interrupted study continues after it. The runs with everything are
+kept, so that `python bench/health.py --runs` can check them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WITHOUT = ["health.samples=0", "train.lens_prompt="]
 
 
 def timed(checkout: Path, name: str, words: list[str], folder: Path) -> float:
-    """Seconds of one whole run, which replaces what an earlier study left under its name."""
+    """Seconds of one whole run. An older run of the same name is removed first."""
     caches = folder / "caches"
     for old in (caches, folder / "runs" / name):
         shutil.rmtree(old, ignore_errors=True)
@@ -41,10 +41,10 @@ def timed(checkout: Path, name: str, words: list[str], folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--before", type=Path, help="another checkout, whose default run is timed too")
-    parser.add_argument("--folder", type=Path, default=Path("runs/instruments"), help="for the runs")
+    parser.add_argument("--before", type=Path, help="another checkout, whose default run is timed as well")
+    parser.add_argument("--folder", type=Path, default=Path("runs/instruments"), help="of the runs")
     parser.add_argument("--output", type=Path, default=RESULTS / "instruments-cpu.json")
-    parser.add_argument("words", nargs="*", help="key=value for every run")
+    parser.add_argument("words", nargs="*", help="key=value of every run")
     chosen = parser.parse_args()
     chosen.folder.mkdir(parents=True, exist_ok=True)
     folder = chosen.folder.resolve()

@@ -1,7 +1,7 @@
-"""How often the scaling fit's 90 % intervals hold the true loss of a size that was not trained, and how wide they are.
+"""How often the scaling fit's 90 % intervals contain the true loss of a larger model, and how wide they are.
 
-Eight synthetic runs in each trial, drawn anew; the size asked for has 4 times the parameters and 4 times the tokens of the
-largest run. Truths: the constants of published fits, and steeper and flatter ones, so that nothing rests on one.
+Each trial draws eight synthetic runs. The larger model has 4 times the parameters and 4 times the tokens of the largest
+run. The true laws are two published fits, and steeper and flatter ones, so that the result depends on no single law.
 
     python bench/scaling_fit.py                  # about four minutes on one free core; writes bench/results/
 """
@@ -19,14 +19,14 @@ from andrea.insight.compare.scaling.law import CONFIDENCE
 
 BEYOND = fit.TESTED_FACTOR
 SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: andrea-nano to andrea-480m
-TRUTHS = {  # E, A, alpha, B, beta: nats a token, parameters, tokens
+TRUTHS = {  # E, A, alpha, B, beta: nats per token, parameters, tokens
     "Hoffmann 2022": (1.69, 406.4, 0.34, 410.7, 0.28),
     "Besiroglu 2024": (1.82, 482.0, 0.35, 2085.4, 0.37),
     "slow in parameters": (1.5, 30.0, 0.22, 150.0, 0.28),
     "slow in both": (1.0, 18.0, 0.17, 25.0, 0.17),
     "fast in both": (1.5, 9000.0, 0.55, 30000.0, 0.55),
 }
-NOISES = (0.002, 0.003, 0.004, 0.005)  # relative spread of a run's loss over seeds
+NOISES = (0.002, 0.003, 0.004, 0.005)  # relative standard deviation of a run's loss over seeds
 
 
 def true_loss(truth: tuple[float, ...], parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -35,14 +35,14 @@ def true_loss(truth: tuple[float, ...], parameters: np.ndarray, tokens: np.ndarr
 
 
 def sizes_by_budgets(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Four sizes, evenly spread but for a third of a step, each trained on about 5 and on about 100 tokens a parameter."""
+    """Four nearly evenly spread sizes, each trained on about 5 and on about 100 tokens per parameter: (parameters, tokens)."""
     place = np.repeat(np.arange(4) + draw.uniform(-1, 1, 4) / 6, 2) / 3
     parameters = SMALLEST * (LARGEST / SMALLEST) ** place
     return parameters, parameters * np.tile([5.0, 100.0], 4) * 1.5 ** draw.uniform(-1, 1, 8)
 
 
 def scattered(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Eight sizes, each with a budget of its own between 5 and 100 tokens a parameter, in random order."""
+    """Eight sizes, each trained on its own number of tokens, between 5 and 100 per parameter, in random order."""
     place, ratio = ((order + draw.random(8)) / 8 for order in (np.arange(8), draw.permutation(8)))
     parameters = SMALLEST * (LARGEST / SMALLEST) ** place
     return parameters, parameters * 5 * 20**ratio
@@ -52,7 +52,7 @@ DESIGNS = {"four sizes, two budgets": sizes_by_budgets, "eight sizes, scattered 
 
 
 def study(truth: tuple[float, ...], design: str, noise: float, trials: int, seed: int) -> dict[str, float]:
-    """Coverage in percent, median width and error of the prediction in percent of the true loss."""
+    """Coverage in percent; median width of the interval and errors of the prediction in percent of the true loss."""
     draw = np.random.default_rng(seed)
     covered, widths, errors = [], [], []
     for trial in range(trials):

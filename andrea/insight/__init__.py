@@ -1,1 +1,1 @@
-"""What training left behind, made visible: one prompt head by head, many runs side by side."""
+"""Finished and unfinished runs made visible: the lens, the comparison of runs, the wandb dashboard."""

@@ -1,1 +1,1 @@
-"""Many runs side by side, as a page."""
+"""The comparison of runs: a table, a page, a picture and a scaling fit."""

@@ -1,1 +1,1 @@
-"""The lens: what every head does with one prompt, as a page."""
+"""The lens: every attention head of a model over one prompt, as a page, arrays or a picture."""
