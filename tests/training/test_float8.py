@@ -67,7 +67,7 @@ def test_a_cpu_is_refused(tiny_run) -> None:
 def test_a_run_learns_and_its_checkpoint_is_any_models(small_run, tmp_path: Path, capsys) -> None:
     assert small_run("name=plain") == 0
     assert small_run("name=eight", "float8=true") == 0
-    assert "the blocks' matrices are multiplied in 8 bits" in capsys.readouterr().out
+    assert "the matrix products of the blocks are made in 8 bits" in capsys.readouterr().out
     plain, eight = (losses(tmp_path / "runs" / name) for name in ("plain", "eight"))
     assert plain != eight and eight[-1] < math.log(257) - 1
     assert eight[-1] == pytest.approx(plain[-1], rel=0.03)
