@@ -17,11 +17,16 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run here without a
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 try:
     from triton.runtime import interpreter
 except ImportError:  # no Triton for this system
     interpreter = None
+
+# How long an example takes says nothing about it on a machine that does other things too.
+settings.register_profile("andrea", deadline=None)
+settings.load_profile("andrea")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,7 +12,8 @@ B batch, H query heads, G key/value heads, T queries, S keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,10 +36,11 @@ class Case:
     d_v: int
     mask: str
     dtype: torch.dtype = torch.float32
+    draw: int = 0  # other numbers of the same shapes
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
         """Query, key, value and the upstream gradient, the same numbers in every type that can hold them."""
-        generator = torch.Generator().manual_seed(hash((self.T, self.S, self.d_k)) % 2**31)
+        generator = torch.Generator().manual_seed((hash((self.T, self.S, self.d_k)) + self.draw) % 2**31)
         shapes = (
             (self.B, self.H, self.T, self.d_k),
             (self.B, self.G, self.S, self.d_k),
@@ -85,13 +87,31 @@ def everything(
 
 
 def judge(case: Case, implementation: str, measured: bool = False, attend_by=attend, device: str = "cpu") -> None:
-    """Assert the rule for every result of the case; infinities must stand at the same places.
+    """Assert the two-times rule for every result of the case; infinities must be in the same places.
 
-    The truth is computed on the CPU; the readable path and the one that is judged on `device`.
+    The truth is computed on the CPU; the readable implementation and the judged one on `device`. A case of few queries has
+    few numbers, of which the largest error is a matter of luck: it is judged by the largest over several draws.
     """
+    errors = [
+        errors_of(replace(case, draw=draw), implementation, measured, attend_by, device) for draw in draws_of(case)
+    ]
+    for name in errors[0].keys():
+        error, allowed, last_place = (max(float(of_draw[name][i]) for of_draw in errors) for i in range(3))
+        assert error <= 2 * allowed + last_place, f"{name}: {error:.3g} > 2 · {allowed:.3g} + {last_place:.3g}, {case}"
+
+
+def draws_of(case: Case) -> range:
+    return range(8 if case.B * case.H * case.T < 16 else 1)
+
+
+def errors_of(
+    case: Case, implementation: str, measured: bool, attend_by: Callable, device: str
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """By result: the largest error, that of the readable implementation, one unit in the last place of the largest value."""
     truth = everything(case, "reference", torch.float64, measured)
     eager = everything(case, "reference", case.dtype, measured, device=device)
     fast = everything(case, implementation, case.dtype, measured, attend_by, device)
+    errors = {}
     for name, exact in truth.items():
         assert fast[name].shape == exact.shape
         assert torch.equal(fast[name].isinf(), exact.isinf()), f"{name}: infinities of {case}"
@@ -105,5 +125,5 @@ def judge(case: Case, implementation: str, measured: bool = False, attend_by=att
             largest = (upstream.abs() @ shared_by_group(value, upstream).abs().mT).max()
         if name in MASSES:  # e^(s - lse): as exact as a score and its log-sum-exp are
             largest = 4 * max(1, truth["log_sum_exp"].nan_to_num(neginf=0).abs().max())
-        last_place = torch.finfo(kept_in).eps * largest
-        assert error <= 2 * allowed + last_place, f"{name}: {error:.3g} > 2 · {allowed:.3g} + {last_place:.3g}, {case}"
+        errors[name] = error, allowed, torch.finfo(kept_in).eps * largest
+    return errors
