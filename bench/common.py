@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from andrea.config import ModelConfig, OptimizerConfig, group_config
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.runtime.device import peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -91,7 +91,7 @@ def model_row(precision: str, device: str) -> dict:
 def compiled_row(precision: torch.dtype, device: str) -> dict:
     """One compiled training step through our kernel, statistics included, against the eager one."""
     from andrea.attention import HeadStatistics
-    from andrea.training.loss.cross_entropy import loss_sum
+    from andrea.training.loss.cross_entropy import loss_sum_from_hidden
 
     model = make_andrea(model_config("andrea-nano"), 4096, device)
     for block in model.blocks:
@@ -99,10 +99,10 @@ def compiled_row(precision: torch.dtype, device: str) -> dict:
     tokens = torch.randint(4096, (4, 256), generator=torch.Generator().manual_seed(2)).to(device)
 
     def step(tokens):
-        observed: list[HeadStatistics] = []
         with torch.autocast(device, precision):
-            nats = loss_sum(model, tokens, tokens, observed)
-        return nats, HeadStatistics.of_layers(observed)
+            hidden, layers = model(tokens, statistics=True)
+            nats = loss_sum_from_hidden(model, hidden, tokens)
+        return nats, HeadStatistics.of_layers(layers)
 
     results = []
     for run in (step, torch.compile(step, fullgraph=True, dynamic=False)):

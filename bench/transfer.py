@@ -20,7 +20,7 @@ from common import ROOT, machine
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.model.transfer import Transfer
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader, validation_batches

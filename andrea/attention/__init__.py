@@ -16,7 +16,7 @@ from andrea.attention.implementations.case import Case
 from andrea.attention.implementations.choose import IMPLEMENTATIONS, choose, refusal
 from andrea.attention.implementations.reference import Intermediates, attend_reference
 from andrea.attention.mask import Mask, causal, documents_of, key_padding, packed_documents, sliding_window
-from andrea.attention.multihead import MultiHeadAttention, Place
+from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "MultiHeadAttention",
     "Place",
     "ScaledDotProduct",
+    "SharedInputs",
     "attend",
     "attend_reference",
     "attention_weights",

@@ -1,4 +1,4 @@
-"""Multi-head attention: project, place, attend, merge.
+"""Multi-head attention (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2): project, place, attend, merge.
 
 B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head; x (B, T, d_model).
 """
@@ -6,6 +6,7 @@ B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.functional import rms_norm
 from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
+from andrea.attention.implementations.choose import MEASURING
 from andrea.attention.mask import Mask
 from andrea.attention.statistics import HeadStatistics, head_statistics
 
@@ -21,16 +23,32 @@ PLAIN = DotProduct()
 Place = Callable[[Tensor], Tensor]  # puts positions into queries or keys (B, H, T, D)
 
 
-class MultiHeadAttention(nn.Module):
-    """Self-attention (no mask), causal self-attention (mask=causal()) or cross-attention (a context is passed in).
+class SharedInputs(NamedTuple):
+    """The inputs besides x that all layers of one forward pass share. A model makes them once per pass.
 
-    The query is what a position looks for, the key is what it offers, the value is what it hands over.
-    d_context: width of the vectors that keys and values come from; d_model when left out.
-    n_kv_head: heads of keys and values, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023, arXiv
-    2305.13245); n_head when left out.
+    A NamedTuple, not a dataclass: FSDP searches tuples for the tensors whose gradients tell it that a layer's backward
+    pass is done.
+    """
+
+    first_value: Tensor | None = None  # (B, G, S, D): the first layer's values, for value_residual
+    place: Place | None = None  # applied to the lowered query and key: rotary positions
+    packing: Mask | None = None  # a mask of this batch, joined with the module's own
+
+
+NOTHING_SHARED = SharedInputs()
+
+
+class MultiHeadAttention(nn.Module):
+    """Self-attention (no mask), causal self-attention (mask=causal()) or cross-attention (a context is given).
+
+    A query describes the information that a position needs, a key the information that a position offers, a value the
+    information itself.
+    d_context: width of the vectors that keys and values are computed from; d_model if None.
+    n_kv_head: number of key/value heads, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023, arXiv
+    2305.13245); n_head if None.
     qk_norm_epsilon: a number makes each head's queries and keys RMS-normalised (Henry et al. 2020, arXiv 2010.04245).
-    value_residual: this layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
-    2410.17897), which whoever calls it hands in: `layer(x, first_value=first_layer.values(its_x))`.
+    value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
+    2410.17897). The caller gives them: `layer(x, shared=SharedInputs(first_value=first_layer.values(its_x)))`.
     """
 
     def __init__(
@@ -58,7 +76,7 @@ class MultiHeadAttention(nn.Module):
         self.key = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
         self.value = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
         self.output = nn.Linear(d_model, d_model, bias)
-        # Its logistic function is the first layer's share: half of the values, to begin with.
+        # The logistic function of this number is the first layer's share. It starts at one half.
         self.value_mix = nn.Parameter(torch.zeros(1)) if value_residual else None
         self.compatibility = compatibility
         self.mask = mask
@@ -70,65 +88,72 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         context: Tensor | None = None,
         *,
-        first_value: Tensor | None = None,
-        place: Place | None = None,
-        packing: Mask | None = None,
+        shared: SharedInputs = NOTHING_SHARED,
         cache: LayerCache | None = None,
-        observed: list[HeadStatistics] | None = None,
-    ) -> Tensor:
-        """x (B, T, d_model), context (B, S, d_context), x itself when left out -> (B, T, d_model).
+        statistics: bool = False,
+    ) -> Tensor | tuple[Tensor, HeadStatistics]:
+        """x (B, T, d_model), context (B, S, d_context), x itself if None -> (B, T, d_model).
 
-        first_value: the first layer's values (B, G, S, D), with value_residual. place: applied to the lowered query and
-        key; rotary positions are. packing: a mask of this batch, joined with the module's own. cache: earlier keys and
-        values; with it another implementation than the one named may serve, because T and S then differ from step to
-        step. observed: a list to which the heads' statistics are appended.
+        cache: earlier keys and values. T and S then differ from step to step, so another implementation than the named
+        one may run.
+        statistics: return (output, HeadStatistics) instead. If the named implementation measures nothing, the one that
+        "auto" chooses runs.
         """
-        retrieved = self.retrieve(
-            x, context, first_value=first_value, place=place, packing=packing, cache=cache, observed=observed
-        )  # (B, H, T, D)
-        return self.output(retrieved.transpose(1, 2).flatten(2))
+        retrieved, measured = self.retrieve_and_measure(x, context, shared, cache, statistics)
+        output = self.output(retrieved.transpose(1, 2).flatten(2))
+        return (output, measured) if statistics else output
 
     def retrieve(
         self,
         x: Tensor,
         context: Tensor | None = None,
         *,
-        first_value: Tensor | None = None,
-        place: Place | None = None,
-        packing: Mask | None = None,
+        shared: SharedInputs = NOTHING_SHARED,
         cache: LayerCache | None = None,
-        observed: list[HeadStatistics] | None = None,
     ) -> Tensor:
-        """What each head takes from the values, (B, H, T, D), before W_O."""
-        query, key, value, compatibility = self.project(x, context, place, first_value)
-        mask = self.mask if packing is None else packing if self.mask is None else self.mask & packing
-        start, implementation = None, self.implementation
+        """The weighted sums of the values, (B, H, T, D), before W_O."""
+        return self.retrieve_and_measure(x, context, shared, cache, statistics=False)[0]
+
+    def retrieve_and_measure(
+        self, x: Tensor, context: Tensor | None, shared: SharedInputs, cache: LayerCache | None, statistics: bool
+    ) -> tuple[Tensor, HeadStatistics | None]:
+        """`retrieve`, and the statistics of the heads if they are asked for."""
+        query, key, value, compatibility = self.project(x, context, shared)
+        mask, start, implementation = self.mask_with(shared.packing), None, self.implementation
         if cache is not None:
             key, value, start = *cache.append(key, value), cache.length
             if isinstance(start, Tensor) and start.ndim == 1:
                 start = start[:, None, None]  # for heads and queries
             implementation = "reference" if implementation == "reference" else "auto"
-        how = {"compatibility": compatibility, "mask": mask, "start": start}
-        if observed is None:
-            return attend(query, key, value, **how, implementation=implementation)
-        measures = ("triton", "reference", "chunked")
-        implementation = implementation if implementation in measures else "auto"
-        output, rows = attend(query, key, value, **how, implementation=implementation, statistics=True)
+        if statistics and implementation not in MEASURING:
+            implementation = "auto"
+        how = {"compatibility": compatibility, "mask": mask, "start": start, "implementation": implementation}
+        if not statistics:
+            return attend(query, key, value, **how), None
+        retrieved, rows = attend(query, key, value, **how, statistics=True)
         start = key.shape[-2] - query.shape[-2] if start is None else start
-        observed.append(head_statistics(rows, mask, start, key.shape[-2]))
-        return output
+        return retrieved, head_statistics(rows, mask, start, key.shape[-2])
+
+    def mask_with(self, packing: Mask | None) -> Mask | None:
+        """The module's own mask, joined with that of the batch."""
+        if packing is None or self.mask is None:
+            return packing if self.mask is None else self.mask
+        return self.mask & packing
 
     def project(
-        self, x: Tensor, context: Tensor | None, place: Place | None, first_value: Tensor | None = None
+        self, x: Tensor, context: Tensor | None = None, shared: SharedInputs = NOTHING_SHARED
     ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
-        """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores them: the plain dot product,
-        unless the compatibility function has no lowered form.
+        """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores the first two.
+
+        Query and key are lowered already, and the function is the plain dot product. If the compatibility function has
+        no lowered form, they are not, and it is that function.
         """
         context = x if context is None else context
         query, key = self.heads(self.query(x)), self.heads(self.key(context))
-        value = self.mixed(self.values(context), first_value)
+        value = self.mixed(self.values(context), shared.first_value)
         if self.qk_norm_epsilon is not None:
             query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon) for each in (query, key))
+        place = shared.place
         if not self.compatibility.lowers:
             if place is not None:
                 raise ValueError(
@@ -146,7 +171,7 @@ class MultiHeadAttention(nn.Module):
         return self.heads(self.value(context))
 
     def mixed(self, value: Tensor, first_value: Tensor | None) -> Tensor:
-        """(B, G, S, D) each: with value_residual, the learned share of the first layer's values and the rest of these."""
+        """Value and first_value (B, G, S, D) -> the mixture of both with value_residual, else `value` itself."""
         if (first_value is None) != (self.value_mix is None):
             raise ValueError("value_residual=True takes the first layer's values, and nothing else does: first_value=…")
         if first_value is None:
@@ -159,8 +184,8 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def output_by_head(self) -> Tensor:
-        """W_O of each head, a view (H, d_model, D) of the output's weight: what the head writes is W_O^(h) z^(h).
+        """W_O of each head, a view (H, d_model, D) of the output's weight. Head h writes W_O^(h) z^(h).
 
-        The sum over heads (and the bias) is what `forward` returns: concatenating comes to the same.
+        The sum over heads, plus the bias, equals the output of `forward`, which multiplies the concatenated heads.
         """
         return self.output.weight.unflatten(1, (-1, self.d_head)).transpose(0, 1)

@@ -21,10 +21,9 @@ from andrea.attention import (
     HeadStatistics,
     KeyValueCache,
     LayerCache,
-    Mask,
     MultiHeadAttention,
-    Place,
     ScaledDotProduct,
+    SharedInputs,
 )
 from andrea.attention.mask import Causal
 from andrea.generation.kernels.native import ACTIVATIONS, NAMES, Layer, Matrix, Shape, function, library
@@ -209,26 +208,25 @@ class NativeAttention(nn.Module):
         self,
         x: Tensor,
         *,
-        first_value: Tensor | None = None,
-        place: Place | None = None,
-        packing: Mask | None = None,
+        shared: SharedInputs,
         cache: LayerCache | None = None,
-        observed: list[HeadStatistics] | None = None,
-    ) -> Tensor:
+        statistics: bool = False,
+    ) -> Tensor | tuple[Tensor, HeadStatistics]:
+        """As MultiHeadAttention.forward."""
         one_new = x.shape[1] == 1 and cache is not None and isinstance(cache.length, int)
-        if not one_new or observed is not None:
-            return self.attention(
-                x, first_value=first_value, place=place, packing=packing, cache=cache, observed=observed
-            )
+        if not one_new or statistics:
+            return self.attention(x, shared=shared, cache=cache, statistics=statistics)
         n_batch, d_head, n_room = len(x), self.attention.d_head, cache.keys.shape[2]
         assert cache.length < n_room, f"{cache.length + 1} tokens do not fit a cache with room for {n_room}"
-        assert packing is None and cache.keys.dtype == x.dtype, (packing, cache.keys.dtype, x.dtype)
+        assert shared.packing is None and cache.keys.dtype == x.dtype, (shared.packing, cache.keys.dtype, x.dtype)
         assert cache.keys.is_contiguous() and cache.values.is_contiguous() and len(cache.keys) == n_batch
         x = x.contiguous()
         three, retrieved = self.project(x), torch.empty_like(x)
-        if first_value is not None:
+        if shared.first_value is not None:
             value = three[..., -self.n_kv_head * d_head :]
-            value.copy_(self.attention.mixed(self.attention.heads(value), first_value).transpose(1, 2).flatten(2))
+            value.copy_(
+                self.attention.mixed(self.attention.heads(value), shared.first_value).transpose(1, 2).flatten(2)
+            )
         turn = None if self.turns is None else address(self.turns[cache.length])
         tensors = address(three), address(cache.keys), address(cache.values), turn, address(retrieved)
         shape = n_batch, self.n_head, self.n_kv_head, d_head, n_room, cache.length

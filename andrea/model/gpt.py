@@ -1,26 +1,25 @@
-"""A decoder-only transformer: tokens in, hidden vectors out, logits from those.
+"""A decoder-only transformer: tokens to hidden vectors, hidden vectors to logits.
 
-B batch, T tokens, V vocabulary. Pre-norm blocks: x + attention(norm(x)), then x + mlp(norm(x)).
+B batch, T tokens, H heads, G key/value heads, D = d_head, V vocabulary.
+Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)), then x + mlp(norm(x)).
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from andrea.attention import (
-    Compatibility,
     HeadStatistics,
     KeyValueCache,
     LayerCache,
     Mask,
     MultiHeadAttention,
-    Place,
+    SharedInputs,
     causal,
     documents_of,
     make_compatibility,
@@ -30,7 +29,8 @@ from andrea.attention import (
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
-from andrea.model.transfer import WRITES_RESIDUAL, Transfer
+
+BlockResult = tuple[Tensor, HeadStatistics | None]  # x (B, T, d_model), and the heads' (B, H) where they are measured
 
 
 def make_mask(attention: AttentionConfig) -> Mask:
@@ -56,76 +56,53 @@ class Block(nn.Module):
         self.mlp = make_mlp(config)
 
     def forward(
-        self,
-        x: Tensor,
-        first_value: Tensor | None,
-        place: Place | None,
-        packing: Mask | None,
-        cache: LayerCache | None,
-        observed: list[HeadStatistics] | None,
-    ) -> Tensor:
-        """x (B, T, d_model), and with value_residual the first layer's values (B, G, T, D) -> (B, T, d_model)."""
-        how = {"first_value": first_value, "place": place, "packing": packing, "cache": cache, "observed": observed}
-        x = x + self.attention(self.attention_norm(x), **how)
-        return x + self.mlp(self.mlp_norm(x))
+        self, x: Tensor, shared: SharedInputs, cache: LayerCache | None = None, statistics: bool = False
+    ) -> BlockResult:
+        """x (B, T, d_model) -> x (B, T, d_model), and the statistics of the heads (B, H) if they are asked for."""
+        attended = self.attention(self.attention_norm(x), shared=shared, cache=cache, statistics=statistics)
+        attended, measured = attended if statistics else (attended, None)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), measured
 
     def values(self, x: Tensor) -> Tensor:
-        """x (B, T, d_model) -> its own values (B, G, T, D)."""
+        """x (B, T, d_model) -> the block's own values (B, G, T, D)."""
         return self.attention.values(self.attention_norm(x))
 
 
-def call(
-    block: Block,
-    x: Tensor,
-    first_value: Tensor | None,
-    place: Place | None,
-    packing: Mask | None,
-    cache: LayerCache | None,
-    observed: list[HeadStatistics] | None,
-) -> Tensor:
-    """block(x, …): what training may compile, once for all blocks."""
-    return block(x, first_value, place, packing, cache, observed)
+CallBlock = Callable[[Block, Tensor, SharedInputs, LayerCache | None, bool], BlockResult]
 
 
-Run = Callable[..., Tensor]  # as `call`
+def call_block(
+    block: Block, x: Tensor, shared: SharedInputs, cache: LayerCache | None, statistics: bool
+) -> BlockResult:
+    """block(x, …). Training may compile this function: one graph then serves every block."""
+    return block(x, shared, cache, statistics)
 
 
 def recomputed(
-    run: Run,
-    block: Block,
-    x: Tensor,
-    first_value: Tensor | None,
-    place: Place | None,
-    packing: Mask | None,
-    observed: list[HeadStatistics] | None,
-) -> Tensor:
-    """run(block, x, …) that keeps x alone and computes the rest again in the backward pass (Chen et al. 2016, 1604.06174).
+    call_block: CallBlock, block: Block, x: Tensor, shared: SharedInputs, cache: LayerCache | None, statistics: bool
+) -> BlockResult:
+    """call_block(block, x, …) with activation checkpointing (Chen et al. 2016, arXiv 1604.06174).
 
-    Statistics leave as a result, which the second computation throws away: each layer is observed once.
+    The block's input is kept for the backward pass, and its activations are computed again there. The statistics of that
+    second computation are discarded.
     """
-
-    def forward(x: Tensor, first_value: Tensor | None) -> tuple[Tensor, list[HeadStatistics] | None]:
-        measured: list[HeadStatistics] | None = None if observed is None else []
-        return run(block, x, first_value, place, packing, None, measured), measured
-
-    # A block draws no random numbers, so that none need be drawn again alike.
-    x, measured = checkpoint(forward, x, first_value, use_reentrant=False, preserve_rng_state=False)
-    if observed is not None:
-        observed.extend(measured)
-    return x
+    # preserve_rng_state=False: a block draws no random numbers.
+    inputs = (block, x, shared, cache, statistics)
+    return checkpoint(call_block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class GPT(nn.Module):
-    """Build, then `initialise` or load weights; `logits(model(tokens))` scores the next token at every position.
+    """Build, then `initialise` or load weights. `model.logits(model(tokens))` scores the next token at every position.
 
-    end_of_text: the token before every document, which attention does not cross where the config says so.
+    end_of_text: the token before every document; required if the config keeps documents from seeing each other.
     """
 
     def __init__(
         self, config: ModelConfig, attention: AttentionConfig, n_vocab: int, end_of_text: int | None = None
     ) -> None:
         super().__init__()
-        assert attention.across_documents or end_of_text is not None, "documents are told apart by their end-of-text"
+        assert attention.across_documents or end_of_text is not None, "an end-of-text token separates the documents"
         self.config = config
         self.end_of_text = None if attention.across_documents else end_of_text
         self.n_vocab = n_vocab
@@ -139,46 +116,49 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         cache: KeyValueCache | None = None,
-        observed: list[HeadStatistics] | None = None,
+        *,
+        statistics: bool = False,
         recompute: bool = False,
-        run: Run = call,
-    ) -> Tensor:
+        call_block: CallBlock = call_block,
+    ) -> Tensor | tuple[Tensor, list[HeadStatistics]]:
         """tokens (B, T) int64 -> hidden (B, T, d_model), after the final norm.
 
-        With a cache the tokens are new ones that stand at cache.length and after; their keys and values are appended
-        to it, in place. observed: a list to which each layer appends the statistics of its heads. recompute: each block
-        keeps its input alone for the backward pass, which computes the block's activations again.
-        run: how a block is called; `call` itself, or that compiled.
+        cache: the tokens are new ones at position cache.length and after; their keys and values are appended to the
+        cache, in place.
+        statistics: return (hidden, statistics of each layer's heads) instead.
+        recompute: activation checkpointing of each block.
+        call_block: how a block is called: `call_block` itself, or its compiled form.
         """
-        assert cache is None or not recompute, "what is generated has no backward pass"
-        n_token = tokens.shape[1]
+        assert cache is None or not recompute, "generation has no backward pass"
+        if recompute:
+            call_block = functools.partial(recomputed, call_block)
+        x, shared = self.block_inputs(tokens, cache)
+        layers = []
+        for index, block in enumerate(self.blocks):
+            x, measured = call_block(block, x, shared, None if cache is None else cache.layer(index), statistics)
+            layers.append(measured)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        hidden = self.final_norm(x)
+        return (hidden, layers) if statistics else hidden
+
+    def block_inputs(self, tokens: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, SharedInputs]:
+        """The inputs of the first block for tokens (B, T): x (B, T, d_model), and the inputs that all blocks share."""
         start = 0 if cache is None else cache.length
         x = self.position.add(self.embedding(tokens), start)
-        place = self.position.placer(n_token, start)
-        packing = None
-        if self.end_of_text is not None and cache is None:  # what is being generated is one document
-            packing = packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
-        first_value = self.first_value(x)
-        for index, block in enumerate(self.blocks):
-            if recompute:
-                x = recomputed(run, block, x, first_value, place, packing, observed)
-            else:
-                # A list of its own: alike for all, where a block is compiled.
-                measured = None if observed is None else []
-                layer_cache = None if cache is None else cache.layer(index)
-                x = run(block, x, first_value, place, packing, layer_cache, measured)
-                if observed is not None:
-                    observed.extend(measured)
-        if cache is not None:
-            cache.advance(n_token)
-        return self.final_norm(x)
+        return x, SharedInputs(
+            place=self.position.placer(tokens.shape[1], start),
+            packing=self.document_mask(tokens) if cache is None else None,  # generation writes one document
+            # The first block computes these values again and mixes them with themselves. All blocks are then alike, and
+            # one compiled graph serves them all.
+            first_value=self.blocks[0].values(x) if self.config.value_residual else None,
+        )
 
-    def first_value(self, x: Tensor) -> Tensor | None:
-        """The embedded tokens x (B, T, d_model) -> the first layer's values (B, G, T, D), where later layers mix them in.
-
-        The first block computes them again for itself, and mixes them with themselves, so that all blocks are alike.
-        """
-        return self.blocks[0].values(x) if self.config.value_residual else None
+    def document_mask(self, tokens: Tensor) -> Mask | None:
+        """Keeps the documents in tokens (B, T) from seeing each other; None if the config lets them."""
+        if self.end_of_text is None:
+            return None
+        return packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
 
     @property
     def head_weight(self) -> Tensor:
@@ -186,62 +166,23 @@ class GPT(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., d_model) -> logits (..., V); fp32 where the config caps them."""
+        """hidden (..., d_model) -> logits (..., V); in fp32 if the config caps them."""
         logits = linear(hidden, self.head_weight)
         return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
 
     def make_cache(
-        self, n_batch: int, n_room: int, *, fixed_shapes: bool = False, ragged: bool = False
+        self, n_batch: int, capacity: int, *, fixed_shapes: bool = False, ragged: bool = False
     ) -> KeyValueCache:
-        """An empty cache for n_batch sequences of up to n_room tokens, of the weights' own type and device."""
+        """An empty cache for n_batch sequences of up to `capacity` tokens, in the type and on the device of the weights."""
         weight = self.embedding.weight
         return KeyValueCache(
             self.config.n_layer,
             n_batch,
             self.config.n_kv_head or self.config.n_head,
-            n_room,
+            capacity,
             self.config.d_head,
             dtype=weight.dtype,
             device=weight.device,
             fixed_shapes=fixed_shapes,
             ragged=ragged,
         )
-
-
-@torch.no_grad()
-def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None = None) -> None:
-    """Draw every weight, in one place and in the order of `named_parameters`.
-
-    | parameter                                | value                                                             |
-    |------------------------------------------|-------------------------------------------------------------------|
-    | embedding with a head of its own         | normal, deviation 0.1: measured best on the default data          |
-    | tied embedding, learned position, head   | normal, deviation 0.02                                            |
-    | matrices                                 | normal, deviation 0.5 / sqrt(d_in): GPT-2's 0.02 at width 768     |
-    | those that write into the residual       | the same / sqrt(2 n_layer), so that depth does not swell x        |
-    | the latter and an untied head            | zero, with zero_init_projections: each block starts as identity   |
-    | norm weights, biases                     | one, zero                                                         |
-    | share of the first layer's values        | zero, which is a half                                             |
-    | of a compatibility function              | what the function says: `Compatibility.initialise`                |
-
-    Each times what `transfer` says where the rates were tuned at another width or depth (andrea/model/transfer.py).
-    Numbers come from a CPU generator in fp32, so that a seed means the same model on every device.
-    """
-    transfer = transfer or Transfer()
-    for module in model.modules():
-        if isinstance(module, Compatibility):
-            module.initialise(generator)
-    for name, parameter in model.named_parameters():
-        if ".compatibility." in name:
-            continue
-        if parameter.dim() == 1:
-            parameter.fill_(transfer.factors(name).initial if name.endswith("norm.weight") else 0.0)
-            continue
-        deviation = 0.1 if name == "embedding.weight" and model.head is not None else 0.02
-        if name.startswith("blocks."):
-            deviation = 0.5 / math.sqrt(parameter.shape[1])
-        if name.endswith(WRITES_RESIDUAL):
-            deviation /= math.sqrt(2 * model.config.n_layer)
-        if model.config.zero_init_projections and name.endswith((*WRITES_RESIDUAL, "head.weight")):
-            deviation = 0.0
-        deviation *= transfer.factors(name).initial
-        parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))

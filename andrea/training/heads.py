@@ -35,9 +35,8 @@ def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
     """
     heads = None
     for sequence in tokens.split(1):
-        observed: list[HeadStatistics] = []
-        model(sequence, observed=observed)
-        measured = HeadStatistics.of_layers(observed)
+        _, layers = model(sequence, statistics=True)
+        measured = HeadStatistics.of_layers(layers)
         heads = measured if heads is None else heads.merged(measured)
     return heads
 

@@ -10,6 +10,7 @@ from andrea.attention import (
     COMPATIBILITIES,
     MultiHeadAttention,
     ScaledDotProduct,
+    SharedInputs,
     attend,
     causal,
     key_padding,
@@ -53,14 +54,14 @@ def test_values_are_mixed_with_the_first_layer_s():
     value = share * first + (1 - share) * own
     query, key = attention.heads(attention.query(x)), attention.heads(attention.key(x))
     expected = attention.output(attend(query, key, value, mask=causal()).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention(x, first_value=first), expected)
+    torch.testing.assert_close(attention(x, shared=SharedInputs(first_value=first)), expected)
 
 
 def test_the_first_layer_s_values_are_neither_forgotten_nor_thrown_away():
     x, first = vectors(T), torch.randn(B, H, T, D).double()
     for attention, given in ((make(value_residual=True), None), (make(), first)):
         with pytest.raises(ValueError, match="value_residual=True takes the first layer's values"):
-            attention(x, first_value=given)
+            attention(x, shared=SharedInputs(first_value=given))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -129,7 +130,7 @@ def test_normalised_queries_and_keys_do_not_feel_their_length():
 def test_place_is_given_queries_and_keys_and_nothing_else():
     attention, x = make(mask=causal()), vectors(T)
     placed = []
-    attention(x, place=lambda tensor: placed.append(tensor) or tensor)
+    attention(x, shared=SharedInputs(place=lambda tensor: placed.append(tensor) or tensor))
     query, key = attention.heads(attention.query(x)) / D**0.5, attention.heads(attention.key(x))
     torch.testing.assert_close(placed, [query, key])  # lowered first: the scale is in the query
 
@@ -202,7 +203,7 @@ def test_a_cache_serves_every_compatibility_function(name):
 def test_what_has_no_lowered_form_cannot_be_turned():
     attention = MultiHeadAttention(D_MODEL, H, compatibility=make_compatibility("additive", H, D))
     with pytest.raises(ValueError, match="Additive has no lowered form that could be turned by rotary positions"):
-        attention(torch.randn(B, T, D_MODEL), place=lambda tensor: tensor)
+        attention(torch.randn(B, T, D_MODEL), shared=SharedInputs(place=lambda tensor: tensor))
 
 
 def test_the_view_of_each_heads_own_output_matrix_is_a_view():

@@ -97,15 +97,15 @@ def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementatio
     attention = MultiHeadAttention(
         48, 3, compatibility=ScaledDotProduct(), mask=causal(), n_kv_head=1, implementation=implementation
     )
-    x, observed = torch.randn(2, 11, 48), []
-    output = attention(x, observed=observed)
+    x = torch.randn(2, 11, 48)
+    output, heads = attention(x, statistics=True)
     torch.testing.assert_close(output, attention(x))
-    assert len(observed) == 1 and isinstance(observed[0], HeadStatistics)
-    query, key, _, _ = attention.project(x, None, None)
+    assert isinstance(heads, HeadStatistics)
+    query, key, _, _ = attention.project(x)
     rows = attend(query, key, key, mask=causal(), implementation="reference", statistics=True,
                   compatibility=DotProduct())[1]  # fmt: skip
-    torch.testing.assert_close(observed[0], head_statistics(rows, causal(), 0, 11), atol=1e-4, rtol=1e-5)
-    assert not any(part.requires_grad for part in observed[0])
+    torch.testing.assert_close(heads, head_statistics(rows, causal(), 0, 11), atol=1e-4, rtol=1e-5)
+    assert not any(part.requires_grad for part in heads)
 
 
 def test_sequences_that_do_not_count_are_left_out():

@@ -12,7 +12,7 @@ import torch
 from andrea.checkpoint import read_checkpoint, write_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import AttentionConfig, ModelConfig, UserError, to_plain
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
 
 CONFIG = ModelConfig(

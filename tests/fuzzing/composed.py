@@ -19,7 +19,7 @@ from andrea.config import (
     SampleConfig,
     parse,
 )
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 
 KINDS: dict[type, str] = {
     RunConfig: "train",

@@ -14,7 +14,7 @@ from andrea.generation import Engine, Request, Sampling, next_logits_uncached, w
 from andrea.generation.engine import Window, step
 from andrea.generation.speculation import PromptLookup
 from andrea.generation.text_stream import TextStream, longest_overlap
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
 
 CONFIG = ModelConfig(

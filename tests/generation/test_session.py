@@ -12,7 +12,7 @@ import torch
 from andrea.checkpoint import write_checkpoint
 from andrea.config import AttentionConfig, ModelConfig, SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.session import read_prompt, sample
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
 
 CONFIG = ModelConfig(

@@ -136,17 +136,16 @@ def loss_and_gradients(model, tokens, recompute, autocast, compiled):
     """(loss, gradients, statistics of each layer) of one training pass."""
 
     def passed(tokens):
-        observed = []
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model.logits(model(tokens, observed=observed, recompute=recompute))
-            return cross_entropy(logits.float().flatten(0, 1), tokens.flatten()), observed
+            hidden, layers = model(tokens, statistics=True, recompute=recompute)
+            return cross_entropy(model.logits(hidden).float().flatten(0, 1), tokens.flatten()), layers
 
     torch._dynamo.reset()
     run = torch.compile(passed, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else passed
-    loss, observed = run(tokens)
+    loss, layers = run(tokens)
     model.zero_grad()
     loss.backward()
-    return loss, [parameter.grad.clone() for parameter in model.parameters()], observed
+    return loss, [parameter.grad.clone() for parameter in model.parameters()], layers
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.untraced)])

@@ -121,9 +121,11 @@ def test_activations_are_what_the_allocator_really_hands_out(precision, recomput
     tokens = torch.zeros(7, config.sequence_length, dtype=torch.int64)
 
     def passes():
-        observed = None if qk_clip is None else []
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            nats = training_loss_sum(model, model(tokens, observed=observed, recompute=recompute), tokens, precision)
+            hidden = model(tokens, statistics=qk_clip is not None, recompute=recompute)
+            hidden = hidden if qk_clip is None else hidden[0]
+            nats = training_loss_sum(model, hidden, tokens, precision)
+        del hidden
         nats.backward()
 
     passes()  # gradients are there from now on

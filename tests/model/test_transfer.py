@@ -7,7 +7,7 @@ import torch
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.loss.cross_entropy import loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
@@ -86,7 +86,7 @@ def a_few_steps(run: RunConfig, steps: int) -> tuple[GPT, list[float]]:
         optimizer.parallel.zero_gradients()
     outputs: list[torch.Tensor] = []
     for block in model.blocks:
-        block.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        block.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
     with torch.no_grad():
         logits = model.logits(model(tokens))
     looked_at = (outputs[len(outputs) // 2 - 1], outputs[-1], logits)

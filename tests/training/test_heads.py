@@ -66,16 +66,14 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
     (tokens, _) = next(validation_batches(corpus.sources[0].val, 32, 2048 // 32))
     largest, entropy = [], []
     with torch.no_grad():
-        x = model.embedding(tokens)
-        place = model.position.placer(32, 0)
-        first_value = model.first_value(x)
+        x, shared = model.block_inputs(tokens)
         for block in model.blocks:
-            query, key, _, function = block.attention.project(block.attention_norm(x), None, place, first_value)
+            query, key, _, function = block.attention.project(block.attention_norm(x), shared=shared)
             weights = attention_weights(query, key, compatibility=function, mask=block.attention.mask)
             scores = function.scores(query, key.expand_as(query)).masked_fill(weights == 0, -math.inf)
             largest.append(scores.amax((0, 2, 3)).tolist())
             entropy.append(-torch.special.xlogy(weights, weights).sum(-1).mean((0, 2)))
-            x = block(x, first_value, place, None, None, None)
+            x, _ = block(x, shared)
     (record,) = (record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record)
     for row, expected in zip(record["attention/heads/largest_logit"], largest, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from andrea.insight.lens.trace import LayerTrace, block_inputs, finish_block
+from andrea.insight.lens.trace import LayerTrace, finish_block
 from andrea.model.gpt import GPT
 
 LOGITS_AT_ONCE = 1 << 26  # of ablations that are computed together: a quarter of a GiB
@@ -35,13 +35,9 @@ def ablate_heads(
         some = list(heads[begin : begin + at_once])
         retrieved = trace.retrieved.repeat(len(some), 1, 1, 1)  # (ablated heads, H, T, D)
         retrieved[range(len(some)), some] = 0
-        place, packing = block_inputs(model, tokens.expand(len(some), n_token))
         x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), retrieved)
-        first_value = trace.first_value
-        if first_value is not None:
-            first_value = first_value.expand(len(some), -1, -1, -1)
         for block in model.blocks[layer + 1 :]:
-            x = block(x, first_value, place, packing, None, None)
+            x, _ = block(x, trace.shared)  # those of the one sequence serve every copy of it
         yield from zip(some, next_log_probabilities(model, x), strict=True)
 
 

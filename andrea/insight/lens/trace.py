@@ -1,6 +1,6 @@
 """The model's forward pass, layer by layer, with every intermediate result of attention.
 
-B sequences, T tokens, H heads, G key/value heads, D = d_head, N width of a query or key as it is scored (D; for the
+B sequences, T tokens, H heads, D = d_head, N width of a query or key as it is scored (D; for the
 additive function its hidden width). In the type of the weights, fp32, without compilation and without a cache.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.attention import Additive, Mask, Place, attend_reference, documents_of, packed_documents
+from andrea.attention import Additive, SharedInputs, attend_reference
 from andrea.attention.implementations.chunked import attend_chunked
 from andrea.attention.shapes import shared_by_group
 from andrea.model.gpt import GPT, Block
@@ -34,7 +34,7 @@ class LayerTrace:
     scores: Tensor  # (B, H, T, T): -inf where masked
     weights: Tensor  # (B, H, T, T)
     retrieved: Tensor  # (B, H, T, D): z, the weighted sum of the values
-    first_value: Tensor | None  # (B, G, T, D): the first layer's values, with model.value_residual
+    shared: SharedInputs  # the layer's inputs besides `before`, the same for all layers
     after: Tensor  # (B, T, d_model)
 
     @property
@@ -46,30 +46,18 @@ class LayerTrace:
 @torch.no_grad()
 def trace_layers(model: GPT, tokens: Tensor) -> Iterator[LayerTrace]:
     """tokens (B, T) -> each layer in turn. `model.logits(model.final_norm(last.after))` are the model's logits."""
-    place, packing = block_inputs(model, tokens)
-    x = model.position.add(model.embedding(tokens), 0)
-    first_value = model.first_value(x)
+    x, shared = model.block_inputs(tokens)
     for block in model.blocks:
-        layer = trace_block(block, x, first_value, place, packing)
+        layer = trace_block(block, x, shared)
         yield layer
         x = layer.after
 
 
-def block_inputs(model: GPT, tokens: Tensor) -> tuple[Place | None, Mask | None]:
-    """The inputs of every block besides x: positions, and the mask between documents of a model that has one."""
-    packing = None
-    if model.end_of_text is not None:
-        packing = packed_documents(documents_of(tokens, model.end_of_text)[:, None])
-    return model.position.placer(tokens.shape[1], 0), packing
-
-
-def trace_block(
-    block: Block, x: Tensor, first_value: Tensor | None, place: Place | None, packing: Mask | None
-) -> LayerTrace:
+def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     """The computation of `Block.forward` for x (B, T, d_model), with its intermediate results."""
     attention = block.attention
-    query, key, value, compatibility = attention.project(block.attention_norm(x), None, place, first_value)
-    mask = attention.mask if packing is None else packing if attention.mask is None else attention.mask & packing
+    query, key, value, compatibility = attention.project(block.attention_norm(x), shared=shared)
+    mask = attention.mask_with(shared.packing)
     attend_readably = attend_chunked if isinstance(compatibility, Additive) else attend_reference
     attended = attend_readably(query, key, value, compatibility, mask, 0)
     if isinstance(compatibility, Additive):
@@ -82,7 +70,7 @@ def trace_block(
         scores=attended.scores,
         weights=attended.weights,
         retrieved=attended.output,
-        first_value=first_value,
+        shared=shared,
         after=finish_block(block, x, attended.output),
     )
 

@@ -8,23 +8,16 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT
 from andrea.text.loader import IGNORED_TARGET
 
 
-def loss_sum(
-    model: GPT,
-    tokens: Tensor,
-    targets: Tensor,
-    observed: list[HeadStatistics] | None = None,
-    recompute: bool = False,
-) -> Tensor:
+def loss_sum(model: GPT, tokens: Tensor, targets: Tensor, recompute: bool = False) -> Tensor:
     """Sum over all targets of -ln p(target), in nats, fp32 scalar; tokens and targets (B, T) int64.
 
-    observed: a list to which each layer appends the statistics of its heads. recompute: activation checkpointing.
+    recompute: activation checkpointing.
     """
-    return loss_sum_from_hidden(model, model(tokens, observed=observed, recompute=recompute), targets)
+    return loss_sum_from_hidden(model, model(tokens, recompute=recompute), targets)
 
 
 def loss_sum_from_hidden(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from andrea.attention import HeadStatistics
-from andrea.model.gpt import GPT, call
+from andrea.model.gpt import GPT, call_block
 from andrea.runtime.device import autocast, weight_dtype
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.cross_entropy import loss_sum_from_hidden
@@ -30,7 +30,7 @@ def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: st
 class MicroBatchLoss(nn.Module):
     """Forward pass and loss in the run's precision; with the heads' statistics where every step measures them.
 
-    `forward_in_precision` is compiled, or `run_block` and `head_loss` are. Autocast is entered outside of them, because
+    `forward_in_precision` is compiled, or `call_block` and `head_loss` are. Autocast is entered outside of them, because
     torch does not cache compiled code that enters it.
     """
 
@@ -46,13 +46,14 @@ class MicroBatchLoss(nn.Module):
             return self.forward_in_precision(tokens, targets)
 
     def forward_in_precision(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
-        observed: list[HeadStatistics] | None = [] if self.observing else None
-        hidden = self.model(tokens, observed=observed, recompute=self.recompute, run=self.run_block)
-        nats = self.head_loss(hidden, targets)
+        how = {"recompute": self.recompute, "call_block": self.call_block}
+        if not self.observing:
+            return self.head_loss(self.model(tokens, **how), targets), None
+        hidden, layers = self.model(tokens, **how, statistics=True)
         has_target = (targets != IGNORED_TARGET).any(1)
-        return nats, HeadStatistics.of_layers(observed, has_target) if observed else None
+        return self.head_loss(hidden, targets), HeadStatistics.of_layers(layers, has_target)
 
-    run_block = staticmethod(call)
+    call_block = staticmethod(call_block)
 
     def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return training_loss_sum(self.model, hidden, targets, self.precision)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import RunConfig
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.model.transfer import Transfer
 from andrea.runtime.device import weight_dtype
 from andrea.text.tokenizer import Tokenizer

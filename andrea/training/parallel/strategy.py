@@ -45,7 +45,7 @@ class Parallel(ABC):
     def uncompile(self, loss: MicroBatchLoss) -> None:
         """Undo the compiling of `wrap`: remove the compiled methods, which hide those of the class."""
         for module in (loss, *self.model.blocks):
-            for name in ("forward", "forward_in_precision", "run_block", "head_loss"):
+            for name in ("forward", "forward_in_precision", "call_block", "head_loss"):
                 vars(module).pop(name, None)
 
     @abstractmethod
@@ -111,6 +111,6 @@ def compile_loss(loss: MicroBatchLoss, compile_mode: str) -> MicroBatchLoss:
     if compile_mode == "on":
         loss.forward_in_precision = compile_graph(loss.forward_in_precision)
     if compile_mode == "blocks":
-        loss.run_block = compile_graph(loss.run_block)
+        loss.call_block = compile_graph(loss.call_block)
         loss.head_loss = compile_graph(loss.head_loss)
     return loss

@@ -167,7 +167,8 @@ def pass_bytes(
         existing = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
         with LiveBytes(existing) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
-                hidden = model(tokens, observed=[] if observing else None, recompute=recompute)
+                hidden = model(tokens, statistics=observing, recompute=recompute)
+                hidden = hidden[0] if observing else hidden
                 loss = planned_nats(model, hidden, tokens, precision)
             del hidden
             loss.backward()
@@ -195,7 +196,7 @@ def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: i
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64)
         with torch.no_grad(), LiveBytes([*model.parameters(), *model.buffers()]) as live:
-            model(tokens, observed=[])
+            model(tokens, statistics=True)
     return live.most
 
 

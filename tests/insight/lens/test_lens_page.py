@@ -70,9 +70,8 @@ def weights_of(model: GPT, layer: int, text: str = PROMPT) -> torch.Tensor:
     """(H, T, T) by the public function, from what the layer reads."""
     tokens = prompt_tokens(text)
     block, before = model.blocks[layer], list(trace_layers(model, tokens))[layer].before
-    place = model.position.placer(tokens.shape[1], 0)
-    first_value = model.first_value(model.position.add(model.embedding(tokens), 0))
-    query, key, _, compatibility = block.attention.project(block.attention_norm(before), None, place, first_value)
+    _, shared = model.block_inputs(tokens)
+    query, key, _, compatibility = block.attention.project(block.attention_norm(before), shared=shared)
     return attention_weights(query, key, compatibility=compatibility, mask=block.attention.mask)[0]
 
 

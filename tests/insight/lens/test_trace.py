@@ -26,14 +26,10 @@ def test_the_trace_ends_with_the_logits_of_the_model(model: GPT) -> None:
 
 def test_weights_are_attention_weights_and_rows_sum_to_one(model: GPT) -> None:
     tokens = prompt_tokens()
-    x = model.embedding(tokens)
-    x = model.position.add(x, 0)
+    x, shared = model.block_inputs(tokens)
     first = next(iter(trace_layers(model, tokens)))
     attention = model.blocks[0].attention
-    first_value = model.first_value(x)
-    query, key, _, compatibility = attention.project(
-        model.blocks[0].attention_norm(x), None, model.position.placer(tokens.shape[1], 0), first_value
-    )
+    query, key, _, compatibility = attention.project(model.blocks[0].attention_norm(x), shared=shared)
     expected = attention_weights(query, key, compatibility=compatibility, mask=attention.mask)
     torch.testing.assert_close(first.weights, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(first.weights.sum(-1), torch.ones_like(first.weights[..., 0]))

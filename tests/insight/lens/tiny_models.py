@@ -8,7 +8,7 @@ import math
 import torch
 
 from andrea.config import AttentionConfig, ModelConfig
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

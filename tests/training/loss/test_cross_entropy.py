@@ -9,7 +9,7 @@ import torch
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.evaluation import summary, sums_over
 from andrea.training.loss.cross_entropy import loss_sum

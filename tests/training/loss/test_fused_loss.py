@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import AttentionConfig, group_config
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss import fused

@@ -9,7 +9,7 @@ import torch
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.model.gpt import GPT, initialise
+from andrea.model import GPT, initialise
 from andrea.training.optimizer.muon import orthogonalise
 from andrea.training.optimizer.optimizer import Optimizer, group_parameters
 from andrea.training.parallel.strategy import SingleProcess

@@ -44,9 +44,8 @@ def explode(model: GPT, head: int) -> None:
 
 @torch.no_grad()
 def largest(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    observed: list[HeadStatistics] = []
-    model(tokens, observed=observed)
-    return HeadStatistics.of_layers(observed).largest_logit
+    _, layers = model(tokens, statistics=True)
+    return HeadStatistics.of_layers(layers).largest_logit
 
 
 @pytest.mark.parametrize("n_kv_head", [None, 2])

@@ -13,7 +13,6 @@ from andrea.attention.mask import visible_interval
 from andrea.insight.lens.head_names import NAMES
 from andrea.insight.lens.page.head_data import COMPONENTS
 from andrea.insight.lens.page.measurements import Measurements
-from andrea.insight.lens.trace import block_inputs
 from andrea.model.gpt import GPT
 
 
@@ -55,9 +54,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
 
 def visible_keys(model: GPT, tokens: Tensor) -> tuple[list[int], list[int]]:
     """tokens (1, T) -> the first visible key of each query, and the one after the last."""
-    mask = model.blocks[0].attention.mask
-    _, packing = block_inputs(model, tokens)
-    mask = mask if packing is None else mask & packing
+    mask = model.blocks[0].attention.mask_with(model.document_mask(tokens))
     n_token = tokens.shape[1]
     first, stop = visible_interval(mask, n_token, n_token, 0, tokens.device)
     return first.flatten().tolist(), stop.flatten().tolist()

@@ -1,0 +1,50 @@
+"""Initial values of every weight."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from andrea.attention import Compatibility
+from andrea.model.gpt import GPT
+from andrea.model.transfer import WRITES_RESIDUAL, Transfer
+
+
+@torch.no_grad()
+def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None = None) -> None:
+    """Draw every weight, in the order of `named_parameters`.
+
+    | parameter                                | value                                                             |
+    |------------------------------------------|-------------------------------------------------------------------|
+    | embedding of a model with an untied head | normal, deviation 0.1: measured best on the default data          |
+    | tied embedding, learned position, head   | normal, deviation 0.02, as in GPT-2                               |
+    | matrices                                 | normal, deviation 0.5 / sqrt(d_in): GPT-2's 0.02 at width 768     |
+    | matrices that write into the residual    | the same / sqrt(2 n_layer), so that depth does not increase x     |
+    | the latter and an untied head            | zero, with zero_init_projections: each block starts as identity   |
+    | norm weights, biases                     | one, zero                                                         |
+    | share of the first layer's values        | zero: the logistic function makes it one half                     |
+    | of a compatibility function              | its own: `Compatibility.initialise`                               |
+
+    Each value is multiplied by the factor that `transfer` gives for another width or depth (andrea/model/transfer.py).
+    The numbers are drawn in fp32 on the CPU, so that a seed gives the same model on every device.
+    """
+    transfer = transfer or Transfer()
+    for module in model.modules():
+        if isinstance(module, Compatibility):
+            module.initialise(generator)
+    for name, parameter in model.named_parameters():
+        if ".compatibility." in name:
+            continue
+        if parameter.dim() == 1:
+            parameter.fill_(transfer.factors(name).initial if name.endswith("norm.weight") else 0.0)
+            continue
+        deviation = 0.1 if name == "embedding.weight" and model.head is not None else 0.02
+        if name.startswith("blocks."):
+            deviation = 0.5 / math.sqrt(parameter.shape[1])
+        if name.endswith(WRITES_RESIDUAL):
+            deviation /= math.sqrt(2 * model.config.n_layer)
+        if model.config.zero_init_projections and name.endswith((*WRITES_RESIDUAL, "head.weight")):
+            deviation = 0.0
+        deviation *= transfer.factors(name).initial
+        parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
