@@ -1,4 +1,4 @@
-"""The wandb workspace, as far as it can be seen without a network: what would be sent."""
+"""The wandb workspace as it would be sent, without a network."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def config_of(*words: str) -> DashboardConfig:
 
 
 def panels_of(spec: dict) -> dict[str, list[dict]]:
-    """Panels' configurations by section."""
+    """Name of a section -> the configurations of its panels."""
     sections = spec["spec"]["section"]["panelBankConfig"]["sections"]
     return {section["name"]: [panel["config"] for panel in section["panels"]] for section in sections}
 
 
 @OFFLINE
-def test_offline_the_specification_is_printed_and_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_the_specification_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert dashboard(config_of("entity=me", "project=mine")) == 0
     printed = capsys.readouterr()
     sent = json.loads(printed.out)
@@ -43,7 +43,7 @@ def test_offline_the_specification_is_printed_and_nothing_is_wrong(capsys: pytes
 
 
 @OFFLINE
-def test_every_loss_stands_against_every_axis() -> None:
+def test_every_loss_has_a_panel_for_every_axis() -> None:
     panels = panels_of(specification(make_workspace(config_of("entity=me"))))
     pairs = {(panel["xAxis"], *panel["metrics"]) for panel in panels["Loss"]}
     axes, losses = ("tokens", "flops", "seconds"), ("val/loss", "val/bpb", "train/loss")
@@ -59,7 +59,7 @@ def test_runs_are_grouped_by_group_and_keep_their_own_lines() -> None:
 
 
 @OFFLINE
-def test_attention_panels_name_figures_that_training_logs() -> None:
+def test_attention_panels_show_figures_that_training_logs() -> None:
     import torch
 
     from andrea.attention import HeadStatistics
@@ -72,7 +72,7 @@ def test_attention_panels_name_figures_that_training_logs() -> None:
 
 
 @OFFLINE
-def test_health_panels_catch_every_check() -> None:
+def test_health_panels_match_every_check() -> None:
     import re
 
     from andrea.training.health.health import FINDINGS
@@ -83,7 +83,7 @@ def test_health_panels_catch_every_check() -> None:
         assert any(re.search(pattern, f"health/findings/{name}") for pattern in patterns)
 
 
-def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
     with pytest.raises(UserError, match=r"pip install -e \"\.\[dashboard\]\""):

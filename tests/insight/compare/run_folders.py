@@ -1,4 +1,4 @@
-"""Run folders as the trainer leaves them, without training."""
+"""Run folders like those of training, written without training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_run(
     data: str = "aa",
     **keys,
 ) -> Path:
-    """A run folder as the trainer leaves it, evaluated at each quarter, with a checkpoint of `parameters` numbers."""
+    """A run folder evaluated at each quarter of the schedule, with a checkpoint of `parameters` numbers."""
     folder.mkdir(parents=True)
     config = copy.deepcopy(CONFIG)
     for key, value in keys.items():

@@ -19,7 +19,7 @@ def runs(tmp_path: Path) -> Path:
     return make_eight_runs(tmp_path / "runs")
 
 
-def said(*words: str, **keys) -> str:
+def output_of(*words: str) -> str:
     lines: list[str] = []
     config = configure(CompareConfig, "compare", to_key_value(list(words), positional="runs"))
     predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
@@ -27,9 +27,9 @@ def said(*words: str, **keys) -> str:
     return "\n".join(lines)
 
 
-def test_the_command_writes_page_and_picture_and_prints_the_answer(runs: Path, tmp_path: Path) -> None:
+def test_the_command_writes_page_and_picture_and_prints_the_fit(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out" / "page.html"
-    text = said(
+    text = output_of(
         str(runs), f"out={out}", "size=900x600", "predict=andrea-nano", "predict_tokens=20M".replace("M", "000000")
     )
     assert "full law, fitted to 8 runs" in text and "predicted for andrea-nano" in text
@@ -43,23 +43,23 @@ def test_the_command_writes_page_and_picture_and_prints_the_answer(runs: Path, t
     assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (900, 600)
 
 
-def test_fewer_than_four_finished_runs_are_no_fit_and_it_says_so(tmp_path: Path) -> None:
+def test_fewer_than_four_finished_runs_are_no_fit(tmp_path: Path) -> None:
     for index, size in enumerate((1000, 2000, 4000)):
         make_run(tmp_path / f"r{index}", size, 20 * size)
     make_run(tmp_path / "cut", 9000, 90_000, step=50)
-    text = said(str(tmp_path), f"out={tmp_path / 'p.html'}")
+    text = output_of(str(tmp_path), f"out={tmp_path / 'p.html'}")
     assert "no fit: 3 finished runs" in text and "\n* cut: at step 50 of 100\n" in text
 
 
 def test_runs_on_different_data_are_not_fitted(runs: Path, tmp_path: Path) -> None:
     make_run(runs / "elsewhere", 5000, 50_000, data="bb")
-    text = said(str(runs), f"out={tmp_path / 'p.html'}")
+    text = output_of(str(runs), f"out={tmp_path / 'p.html'}")
     assert "no fit: the runs were trained on different data" in text and "warning: data differ" in text
 
 
-def test_a_fit_over_two_recipes_is_cautioned(runs: Path, tmp_path: Path) -> None:
+def test_a_fit_over_two_recipes_has_a_caution(runs: Path, tmp_path: Path) -> None:
     make_run(runs / "other", 5000, 50_000, optimizer__learning_rate=0.5)
-    text = said(str(runs), f"out={tmp_path / 'p.html'}")
+    text = output_of(str(runs), f"out={tmp_path / 'p.html'}")
     assert re.search(r"caution: .* differ in optimizer\.learning_rate", text)
 
 

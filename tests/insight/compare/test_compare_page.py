@@ -27,7 +27,7 @@ def test_no_name_of_a_run_can_end_the_script_element(tmp_path: Path) -> None:
     assert page.count("</script>") == page.count("<script") == 2 and "a\\u003cb>" in page
 
 
-def test_the_page_answers_in_a_browser(tmp_path: Path) -> None:
+def test_the_page_shows_figures_by_pointer_and_by_keyboard(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not CHROMIUM.exists():
         pytest.skip(f"{CHROMIUM} is not installed")
@@ -40,8 +40,8 @@ def test_the_page_answers_in_a_browser(tmp_path: Path) -> None:
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=str(CHROMIUM), args=flags.split())
         page = browser.new_page(viewport={"width": 1000, "height": 900})
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(out.as_uri())
         title = page.locator("#chart text.title").first
         assert title.text_content() == "tokens"
@@ -50,7 +50,7 @@ def test_the_page_answers_in_a_browser(tmp_path: Path) -> None:
         page.check("input[value=bpb]")
         assert "bits per byte" in page.locator("#chart text.title").last.text_content()
 
-        # The lowest mark is the largest run's last evaluation: point at it, and read its figures back.
+        # The lowest marker is the last evaluation of the largest run.
         marks = [
             box for mark in page.locator("#chart > circle, #chart > polygon").all() if (box := mark.bounding_box())
         ]
@@ -76,5 +76,5 @@ def test_the_page_answers_in_a_browser(tmp_path: Path) -> None:
         assert "a<b>&" in page.locator("#figures").text_content()
         page.set_viewport_size({"width": 360, "height": 740})
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert faults == []
+        assert errors == []
         browser.close()

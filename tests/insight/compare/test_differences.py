@@ -1,4 +1,4 @@
-"""In what runs differ, and which differences are warned of."""
+"""Differences between runs, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from andrea.insight.compare.differences import comparability_warnings, differenc
 from andrea.insight.compare.runs import read_run
 
 
-def test_different_data_tokenizers_and_evaluations_are_warned_of(tmp_path: Path) -> None:
+def test_different_data_tokenizers_and_evaluations_give_warnings(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "one"), "one")
     two = read_run(make_run(tmp_path / "two", data="bb", train__eval_tokens=4096), "two")
     assert comparability_warnings([one, one]) == []
@@ -24,7 +24,7 @@ def test_different_data_tokenizers_and_evaluations_are_warned_of(tmp_path: Path)
     assert "tokenizers differ" in tokenizers and "compare bits per byte" in tokenizers
 
 
-def test_only_keys_that_differ_are_listed_and_names_and_paths_never(tmp_path: Path) -> None:
+def test_only_keys_that_differ_are_listed_without_names_and_paths(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "one"), "one")
     two = read_run(make_run(tmp_path / "two", optimizer__learning_rate=0.5, logger__tags=["x"]), "two")
     two.config["name"], two.config["newer"] = "other", {"key": 1}

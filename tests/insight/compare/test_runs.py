@@ -1,4 +1,4 @@
-"""Run folders as the comparison reads them, finished, unfinished and damaged."""
+"""Reading finished, unfinished and damaged run folders."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "one", parameters=1234, tokens=20_000), "one")
     assert (run.parameters, run.tokens, run.step, run.finished) == (1234, 20_000, 100, True)
     assert run.loss == pytest.approx(loss_of(1234, 20_000)) and run.bpb == pytest.approx(run.loss / 2)
-    assert [point["step"] for point in run.validation] == [25, 50, 75, 100]  # the closing event is no fifth evaluation
+    assert [point["step"] for point in run.validation] == [
+        25,
+        50,
+        75,
+        100,
+    ]  # the closing event does not count as an evaluation
     assert run.speed.tokens_per_second == 1000 + (50 + 55) / 2  # of 5, 10, … 100, the median
     assert (run.speed.mfu, run.speed.peak_memory_bytes, run.checkpoint.fingerprint) == (None, None, "aa" * 32)
     assert run.checkpoint.tokenizer == ByteTokenizer().identity
 
 
-def test_an_unfinished_run_with_a_torn_line_counts_as_far_as_it_came(tmp_path: Path) -> None:
+def test_an_unfinished_run_with_a_torn_line_is_read(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "cut", step=70)
     with open(folder / "metrics.jsonl", "a") as stream:
         stream.write('{"step": 75, "tok')
@@ -32,7 +37,7 @@ def test_an_unfinished_run_with_a_torn_line_counts_as_far_as_it_came(tmp_path: P
     assert run.progress == "at step 70 of 100, last evaluated at step 50"
 
 
-def test_what_cannot_be_compared_is_left_out_by_name(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_compared_are_left_out_with_a_reason(tmp_path: Path) -> None:
     make_run(tmp_path / "early", step=20)
     make_run(tmp_path / "fine")
     make_run(tmp_path / "unsaved", saved=False)
@@ -50,14 +55,14 @@ def test_what_cannot_be_compared_is_left_out_by_name(tmp_path: Path) -> None:
     assert "config.yaml" in reasons["odd"]
 
 
-def test_a_damaged_checkpoint_is_a_reason_not_a_traceback(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_a_reason_to_leave_a_run_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
     next((folder / "checkpoints").glob("step-*/model.safetensors")).write_bytes(b"\x08")
     with pytest.raises(LeftOut, match="step-00000100 cannot be read"):
         read_run(folder, "one")
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders_and_doubles_counted_once(tmp_path: Path) -> None:
+def test_runs_of_equal_names_get_their_parent_folders_and_each_run_is_read_once(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         make_run(tmp_path / parent / "same")
     found, _ = read_runs(find_run_folders([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "b" / "same")]))

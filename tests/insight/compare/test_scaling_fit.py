@@ -1,4 +1,4 @@
-"""The scaling law: what it recovers, what its intervals hold, what it refuses, and how it writes a figure."""
+"""The scaling fit: laws it recovers, coverage of its intervals, runs it refuses, and the form of its figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fit(parameters, tokens, loss):
     return fit_scaling(parameters, tokens, 6 * parameters * tokens, loss, seed=3)
 
 
-def test_noiseless_runs_give_back_their_law() -> None:
+def test_the_law_of_noiseless_runs_is_recovered() -> None:
     parameters, tokens = design()
     found, why = fit(parameters, tokens, true_loss(parameters, tokens))
     asked = (4 * 466e6, 4 * 466e8)
@@ -42,7 +42,7 @@ def test_noiseless_runs_give_back_their_law() -> None:
 
 
 def test_the_numerator_belongs_to_its_exponent() -> None:
-    """E + A/N^alpha + B/D^beta, put together from what the fit reports, is what it predicts."""
+    """E + A/N^alpha + B/D^beta, computed from the reported figures, is the predicted loss."""
     parameters, tokens = design()
     found, _ = fit(parameters, tokens, true_loss(parameters, tokens))
     n, d = 50e6, 1e9
@@ -53,7 +53,7 @@ def test_the_numerator_belongs_to_its_exponent() -> None:
 
 
 def test_intervals_cover_the_loss_of_a_larger_size_and_are_narrow() -> None:
-    """A small edition of bench/scaling_fit.py: 40 trials leave a right interval between 78 and 100 %."""
+    """bench/scaling_fit.py in small: with 40 trials the coverage of a correct 90 % interval lies between 78 and 100 %."""
     draw = np.random.default_rng(11)
     parameters, tokens = design()
     asked = (4 * parameters.max(), 4 * tokens.max())
@@ -68,7 +68,7 @@ def test_intervals_cover_the_loss_of_a_larger_size_and_are_narrow() -> None:
     assert 0.008 < np.median(widths) < 0.025
 
 
-def test_more_noise_is_seen_and_widens_the_interval() -> None:
+def test_more_noise_is_measured_and_widens_the_interval() -> None:
     draw = np.random.default_rng(5)
     parameters, tokens = design()
     shape = draw.standard_normal(8)
@@ -78,7 +78,7 @@ def test_more_noise_is_seen_and_widens_the_interval() -> None:
     assert widths[1] > 2 * widths[0]
 
 
-def test_one_failed_run_does_not_carry_the_fit_away() -> None:
+def test_one_failed_run_does_not_dominate_the_fit() -> None:
     """Huber's loss: a run 20 % too high pulls the prediction by no more than a fifth of that."""
     draw = np.random.default_rng(6)
     parameters = np.geomspace(3e6, 5e8, 12)
@@ -100,7 +100,7 @@ def test_fewer_than_four_runs_are_no_fit() -> None:
         fit(SIZES[:3], 20 * SIZES[:3], true_loss(SIZES[:3], 20 * SIZES[:3]))
 
 
-def test_four_runs_give_the_compute_frontier_and_it_predicts_along_their_ratio() -> None:
+def test_four_runs_give_a_fit_of_the_compute_frontier() -> None:
     tokens = 20 * SIZES
     found, why = fit(SIZES, tokens, true_loss(SIZES, tokens))
     assert found.variables == ("C",) and f"needs {FEWEST_RUNS_OF_FULL_LAW} runs" in why
@@ -117,13 +117,13 @@ def test_four_runs_give_the_compute_frontier_and_it_predicts_along_their_ratio()
         (np.geomspace(3e6, 4e8, 8), 20 * np.geomspace(3e6, 4e8, 8), "cannot be separated"),
     ],
 )
-def test_a_term_that_the_runs_do_not_show_is_named(parameters, tokens, reason) -> None:
+def test_a_term_that_cannot_be_determined_is_named(parameters, tokens, reason) -> None:
     found, why = fit(parameters, tokens, true_loss(parameters, tokens))
     assert found.variables == ("C",)
     assert re.search(reason, why)
 
 
-def test_runs_of_one_cost_carry_nothing() -> None:
+def test_runs_of_equal_cost_are_no_fit() -> None:
     parameters = np.full(5, 1e7)
     with pytest.raises(NoFit, match="no fit: 1 run on the compute frontier, 4 needed"):
         fit(parameters, np.full(5, 1e8), np.array([3.0, 3.1, 3.2, 3.3, 3.4]))
@@ -174,5 +174,5 @@ def test_the_minimum_is_lower_than_its_neighbours() -> None:
         ((2.0, 2.0, 2.0), "2"),
     ],
 )
-def test_no_more_digits_than_the_interval_carries(figures, text) -> None:
+def test_figures_are_rounded_to_their_interval(figures, text) -> None:
     assert format_interval(*figures) == text

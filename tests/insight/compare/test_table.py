@@ -22,7 +22,7 @@ def test_the_table_is_aligned_within_a_hundred_columns(tmp_path: Path) -> None:
     assert all("…" in line for line in lines[1:])
 
 
-def test_sizes_are_ordered_by_lightness_and_equal_sizes_told_apart(tmp_path: Path) -> None:
+def test_colours_order_sizes_by_lightness_and_markers_distinguish_equal_sizes(tmp_path: Path) -> None:
     found, _ = read_runs(find_run_folders([str(make_eight_runs(tmp_path))]))
     drawn = line_styles(found)
     for ground in ("light", "dark"):

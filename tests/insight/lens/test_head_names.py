@@ -34,12 +34,12 @@ def test_heads_made_by_hand_are_named_and_others_are_not() -> None:
     assert not any(named.values())
 
 
-def test_random_heads_bear_no_name() -> None:
+def test_random_heads_get_no_name() -> None:
     for seed in range(5):
         probed = probe_scores(make({"sequence_length": 200}, seed=seed), TOKENIZER)
         assert not any(names_of(probed, layer, head) for layer in range(3) for head in range(5))
 
 
-def test_a_score_that_cannot_be_measured_names_nothing() -> None:
+def test_a_score_that_cannot_be_measured_gives_no_name() -> None:
     probed = {name.score: torch.full((1, 1), math.nan) for name in NAMES}
     assert names_of(probed, 0, 0) == []

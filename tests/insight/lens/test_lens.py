@@ -20,7 +20,7 @@ from andrea.model.gpt import GPT
 
 
 def write(folder: Path, model: GPT) -> Path:
-    """A checkpoint of a scaled-dot model."""
+    """Write a checkpoint of a model with scaled dot products."""
     config = {"model": to_plain(model.config), "attention": to_plain(AttentionConfig("scaled_dot", "auto"))}
     state = {"step": 60, "tokens": 1380, "config": config}
     return write_checkpoint(folder / "runs" / "one" / "checkpoints", state, model.state_dict(), {}, TOKENIZER)
@@ -47,7 +47,7 @@ def test_the_page_is_written_from_the_command_line(tmp_path: Path, capsys: pytes
     assert main(["lens", "--help"]) == 0 and "heads:" in capsys.readouterr().out
 
 
-def test_a_prompt_cannot_leave_its_place_in_the_page(tmp_path: Path) -> None:
+def test_a_prompt_cannot_end_its_element_or_fill_the_template(tmp_path: Path) -> None:
     write(tmp_path, make())
     lens(run_of(tmp_path, prompt="</script><b>{{TITLE}}{{style.css}}"), torch.device("cpu"))
     page = (tmp_path / "lens.html").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_a_picture_shows_one_head(tmp_path: Path) -> None:
             lens(run_of(tmp_path, out=out, heads=heads), torch.device("cpu"))
 
 
-def test_long_prompts_show_named_and_asked_heads_in_full(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_long_prompts_show_named_and_chosen_heads_in_full(tmp_path: Path, monkeypatch, capsys) -> None:
     write(tmp_path, hand_made())
     monkeypatch.setattr(lens_module, "MOST_TOKENS_ALL_FULL", 5)
     lens(run_of(tmp_path, heads=["1.2"]), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The data of the page: small maps, texts, the loss change of an ablation, and the small page of training."""
+"""The data of the page (small maps, texts of tokens, loss changes), and the small page that training draws."""
 
 from __future__ import annotations
 

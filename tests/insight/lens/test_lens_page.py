@@ -1,4 +1,4 @@
-"""The lens's page in a real browser: opened from disk, used by hand, its numbers read back."""
+"""The page of the lens in a real browser: clicks, keys and hovering, and the numbers it shows."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def browser() -> Iterator:
 
 
 class Opened:
-    """A page opened from disk; what it complains of and asks the network for is kept."""
+    """A page opened from disk, with the messages it logs and the addresses it requests."""
 
     def __init__(self, browser, path: Path, address: str = "", **context) -> None:
         self.page = browser.new_page(**context)
-        self.complaints: list[str] = []
+        self.messages: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri() + address)
         self.page.wait_for_selector("html[data-ready=yes]")
@@ -55,7 +55,7 @@ class Opened:
         return self.page.locator(selector).inner_text().replace("−", "-")
 
     def is_quiet(self) -> bool:
-        return not self.complaints and all(url.startswith("file:") for url in self.requests)
+        return not self.messages and all(url.startswith("file:") for url in self.requests)
 
 
 def page_of(model: GPT, path: Path, text: str = PROMPT, detail: bool = True, full: int = 99) -> Path:
@@ -67,7 +67,7 @@ def page_of(model: GPT, path: Path, text: str = PROMPT, detail: bool = True, ful
 
 
 def weights_of(model: GPT, layer: int, text: str = PROMPT) -> torch.Tensor:
-    """(H, T, T) by the public function, from what the layer reads."""
+    """(H, T, T) by the public function, from the input of the layer."""
     tokens = prompt_tokens(text)
     block, before = model.blocks[layer], list(trace_layers(model, tokens))[layer].before
     _, shared = model.block_inputs(tokens)
@@ -76,7 +76,7 @@ def weights_of(model: GPT, layer: int, text: str = PROMPT) -> torch.Tensor:
 
 
 def assert_shown(text: str, expected: float) -> None:
-    """The number is right to the digits shown: off by at most half a unit of the last one, and fp32's own error."""
+    """The number differs by at most half a unit of its last digit and the error of fp32."""
     mantissa, _, exponent = text.partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     assert abs(float(text) - expected) <= 0.5 * unit + 4e-6 * abs(expected), (text, expected)
@@ -103,11 +103,11 @@ def test_three_random_cells_show_the_attention_weights(browser, tmp_path: Path, 
             assert opened.text("#weight-shown") == opened.text("#cell-weight")
         else:
             assert opened.text("#cell-masked") == "-∞"
-    assert opened.is_quiet(), (opened.complaints, opened.requests)
+    assert opened.is_quiet(), (opened.messages, opened.requests)
 
 
-def lines_before_the_mask(model: GPT, score: torch.Tensor) -> list[torch.Tensor]:
-    """What each compatibility function says on its way to the score of head 1.3."""
+def results_up_to_the_score(model: GPT, score: torch.Tensor) -> list[torch.Tensor]:
+    """The results of the steps up to the score of head 1.3."""
     function = model.blocks[1].attention.compatibility
     if isinstance(function, ScaledDotProduct):
         return [score * CONFIG.d_head**0.5, score]
@@ -129,7 +129,7 @@ def test_the_arithmetic_leads_from_score_to_weight(browser, tmp_path: Path, case
     of_head = model.blocks[1].attention.output_by_head[3]
     value, weight = layer.value[0, 3, 4], layer.weights[0, 3, 9, 4]
     expected = [
-        *lines_before_the_mask(model, score),
+        *results_up_to_the_score(model, score),
         score,
         (score - row.max()).exp(),
         weight,
@@ -142,7 +142,7 @@ def test_the_arithmetic_leads_from_score_to_weight(browser, tmp_path: Path, case
         assert_shown(text, float(number))
 
 
-def test_a_visitor_clicks_hovers_types_and_presses_keys(browser, tmp_path: Path) -> None:
+def test_clicking_hovering_typing_and_pressing_keys(browser, tmp_path: Path) -> None:
     opened = Opened(browser, page_of(hand_made(), tmp_path / "lens.html"))
     page = opened.page
     assert page.locator("#maps .card").count() == 6
@@ -159,7 +159,7 @@ def test_a_visitor_clicks_hovers_types_and_presses_keys(browser, tmp_path: Path)
     page.keyboard.press("Enter")
     assert opened.text("#head-name") == "Head 0.0, previous-token"
 
-    page.locator("#token-7").click()  # the b of the first (abc: the a before it gets nearly all
+    page.locator("#token-7").click()  # the b of the first "(abc": the a before it gets nearly all of the weight
     assert "7 b → 6 a" in re.sub(r"\s+", " ", opened.text("#chosen")), opened.text("#chosen")
     page.locator("#tokens").focus()
     page.keyboard.press("ArrowRight")
@@ -181,10 +181,10 @@ def test_a_visitor_clicks_hovers_types_and_presses_keys(browser, tmp_path: Path)
     page.locator("#map").focus()
     page.keyboard.press("ArrowUp")
     assert opened.text("#chosen") != chosen
-    assert opened.is_quiet(), (opened.complaints, opened.requests)
+    assert opened.is_quiet(), (opened.messages, opened.requests)
 
 
-def test_switches_change_shades_and_never_numbers(browser, tmp_path: Path) -> None:
+def test_switches_change_shades_but_not_numbers(browser, tmp_path: Path) -> None:
     opened = Opened(browser, page_of(make(), tmp_path / "lens.html"), "#h=2.1&q=15&k=3")
     page = opened.page
 
@@ -200,7 +200,7 @@ def test_switches_change_shades_and_never_numbers(browser, tmp_path: Path) -> No
     page.locator("#hide").check()
     hidden = shades()
     page.locator("#token-0").hover()
-    assert hidden[0] == shades()[0] != plain[0]  # the shade of nothing: all that the first token's own row then has
+    assert hidden[0] == shades()[0] != plain[0]  # the shade of zero: the row of the first token has no other key
     page.locator("#cell-title").hover()
     assert hidden != plain and opened.text("#top-keys") == numbers
     assert "First token hidden" in opened.text("#head-note") and "hide=1" in page.url
@@ -228,7 +228,7 @@ def test_the_next_token_with_and_without_a_head(browser, tmp_path: Path) -> None
     assert probabilities == sorted(probabilities)
 
 
-def test_a_long_prompt_has_a_window_and_heads_that_are_not_there_in_full(browser, tmp_path: Path) -> None:
+def test_a_long_prompt_shows_part_of_the_map_and_some_heads_only_as_small_maps(browser, tmp_path: Path) -> None:
     model = make({"sequence_length": 401})
     text = "the cat (that sat) " * 20
     path = page_of(model, tmp_path / "lens.html", text, detail=False, full=2)

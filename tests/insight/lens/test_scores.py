@@ -14,7 +14,7 @@ from andrea.training.heads import probe
 
 
 def test_masses_solved_by_hand() -> None:
-    """Tokens a b a b: what each query looks for, with weights that are easily told apart."""
+    """Tokens a b a b, with weights that differ from each other."""
     tokens = torch.tensor([[0, 1, 0, 1]])
     weights = torch.tensor([[1.0, 0, 0, 0], [0.3, 0.7, 0, 0], [0.2, 0.5, 0.3, 0], [0.15, 0.2, 0.25, 0.4]])[None, None]
     visible = torch.ones(1, 4, 4, dtype=torch.bool).tril()
@@ -36,7 +36,7 @@ def test_the_window_hides_targets() -> None:
     assert mass_on(weights, first, near).item() == 0.25  # only query 1 still sees the first token
 
 
-def test_scores_agree_with_those_that_training_logs() -> None:
+def test_scores_equal_those_that_training_logs() -> None:
     model, tokens = make(attention={"window": 7}), prompt_tokens()
     logged = probe(model, tokens).figures()
     for layer, trace in enumerate(trace_layers(model, tokens)):
@@ -47,7 +47,7 @@ def test_scores_agree_with_those_that_training_logs() -> None:
 
 
 def openers_of(text: str) -> str:
-    """For each character the one that its innermost opener is, or '.'."""
+    """For each character its innermost opener, or '.'."""
     return "".join("." if key is None else text[key] for key in open_at([character.encode() for character in text]))
 
 
@@ -66,7 +66,7 @@ def test_openers(text: str, expected: str) -> None:
     assert openers_of(text) == expected
 
 
-def test_an_opener_right_before_does_not_count() -> None:
+def test_an_opener_just_before_the_query_does_not_count() -> None:
     tokens = torch.tensor([list(b"(ab)")])
     target = targets_of(tokens, TOKENIZER.token_bytes())["opener"]
     assert target.nonzero().tolist() == [[0, 2, 0]]

@@ -19,7 +19,7 @@ def model(request) -> GPT:
 
 def test_the_trace_ends_with_the_logits_of_the_model(model: GPT) -> None:
     tokens = prompt_tokens()
-    tokens[0, 9] = TOKENIZER.end_of_text  # a second document, where documents are told apart
+    tokens[0, 9] = TOKENIZER.end_of_text  # a second document, for the model that separates documents
     *_, last = trace_layers(model, tokens)
     torch.testing.assert_close(model.logits(model.final_norm(last.after)), model.logits(model(tokens)))
 
@@ -35,7 +35,7 @@ def test_weights_are_attention_weights_and_rows_sum_to_one(model: GPT) -> None:
     torch.testing.assert_close(first.weights.sum(-1), torch.ones_like(first.weights[..., 0]))
 
 
-def test_an_ablated_head_is_its_slice_of_the_output_set_to_zero(model: GPT) -> None:
+def test_ablating_a_head_equals_zeroing_its_slice_of_the_output_matrix(model: GPT) -> None:
     tokens = prompt_tokens()
     passes = list(trace_layers(model, tokens))
     for layer in (0, 2):
@@ -50,7 +50,7 @@ def test_an_ablated_head_is_its_slice_of_the_output_set_to_zero(model: GPT) -> N
         assert (found[1] - found[4]).abs().max() > 1e-3
 
 
-def test_few_ablations_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ablating_in_small_batches_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = make(), prompt_tokens()
     passes = list(trace_layers(model, tokens))
     together = dict(ablate_heads(model, tokens, 1, passes[1], range(5)))
@@ -59,7 +59,7 @@ def test_few_ablations_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(ablated, together[head], atol=1e-5, rtol=1e-5)
 
 
-def test_attributed_tokens_are_the_largest_changes_of_logits() -> None:
+def test_logit_attribution_finds_the_largest_changes() -> None:
     model = make()
     vectors = torch.randn(7, CONFIG.d_head)
     ids, changes = logit_attribution(model, 1, 3, vectors, 2)

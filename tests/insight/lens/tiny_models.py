@@ -48,7 +48,8 @@ def prompt_tokens(text: str = PROMPT) -> torch.Tensor:
 
 
 def hand_made() -> GPT:
-    """Two layers that copy: head 0.0 looks one back and notes that token, head 1.0 looks where its own token was noted.
+    """An induction circuit of two heads: head 0.0 copies the previous token into the residual stream, and head 1.0 attends
+    to the keys where that copy is its own token.
 
     The residual stream has a part for the token (V), one for the token before (V) and one for the position (S).
     """
@@ -70,7 +71,7 @@ def hand_made() -> GPT:
     sharp = 40.0 / math.sqrt(d_model)
     zero, one = model.blocks[0].attention, model.blocks[1].attention
     first = slice(0, d_head)
-    zero.query.weight[first, place] = sharp * identity.roll(-1, 0)  # position i asks for i - 1
+    zero.query.weight[first, place] = sharp * identity.roll(-1, 0)  # position i attends to i - 1
     zero.key.weight[first, place] = identity
     zero.value.weight[first, token] = identity
     zero.output.weight[before, first] = identity

@@ -101,7 +101,7 @@ function drawChart() {
 // Adds the chart's edges and scales to the view; false where there is nothing to draw.
 function layOut(view) {
   const chart = byId("chart");
-  const width = byId("frame").clientWidth;
+  const width = byId("frame").clientWidth; // 0 while the page is not displayed
   const height = Math.max(300, Math.min(520, width * 0.55));
   chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
   chart.setAttribute("height", height);
@@ -111,7 +111,7 @@ function layOut(view) {
   const points = runs.flatMap((run) => [...run.validation, ...(view.withTraining ? run.training : [])]);
   const xs = points.map((point) => point[view.axis]).filter((value) => !view.logX || value > 0);
   const ys = runs.flatMap((run) => run.validation.map((point) => point[view.metric]));
-  if (!xs.length) return false;
+  if (!xs.length || !width) return false;
   let [lowX, highX] = [view.logX ? Math.min(...xs) : 0, Math.max(...xs)];
   if (lowX === highX) [lowX, highX] = [lowX / 2, highX * 2 || 1];
   let [lowY, highY] = [Math.min(...ys), Math.max(...ys)];

@@ -75,25 +75,22 @@ function scoreSteps(head) {
   switch (facts.compatibility) {
     case "ScaledDotProduct":
       return scaledDotProductSteps(query, key, score);
-    case "DotProduct":
-      return [
-        productStep(
-          "query · key",
-          "how well the key matches the query; not scaled",
-          ["q", "k", "q·k"],
-          query,
-          key,
-          score,
-        ),
-      ];
+    case "DotProduct": {
+      const detail = "how well the key matches the query; not scaled";
+      return [productStep("query · key", detail, ["q", "k", "q·k"], query, key, score)];
+    }
     case "Bilinear": {
       const detail = "a learned matrix M between query and key, which also sets the scale";
       return [productStep("qᵀ M k", detail, ["Mᵀq", "k", "(Mᵀq)·k"], query, key, score)];
     }
     case "Cosine":
       return cosineSteps(query, key, score, facts.sharpness[layerOf(n)][n % H]);
-    default:
+    case "Additive":
       return [additiveStep(query, key, score, facts.mixing[layerOf(n)][n % H])];
+    default: {
+      const detail = "query and key as the model's own compatibility function has transformed them";
+      return [productStep("query · key", detail, ["q", "k", "q·k"], query, key, score)];
+    }
   }
 }
 

@@ -191,7 +191,7 @@ function writeFacts() {
   const parts = [
     `${(facts.parameters / 1e6).toFixed(1)}M parameters`,
     `${L} layers × ${H} heads${shared} of width ${D}`,
-    FUNCTION_NAMES[facts.compatibility],
+    FUNCTION_NAMES[facts.compatibility] ?? facts.compatibility,
     `${T} of at most ${facts.sequence_length} tokens`,
   ];
   byId("facts-line").replaceChildren(newElement("b", {}, facts.title), ...parts.map((part) => ` · ${part}`));
