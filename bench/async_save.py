@@ -1,11 +1,11 @@
-"""What saving costs the steps beside it: asynchronous against synchronous, of one sharded run, in the same process.
+"""What an asynchronous save costs the steps that run meanwhile, against a synchronous save of the same sharded run.
 
     python bench/async_save.py                       # andrea-120m, one rank
     python bench/async_save.py --ranks 2 --rounds 5
 
-A round is: quiet steps; a synchronous save; more quiet steps; an asynchronous save and the steps until it is durable on all
-ranks. The excess is what those steps and the call took beyond as many quiet ones, added up. Exit code 1 where the median
-excess is more than `--limit` of the median synchronous save.
+A round: quiet steps; a synchronous save; more quiet steps; an asynchronous save, and steps until it is on the disk on all
+ranks. The excess is the time of the call and of these steps beyond that of as many quiet steps. Exit code 1 where the
+median excess is more than `--limit` of the median synchronous save.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def work(chosen: argparse.Namespace) -> None:
     from andrea.training.optimizer.optimizer import Optimizer
     from andrea.training.parallel.fsdp import FullySharded
     from andrea.training.parallel.process_group import join_ranks
-    from andrea.training.parallel.saver import ShardSaver
+    from andrea.training.parallel.saver import ShardedSaver
 
     config, optimizer_config = model_config(chosen.model), group_config("optimizer", "muon")
     parallel_config = group_config("parallel", "fsdp")
@@ -78,7 +78,7 @@ def work(chosen: argparse.Namespace) -> None:
         )
         optimizer = Optimizer(parallel, optimizer_config, bf16=precision == "bf16")
         savers = [
-            ShardSaver(place / name, optimizer, ByteTokenizer(), 1, name == "async") for name in ("sync", "async")
+            ShardedSaver(place / name, optimizer, ByteTokenizer(), 1, name == "async") for name in ("sync", "async")
         ]
         tokens = torch.randint(n_vocab, (1 if device.type == "cpu" else 8, chosen.tokens), device=device)
         state = {"step": 0, "config": {}, "tokens": 0}
@@ -111,14 +111,14 @@ def work(chosen: argparse.Namespace) -> None:
             usual = statistics.median(quiet[-2 * chosen.steps :])
             begun = time.perf_counter()
             call = timed(lambda: savers[1].save(state, best=True))
-            beside = []
+            steps_meanwhile = []
             while float(ranks.sum(torch.tensor(float(savers[1].thread.is_alive())))):
-                beside.append(step())
+                steps_meanwhile.append(step())
             durable = time.perf_counter() - begun
             savers[1].wait()
             rows.append(
-                {"synchronous_s": synchronous, "call_s": call, "durable_s": durable, "steps": len(beside),
-                 "usual_step_s": usual, "excess_s": call + sum(beside) - usual * len(beside)}
+                {"synchronous_s": synchronous, "call_s": call, "durable_s": durable, "steps": len(steps_meanwhile),
+                 "usual_step_s": usual, "excess_s": call + sum(steps_meanwhile) - usual * len(steps_meanwhile)}
             )  # fmt: skip
         if ranks.is_rank_0:
             folder = next((place / "async" / "checkpoints").glob("step-*"))

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from andrea.checkpoint.folder import Checkpoint, Damaged, read_checkpoint
+from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.folder import Checkpoint, read_checkpoint
 from andrea.config import UserError, nearest
 
 STEP_NAME = re.compile(r"step-\d{8,}")

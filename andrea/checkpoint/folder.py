@@ -25,14 +25,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError
 from andrea.runtime.files import file_sha256, flush_to_disk, remove_unfinished, replace_text, staging_path, storing
 from andrea.text.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    import torch
 
 FORMAT_VERSION = 1
 LARGEST_JSON_BYTES = 1 << 26
@@ -41,10 +42,6 @@ FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The fields of state.json that every reader relies on, with their types.
 STATE_TYPES = {"step": (int,), "tokens": (int,), "config": (dict,), "val_bpb": (float, type(None))}
 Files = dict[str, dict[str, Any]]  # by name relative to the checkpoint: {"bytes": size, "sha256": digest}
-
-
-class Damaged(UserError):
-    """The folder is not a whole checkpoint of this project; the message names the folder and the fault."""
 
 
 @dataclass(frozen=True)
@@ -59,39 +56,27 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
-    def model_tensors(self) -> dict[str, torch.Tensor]:
+    def model_tensors(self) -> dict[str, Tensor]:
         """Weights by parameter name, on the CPU. Raises Damaged."""
-        if self.is_sharded:
-            return self.tensors_of_shards(of_optimizer=False)
-        return read_tensors(self.path / "model.safetensors")
+        reader = self.open_tensors(with_optimizer=False)
+        return {name: reader.read(name) for name in reader.names if "/" not in name}
 
-    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor]:
         """Optimizer state by `parameter/quantity`, on the CPU. Raises Damaged, or UserError where only weights are here."""
+        reader = self.open_tensors()
+        return {name: reader.read(name) for name in reader.names if "/" in name}
+
+    def open_tensors(self, with_optimizer: bool = True) -> TensorReader:
+        """A reader of weights and optimizer state. Raises Damaged, or UserError where the optimizer's are not here."""
         if self.is_sharded:
-            return self.tensors_of_shards(of_optimizer=True)
+            return TensorReader(sorted((self.path / SHARDS).iterdir()))
+        if not with_optimizer:
+            return TensorReader([self.path / "model.safetensors"])
         if not (self.path / "optimizer.safetensors").exists():
             raise UserError(
                 f"{self.path} holds weights only and cannot be resumed; start from them with init_from={self.path}"
             )
-        return read_tensors(self.path / "optimizer.safetensors")
-
-    def tensors_of_shards(self, of_optimizer: bool) -> dict[str, torch.Tensor]:
-        from andrea.checkpoint.shards import read_whole_tensors  # imports torch
-
-        folder = self.path / SHARDS
-        with damaged_if_unreadable(folder):
-            return read_whole_tensors(folder, lambda name: ("/" in name) == of_optimizer)
-
-    def read_into(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fill `tensors` by name: whole ones, or DTensors with the rows of the calling rank. Every rank must call.
-
-        Raises Damaged.
-        """
-        from andrea.checkpoint.shards import read_into  # imports torch
-
-        folder = self.path / SHARDS if self.is_sharded else self.path
-        with damaged_if_unreadable(folder):
-            read_into(folder, tensors)
+        return TensorReader([self.path / "model.safetensors", self.path / "optimizer.safetensors"])
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
@@ -107,8 +92,8 @@ def step_name(step: int) -> str:
 def write_checkpoint(
     checkpoints: Path,
     state: dict[str, Any],
-    model_tensors: dict[str, torch.Tensor],
-    optimizer_tensors: dict[str, torch.Tensor],
+    model_tensors: dict[str, Tensor],
+    optimizer_tensors: dict[str, Tensor],
     tokenizer: Tokenizer,
 ) -> Path:
     """Write `checkpoints/step-00000600`, numbered by `state["step"]`, whole or not at all, and return its path.
@@ -166,17 +151,6 @@ def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: 
         flush_to_disk(checkpoints)
         shutil.rmtree(replaced, ignore_errors=True)
     return final
-
-
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one safetensors file. Raises OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # safetensors' own error for a full disk
-        raise OSError(str(error)) from error
 
 
 def write_manifest(folder: Path, files: Files) -> None:
@@ -274,32 +248,3 @@ def check_state(path: Path, state: Any) -> None:
     for key, types in STATE_TYPES.items():
         if type(state.get(key)) not in types:
             raise Damaged(f"{path} is damaged: {key} in its state.json is {str(state.get(key))[:80]!r}")
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one safetensors file, on the CPU. Raises Damaged, also for numbers that are not finite."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise Damaged(f"{path} is damaged: {error}") from None
-    for name, tensor in tensors.items():
-        comparable = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite of 8-bit floats
-        if not bool(comparable.isfinite().all()):  # training never saves such numbers and could not continue from them
-            raise Damaged(f"{path} is damaged: {name} holds numbers that are not finite; use an older checkpoint")
-    return tensors
-
-
-@contextmanager
-def damaged_if_unreadable(folder: Path) -> Iterator[None]:
-    """Raises Damaged in place of the errors by which torch's reader rejects the files of `folder`."""
-    from safetensors import SafetensorError
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except (SafetensorError, CheckpointException, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise Damaged(f"{folder} is damaged: {reason}") from None

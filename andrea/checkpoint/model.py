@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from andrea.checkpoint.folder import Checkpoint, Damaged
+from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.folder import Checkpoint
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer

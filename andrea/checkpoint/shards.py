@@ -1,40 +1,60 @@
-"""Reading the files that the ranks of a sharded run wrote, in the safetensors layout of torch.distributed.checkpoint.
+"""The files of a sharded run's checkpoint: each rank writes the rows that it keeps; `consolidate` puts them together.
 
-Each file holds some rows of some tensors; its header says which rows of the whole tensor they are.
+    shards/shard-00001-model-00001-of-00002.safetensors     the rows of the weights that rank 0 keeps
+    shards/shard-00001-model-00002-of-00002.safetensors     the optimizer's state of these rows
+
+The header of each file says where in the whole tensors its rows begin. This is the layout of
+torch.distributed.checkpoint, whose HuggingFaceStorageReader reads the files too.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import json
+import shutil
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from andrea.checkpoint.folder import SHARDS, flushed_files, read_checkpoint, write_manifest
+from andrea.checkpoint.tensors import OFFSETS, write_tensors
+from andrea.runtime.files import flush_to_disk, remove_unfinished, replacing, storing
 
 
-def read_whole_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """The whole tensors whose names are wanted, on the CPU, read by this process alone.
+def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor], first_rows: dict[str, int]) -> list[Path]:
+    """Write the rows of one rank, optimizer state (names with a "/") in a file of its own. Returns the files' paths.
 
-    Raises the errors of torch's reader, which have no common base.
+    first_rows: by name, the row of the whole tensor at which the rank's rows begin. Raises OSError.
     """
-    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in metadata.items()
-        if is_wanted(name)
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that one process reads alone
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return tensors
+    paths = []
+    for number, of_optimizer in ((1, False), (2, True)):
+        chosen = {name: tensor for name, tensor in tensors.items() if ("/" in name) == of_optimizer}
+        offsets = {name: [first_rows[name], *[0] * tensor.ndim][: tensor.ndim] for name, tensor in chosen.items()}
+        info = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
+        paths.append(folder / f"shard-{rank + 1:05d}-model-{number:05d}-of-00002.safetensors")
+        write_tensors(paths[-1], chosen, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: info})
+    return paths
 
 
-def read_into(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill `tensors` by name: whole ones, or DTensors with the rows of the calling rank. Every rank must call.
+def consolidate(path: Path) -> None:
+    """Replace the shards of a checkpoint by `model.safetensors` and `optimizer.safetensors`; others stay as they are.
 
-    Also reads whole safetensors files. Raises the errors of torch's reader, which have no common base.
+    The checkpoint changes at one moment, when its new manifest is renamed: a crash before leaves the shards valid, a
+    crash after it the two files. Needs memory for the larger of them. Raises Damaged and StorageFailed.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns where a run has one rank
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    checkpoint = read_checkpoint(path)
+    if not checkpoint.is_sharded:
+        shutil.rmtree(path / SHARDS, ignore_errors=True)  # left by a crash after the new manifest
+        return
+    remove_unfinished(path)
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    other_files = {name: about for name, about in manifest["files"].items() if not name.startswith(f"{SHARDS}/")}
+    with storing(path):
+        for name, read in (
+            ("optimizer.safetensors", checkpoint.optimizer_tensors),
+            ("model.safetensors", checkpoint.model_tensors),
+        ):
+            with replacing(path / name) as staging:
+                write_tensors(staging, read())
+        write_manifest(path, other_files | flushed_files(path, path.glob("*.safetensors")))
+        flush_to_disk(path)
+        shutil.rmtree(path / SHARDS)

@@ -99,19 +99,17 @@ class Optimizer:
             tensors |= {f"{name}/momentum": buffer for name, buffer in self.muon.momentum_buffers().items()}
         return tensors
 
-    def blank_state_tensors(self) -> dict[str, Tensor]:
-        """Zeros on the CPU with the names and shapes of `state_tensors` after the first step."""
-        blank = {}
+    def state_shapes(self) -> dict[str, torch.Size]:
+        """Names and shapes of `state_tensors` after the first step."""
+        shapes = {}
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 name = self.names[parameter]
-                zeros = {"step": torch.zeros(())}
-                zeros |= {key: torch.zeros_like(parameter.detach(), device="cpu") for key in ("exp_avg", "exp_avg_sq")}
-                blank |= {f"{name}/{quantity}": value for quantity, value in zeros.items()}
+                shapes |= {f"{name}/step": torch.Size(), f"{name}/exp_avg": parameter.shape}
+                shapes[f"{name}/exp_avg_sq"] = parameter.shape
         if self.muon is not None:
-            for name, buffer in self.muon.momentum_buffers().items():
-                blank[f"{name}/momentum"] = torch.zeros_like(buffer, device="cpu")
-        return blank
+            shapes |= {f"{name}/momentum": buffer.shape for name, buffer in self.muon.momentum_buffers().items()}
+        return shapes
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `state_tensors`: the state of every parameter, and nothing else."""

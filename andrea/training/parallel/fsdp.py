@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -37,6 +37,8 @@ class FullySharded(Parallel):
 
     make_model: an unsharded model of the same shapes, for `gathered_model`.
     """
+
+    is_sharded = True
 
     def __init__(
         self,
@@ -150,7 +152,3 @@ class FullySharded(Parallel):
                 own_name, buffer.to(weights["embedding.weight"].device), persistent=False
             )
         return copy
-
-    def cpu_mesh(self) -> DeviceMesh:
-        """The same mesh of ranks on the CPU, for checkpoints, whose tensors are copies in CPU memory."""
-        return init_device_mesh("cpu", tuple(self.mesh.mesh.shape), mesh_dim_names=self.mesh.mesh_dim_names)

@@ -29,6 +29,8 @@ class Parallel(ABC):
     shapes: by name, the shape of the whole parameter.
     """
 
+    is_sharded = False  # whether a rank may keep less than the whole of a parameter
+
     def __init__(self, model: GPT, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
         self.model = model

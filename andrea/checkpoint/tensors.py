@@ -1,0 +1,107 @@
+"""The safetensors files of a checkpoint: each tensor whole in one file, or, of a sharded run, some of its rows in each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from andrea.checkpoint.errors import Damaged
+
+OFFSETS = "DCP_SHARDING_INFO"  # in a file's header: by name, where in the whole tensor its part begins
+# What reading a file raises whose header is not as it should be; RecursionError is a RuntimeError.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write one safetensors file. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # safetensors' own error for a full disk
+        raise OSError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor in one file: the rows from `first` on of the whole tensor."""
+
+    path: Path
+    file: Any  # of safetensors.safe_open
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.shape[0]
+
+
+class TensorReader:
+    """Reads tensors by name from safetensors files. Every method raises Damaged for a file that is not as it should be."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        from safetensors import SafetensorError
+
+        self.paths = paths
+        self.parts: dict[str, list[Part]] = {}
+        for path in paths:
+            try:
+                self.add_file(path)
+            except (SafetensorError, OSError, *MALFORMED) as error:
+                raise Damaged(f"{path} is damaged: {error}") from None
+        for parts in self.parts.values():
+            parts.sort(key=lambda part: part.first)
+
+    def add_file(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        file = safe_open(path, framework="pt")
+        info = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
+        for name in file.keys():  # noqa: SIM118 (the file itself is not iterable)
+            shape = tuple(file.get_slice(name).get_shape())
+            first = int(info[name]["saved_offsets"][0]) if shape and name in info else 0
+            self.parts.setdefault(name, []).append(Part(path, file, first, shape))
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.parts)
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """The whole tensor, or its rows `rows.start` to `rows.stop`, on the CPU; all its numbers are finite."""
+        from safetensors import SafetensorError
+
+        if name not in self.parts:
+            raise Damaged(f"{self.paths[0].parent} is damaged: it has no {name}")
+        parts = self.parts[name]
+        try:
+            tensor = read_rows(name, parts, rows) if parts[0].shape else parts[0].file.get_tensor(name)
+        except (SafetensorError, OSError, *MALFORMED) as error:
+            raise Damaged(f"{parts[0].path} is damaged: {error}") from None
+        comparable = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite of 8-bit floats
+        if not bool(comparable.isfinite().all()):  # training never saves such numbers and could not continue from them
+            raise Damaged(
+                f"{parts[0].path} is damaged: {name} holds numbers that are not finite; use an older checkpoint"
+            )
+        return tensor
+
+
+def read_rows(name: str, parts: list[Part], rows: slice | None) -> Tensor:
+    """Rows of a tensor with at least one dimension, put together from its parts in their order."""
+    position, stop = (rows.start, rows.stop) if rows is not None else (0, parts[-1].stop)
+    pieces = []
+    for part in parts:
+        end = min(stop, part.stop)
+        if part.first <= position < end:
+            pieces.append(part.file.get_slice(name)[position - part.first : end - part.first])
+            position = end
+    if position < stop:
+        raise ValueError(f"rows {position} to {stop} of {name} are in none of its files")
+    if not pieces:
+        return parts[0].file.get_tensor(name)[:0]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
