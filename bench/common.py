@@ -90,9 +90,9 @@ class Worker:
         """One run; returns the number of tokens it did."""
         assert self.process.stdin is not None
         print("go", file=self.process.stdin, flush=True)
-        told = self.answer()
-        self.facts["peak_memory_bytes"] = told["peak_memory_bytes"]
-        return told["tokens"]
+        answer = self.answer()
+        self.facts["peak_memory_bytes"] = answer["peak_memory_bytes"]
+        return answer["tokens"]
 
     def answer(self) -> dict:
         assert self.process.stdout is not None

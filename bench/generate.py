@@ -68,15 +68,15 @@ def main() -> None:
     facts = {"contestants": {name: workers[name].facts for name in names}, "read_gigabytes_per_second": read}
     print(f"\nmemory was read at {statistics.median(read):.1f} GB/s")
     for name in names:
-        told = workers[name].facts
+        facts = workers[name].facts
         shares = [
-            speed / chosen.batch * told["bytes_per_token"] / 1e9 / in_round
+            speed / chosen.batch * facts["bytes_per_token"] / 1e9 / in_round
             for speed, in_round in zip(speeds[name], read, strict=True)
         ]
-        told["share_of_bandwidth"] = statistics.median(shares)
+        facts["share_of_bandwidth"] = statistics.median(shares)
         print(
-            f"{name:42} first token after {chosen.long_prompt_tokens} others: {told['first_token_ms']:.0f} ms, "
-            f"{told['bytes_per_token'] / 1e6:.1f} MB a token, {told['share_of_bandwidth']:.0%} of the bandwidth"
+            f"{name:42} first token after {chosen.long_prompt_tokens} others: {facts['first_token_ms']:.0f} ms, "
+            f"{facts['bytes_per_token'] / 1e6:.1f} MB a token, {facts['share_of_bandwidth']:.0%} of the bandwidth"
         )
     report("generate", chosen, speeds, names[0], facts)
 

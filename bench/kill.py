@@ -1,4 +1,4 @@
-"""Kill -9 a training run at random moments, some of them inside a save, resume it, compare with the undisturbed run.
+"""Kill -9 a training run at random moments, some of them inside a save, resume it, compare with the uninterrupted run.
 
     python bench/kill.py --kills 50 model.n_layer=2 compile=off
     python bench/kill.py --kills 50 --ranks 2 model.n_layer=2 compile=off parallel=fsdp precision=fp32
@@ -6,7 +6,7 @@
 Every run trains the default model on the default data with a checkpoint at every step; the words after the options go to
 train.py. Every fourth kill waits for a save to begin and falls inside it. With several ranks one of them, drawn at random,
 is killed, and nobody starts anything again: torchrun does (--max-restarts). Exit code 1 if any run ends differently from
-the undisturbed one, bit for bit, or if a checkpoint that was there at the kill is not whole at the end.
+the uninterrupted one, bit for bit, or if a checkpoint that was there at the kill is not whole at the end.
 """
 
 from __future__ import annotations

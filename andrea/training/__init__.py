@@ -1,1 +1,1 @@
-"""The room that trains: loss, optimizer, schedule, the trainer, and where its figures go."""
+"""Training a run: start, the loop and the step, evaluation, planning, loss, optimizer, ranks, records, health."""

@@ -141,7 +141,7 @@ def assert_same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor], tole
 
 
 def assert_same_records(name: str, exact: bool = EXACT) -> None:
-    """What the resumed run has on record is what the undisturbed one had: figures, samples, findings."""
+    """What the resumed run has on record is what the uninterrupted one had: figures, samples, findings."""
     ours, theirs = Path("runs") / name, DATA / "saved" / name
     for file in ("metrics.jsonl", "samples.jsonl"):
         assert_close(records(ours / file), records(theirs / file), f"{name}/{file}", exact)

@@ -327,7 +327,7 @@ def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 0.9])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Path, notes: Path, tiny_run) -> None:
-    """kill -9 at some moment, then the same command line again: the same weights as undisturbed, bit for bit."""
+    """kill -9 at some moment, then the same command line again: the same weights as uninterrupted, bit for bit."""
     tiny_run("name=whole", "train.save_every=1", "train.eval_every=100", "train.sample_tokens=0")
     quiet = ["train.save_every=1", "train.eval_every=100", "train.sample_tokens=0"]
     words = tiny_command(tmp_path, notes, "name=killed", *quiet, "resume=auto")
@@ -383,7 +383,7 @@ def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, no
 def test_a_full_disk_ends_the_run_in_one_line_and_what_was_whole_is_whole(
     size: str, tmp_path: Path, notes: Path, tiny_run
 ) -> None:
-    """Exit code 5, the checkpoints written before are whole, and with room again the run ends as an undisturbed one."""
+    """Exit code 5, the checkpoints written before are whole, and with space again the run ends as an uninterrupted one."""
     quiet = ["train.steps=40", "train.save_every=1", "train.keep=100", "train.eval_every=100", "train.sample_tokens=0"]
     tiny_run("name=whole", *quiet)
     small = tmp_path / "small"

@@ -96,26 +96,26 @@ void product(
         strip<1, ADD>(a, a_step, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
 }
 
-// x (n, D), rows `step` apart -> pairs of columns: packed[d / 2][row][d % 2], room for `room` rows, zeros after n.
-void pack_transposed(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t room, BF16* packed) {
-    for (int64_t row = 0; row < room; ++row)
+// x (n, D), rows `step` apart -> pairs of columns: packed[d / 2][row][d % 2], `capacity` rows, zeros after n.
+void pack_transposed(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* packed) {
+    for (int64_t row = 0; row < capacity; ++row)
         for (int64_t pair = 0; pair < d / 2; ++pair) {
-            BF16* place = packed + 2 * (pair * room + row);
+            BF16* place = packed + 2 * (pair * capacity + row);
             if (row < n) std::memcpy(place, x + row * step + 2 * pair, 4);
             else place[0] = place[1] = 0;
         }
 }
 
-// x (n, D) -> pairs of rows: packed[row / 2][d][row % 2], zeros after n; room is even.
-void pack(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t room, BF16* packed) {
-    for (int64_t row = 0; row < room; ++row)
+// x (n, D) -> pairs of rows: packed[row / 2][d][row % 2], zeros after n; capacity is even.
+void pack(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* packed) {
+    for (int64_t row = 0; row < capacity; ++row)
         for (int64_t k = 0; k < d; ++k) packed[2 * ((row / 2) * d + k) + row % 2] = row < n ? x[row * step + k] : 0;
 }
 
-// x (n, D) -> its transpose (D, room), zeros after n
-void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t room, BF16* turned) {
+// x (n, D) -> its transpose (D, capacity), zeros after n
+void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* turned) {
     for (int64_t k = 0; k < d; ++k)
-        for (int64_t row = 0; row < room; ++row) turned[k * room + row] = row < n ? x[row * step + k] : 0;
+        for (int64_t row = 0; row < capacity; ++row) turned[k * capacity + row] = row < n ? x[row * step + k] : 0;
 }
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -129,15 +129,15 @@ __mmask16 visible(int64_t column, int64_t query) {
 // One query head, all its query blocks: q, out (T, D) with rows q_step and out_step apart, lse (T).
 void forward(
     const BF16* q, int64_t q_step, const BF16* keys, const BF16* values, BF16* out, int64_t out_step, float* lse,
-    int64_t n_token, int64_t room, int64_t d, std::vector<float>& scores, std::vector<BF16>& weights,
+    int64_t n_token, int64_t capacity, int64_t d, std::vector<float>& scores, std::vector<BF16>& weights,
     std::vector<float>& block) {
     for (int64_t first = 0; first < n_token; first += QUERIES) {
         const int64_t rows = std::min(QUERIES, n_token - first);
         const int64_t columns = up_to(first + rows, COLUMNS);
-        product<false>(q + first * q_step, q_step, keys, room, scores.data(), room, rows, columns, d / 2);
+        product<false>(q + first * q_step, q_step, keys, capacity, scores.data(), capacity, rows, columns, d / 2);
         float scale[QUERIES];
         for (int64_t m = 0; m < rows; ++m) {
-            float* s = scores.data() + m * room;
+            float* s = scores.data() + m * capacity;
             __m512 most = _mm512_set1_ps(-INFINITY);
             for (int64_t n = 0; n < columns; n += LANES)
                 most = _mm512_mask_max_ps(most, visible(n, first + m), most, _mm512_loadu_ps(s + n));
@@ -148,13 +148,13 @@ void forward(
                     visible(n, first + m),
                     exponential(_mm512_sub_ps(_mm512_loadu_ps(s + n), _mm512_set1_ps(largest))));
                 total = _mm512_add_ps(total, p);
-                store(weights.data() + m * room + n, p);
+                store(weights.data() + m * capacity + n, p);
             }
             const float sum = _mm512_reduce_add_ps(total);
             scale[m] = 1 / sum;
             lse[first + m] = largest + std::log(sum);
         }
-        product<false>(weights.data(), room, values, d, block.data(), d, rows, d, columns / 2);
+        product<false>(weights.data(), capacity, values, d, block.data(), d, rows, d, columns / 2);
         for (int64_t m = 0; m < rows; ++m)
             for (int64_t k = 0; k < d; k += LANES)
                 store(
@@ -172,21 +172,21 @@ extern "C" int multiplies_bf16() { return 1; }
 extern "C" void attend_forward(
     const BF16* q, const BF16* k, const BF16* v, BF16* out, float* lse, const int64_t* steps, int64_t n_batch,
     int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d) {
-    const int64_t shared = n_head / n_kv_head, room = up_to(n_token, COLUMNS);
+    const int64_t shared = n_head / n_kv_head, capacity = up_to(n_token, COLUMNS);
     const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9;
 #pragma omp parallel
     {
-        std::vector<BF16> keys(room * d), values(room * d), weights(QUERIES * room);
-        std::vector<float> scores(QUERIES * room), block(QUERIES * d);
+        std::vector<BF16> keys(capacity * d), values(capacity * d), weights(QUERIES * capacity);
+        std::vector<float> scores(QUERIES * capacity), block(QUERIES * d);
 #pragma omp for schedule(dynamic)
         for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
             const int64_t b = each / n_kv_head, g = each % n_kv_head;
-            pack_transposed(k + b * sk[0] + g * sk[1], sk[2], n_token, d, room, keys.data());
-            pack(v + b * sv[0] + g * sv[1], sv[2], n_token, d, room, values.data());
+            pack_transposed(k + b * sk[0] + g * sk[1], sk[2], n_token, d, capacity, keys.data());
+            pack(v + b * sv[0] + g * sv[1], sv[2], n_token, d, capacity, values.data());
             for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
                 forward(
                     q + b * sq[0] + h * sq[1], sq[2], keys.data(), values.data(), out + b * so[0] + h * so[1], so[2],
-                    lse + (b * n_head + h) * n_token, n_token, room, d, scores, weights, block);
+                    lse + (b * n_head + h) * n_token, n_token, capacity, d, scores, weights, block);
         }
     }
 }
@@ -194,20 +194,20 @@ extern "C" void attend_forward(
 extern "C" void attend_backward(
     const BF16* q, const BF16* k, const BF16* v, const BF16* out, const float* lse, const BF16* d_out, BF16* d_q, BF16* d_k,
     BF16* d_v, const int64_t* steps, int64_t n_batch, int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d) {
-    const int64_t shared = n_head / n_kv_head, room = up_to(n_token, COLUMNS);
+    const int64_t shared = n_head / n_kv_head, capacity = up_to(n_token, COLUMNS);
     const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9, *sg = steps + 12, *sdq = steps + 15,
                   *sdk = steps + 18, *sdv = steps + 21;
 #pragma omp parallel
     {
-        std::vector<BF16> keys(room * d), values(room * d), key_rows(room * d), d_scores(QUERIES * room);
-        std::vector<BF16> p_pairs(QUERIES * room), ds_pairs(QUERIES * room), q_turned(d * QUERIES), g_turned(d * QUERIES);
-        std::vector<float> scores(QUERIES * room), d_weights(QUERIES * room), block(QUERIES * d), dk(d * room), dv(d * room);
+        std::vector<BF16> keys(capacity * d), values(capacity * d), key_rows(capacity * d), d_scores(QUERIES * capacity);
+        std::vector<BF16> p_pairs(QUERIES * capacity), ds_pairs(QUERIES * capacity), q_turned(d * QUERIES), g_turned(d * QUERIES);
+        std::vector<float> scores(QUERIES * capacity), d_weights(QUERIES * capacity), block(QUERIES * d), dk(d * capacity), dv(d * capacity);
 #pragma omp for schedule(dynamic)
         for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
             const int64_t b = each / n_kv_head, g = each % n_kv_head;
-            pack_transposed(k + b * sk[0] + g * sk[1], sk[2], n_token, d, room, keys.data());
-            pack_transposed(v + b * sv[0] + g * sv[1], sv[2], n_token, d, room, values.data());
-            pack(k + b * sk[0] + g * sk[1], sk[2], n_token, d, room, key_rows.data());
+            pack_transposed(k + b * sk[0] + g * sk[1], sk[2], n_token, d, capacity, keys.data());
+            pack_transposed(v + b * sv[0] + g * sv[1], sv[2], n_token, d, capacity, values.data());
+            pack(k + b * sk[0] + g * sk[1], sk[2], n_token, d, capacity, key_rows.data());
             std::fill(dk.begin(), dk.end(), 0.0f);
             std::fill(dv.begin(), dv.end(), 0.0f);
             for (int64_t h = g * shared; h < (g + 1) * shared; ++h) {
@@ -216,8 +216,8 @@ extern "C" void attend_backward(
                 for (int64_t first = 0; first < n_token; first += QUERIES) {
                     const int64_t rows = std::min(QUERIES, n_token - first), even = up_to(rows, 2);
                     const int64_t columns = up_to(first + rows, COLUMNS);
-                    product<false>(qh + first * sq[2], sq[2], keys.data(), room, scores.data(), room, rows, columns, d / 2);
-                    product<false>(gh + first * sg[2], sg[2], values.data(), room, d_weights.data(), room, rows, columns, d / 2);
+                    product<false>(qh + first * sq[2], sq[2], keys.data(), capacity, scores.data(), capacity, rows, columns, d / 2);
+                    product<false>(gh + first * sg[2], sg[2], values.data(), capacity, d_weights.data(), capacity, rows, columns, d / 2);
                     for (int64_t m = 0; m < even; m += 2) {
                         float own[2] = {0, 0}, of_lse[2] = {0, 0};
                         for (int64_t i = 0; i < 2 && m + i < rows; ++i) {
@@ -230,7 +230,7 @@ extern "C" void attend_backward(
                             for (int64_t i = 0; i < 2; ++i) {
                                 p_bits[i] = s_bits[i] = _mm512_setzero_si512();
                                 if (m + i >= rows) continue;
-                                const int64_t place = (m + i) * room + n;
+                                const int64_t place = (m + i) * capacity + n;
                                 const __mmask16 seen = visible(n, first + m + i);
                                 const __m512 p = _mm512_maskz_mov_ps(
                                     seen, exponential(_mm512_sub_ps(
@@ -241,14 +241,14 @@ extern "C" void attend_backward(
                                 s_bits[i] = rounded(ds);
                                 store(d_scores.data() + place, ds);
                             }
-                            const int64_t pair = 2 * ((m / 2) * room + n);
+                            const int64_t pair = 2 * ((m / 2) * capacity + n);
                             _mm512_storeu_si512(
                                 p_pairs.data() + pair, _mm512_or_si512(p_bits[1], _mm512_srli_epi32(p_bits[0], 16)));
                             _mm512_storeu_si512(
                                 ds_pairs.data() + pair, _mm512_or_si512(s_bits[1], _mm512_srli_epi32(s_bits[0], 16)));
                         }
                     }
-                    product<false>(d_scores.data(), room, key_rows.data(), d, block.data(), d, rows, d, columns / 2);
+                    product<false>(d_scores.data(), capacity, key_rows.data(), d, block.data(), d, rows, d, columns / 2);
                     for (int64_t m = 0; m < rows; ++m)
                         for (int64_t c = 0; c < d; c += LANES)
                             store(
@@ -256,14 +256,14 @@ extern "C" void attend_backward(
                                 _mm512_loadu_ps(block.data() + m * d + c));
                     transpose(qh + first * sq[2], sq[2], rows, d, QUERIES, q_turned.data());
                     transpose(gh + first * sg[2], sg[2], rows, d, QUERIES, g_turned.data());
-                    product<true>(q_turned.data(), QUERIES, ds_pairs.data(), room, dk.data(), room, d, columns, even / 2);
-                    product<true>(g_turned.data(), QUERIES, p_pairs.data(), room, dv.data(), room, d, columns, even / 2);
+                    product<true>(q_turned.data(), QUERIES, ds_pairs.data(), capacity, dk.data(), capacity, d, columns, even / 2);
+                    product<true>(g_turned.data(), QUERIES, p_pairs.data(), capacity, dv.data(), capacity, d, columns, even / 2);
                 }
             }
             for (int64_t t = 0; t < n_token; ++t)
                 for (int64_t c = 0; c < d; c += LANES) {
                     float of_k[LANES], of_v[LANES];
-                    for (int64_t i = 0; i < LANES; ++i) of_k[i] = dk[(c + i) * room + t], of_v[i] = dv[(c + i) * room + t];
+                    for (int64_t i = 0; i < LANES; ++i) of_k[i] = dk[(c + i) * capacity + t], of_v[i] = dv[(c + i) * capacity + t];
                     store(d_k + b * sdk[0] + g * sdk[1] + t * sdk[2] + c, _mm512_loadu_ps(of_k));
                     store(d_v + b * sdv[0] + g * sdv[1] + t * sdv[2] + c, _mm512_loadu_ps(of_v));
                 }

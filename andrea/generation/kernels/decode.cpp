@@ -193,7 +193,7 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, con
     return head;
 }
 
-// One new token of each of B texts of one length: qkv (B, (H + 2G) D) and the cache (B, G, room, D), of which `length` are
+// One new token of each of B texts of one length: qkv (B, (H + 2G) D) and the cache (B, G, capacity, D), of which `length` are
 // filled. The new key and value go into the cache; out (B, H D).
 template <typename T>
 void attend_by_team(

@@ -98,12 +98,7 @@ def plan_memory(
     total = sum(parameter.numel() for parameter in model.parameters())
     muon = optimizer == "muon"
     state = 2 * total - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
-    share, gathered = 1, 0
-    if sharded:
-        share = ranks
-        block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-        outside = total - config.n_layer * block
-        gathered = (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
+    share = ranks if sharded else 1
     # On a card our kernel measures the heads without materialising the scores.
     observing = on_cpu and attention.qk_clip is not None
     activations = pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded)
@@ -111,12 +106,19 @@ def plan_memory(
         weights=4 * total // share,
         gradients=4 * total,
         optimizer=4 * state // share,
-        gathered=gathered,
+        gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         optimizer_step=optimizer_step_bytes(matrices, precision, share) if muon else 0,
         evaluation=evaluation_bytes(config, attention, n_vocab) if on_cpu else 0,
         python_and_libraries=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
     )
+
+
+def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
+    """FSDP's temporary buffers: three blocks' weights and one block's gradients; weights and gradients outside the blocks."""
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    outside = sum(parameter.numel() for parameter in model.parameters()) - n_layer * block
+    return (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
 
 
 def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:

@@ -20,8 +20,8 @@ from andrea.training.records.console import Console
 class Card:
     """Runs out of memory above so many sequences, in the middle of its work, as a card does."""
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.tried: list[int] = []
         self.held: weakref.ref[torch.Tensor] | None = None
 
@@ -30,18 +30,18 @@ class Card:
         self.tried.append(n_sequence)
         activations = torch.zeros(n_sequence, 5)
         self.held = weakref.ref(activations)
-        if n_sequence > self.room:
+        if n_sequence > self.capacity:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_the_first_that_fits_is_taken_and_nothing_is_held_between_tries() -> None:
-    card = Card(room=5)
+    card = Card(capacity=5)
     assert largest_that_fits(card.try_one, [12, 6, 4, 3, 1]) == 4
     assert card.tried == [12, 6, 4]
 
 
 def test_where_nothing_fits_the_keys_to_turn_are_named() -> None:
-    card = Card(room=0)
+    card = Card(capacity=0)
     with pytest.raises(UserError, match="activation_checkpointing=true.*smaller model.*parallel=fsdp"):
         largest_that_fits(card.try_one, [3, 1])
     assert card.tried == [3, 1]

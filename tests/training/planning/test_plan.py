@@ -32,8 +32,8 @@ def total(run: RunConfig, n_sequence: int) -> int:
 
 def test_what_fits_is_every_divisor_up_to_the_room() -> None:
     run = tiny_run()
-    room = total(run, 6)
-    fit = micro_batches_that_fit(run, V, ON_CARD, room)
+    capacity = total(run, 6)
+    fit = micro_batches_that_fit(run, V, ON_CARD, capacity)
     assert fit == [6, 5, 3, 2, 1]
     assert micro_batches_that_fit(run, V, ON_CARD, 2 * total(run, 30))[0] == 30
     assert micro_batches_that_fit(run, V, ON_CARD, 0) == [1]  # trying it will tell
@@ -42,8 +42,8 @@ def test_what_fits_is_every_divisor_up_to_the_room() -> None:
 
 def test_recomputation_leaves_room_for_more() -> None:
     run, recomputing = tiny_run(), tiny_run("train.activation_checkpointing=true")
-    room = total(run, 6)
-    most = [micro_batches_that_fit(each, V, ON_CARD, room)[0] for each in (run, recomputing)]
+    capacity = total(run, 6)
+    most = [micro_batches_that_fit(each, V, ON_CARD, capacity)[0] for each in (run, recomputing)]
     assert most[0] < most[1]
 
 
@@ -51,9 +51,9 @@ def test_recomputation_leaves_room_for_more() -> None:
 def test_between_two_counts_the_plan_is_not_below_a_count_of_its_own(n_sequence: int) -> None:
     """Activations follow a chord: whatever is said to fit does fit by its own count."""
     run = tiny_run("train.activation_checkpointing=true")
-    room = total(run, n_sequence)
-    fit = micro_batches_that_fit(run, V, ON_CARD, room)
-    assert all(total(run, n) <= room for n in fit)
+    capacity = total(run, n_sequence)
+    fit = micro_batches_that_fit(run, V, ON_CARD, capacity)
+    assert all(total(run, n) <= capacity for n in fit)
 
 
 def test_on_a_cpu_python_and_libraries_count_and_a_pass_is_kept_short() -> None:
