@@ -3,11 +3,12 @@
 import sys
 from pathlib import Path
 
-from andrea.cli.command_line import compose, read, run
+from andrea.cli.command_line import CommandLine, compose, read, run
 from andrea.cli.compile_ahead import compile_headers_ahead
 from andrea.cli.help import help_text
 from andrea.cli.sweep import SWITCHES, sweep
 from andrea.config import RunConfig, parse, to_plain
+from andrea.runtime.own_parts import allowing
 
 USAGE = "python train.py [key=value …]     for example: python train.py model=andrea-120m data=text data.path=notes/"
 
@@ -21,8 +22,11 @@ def main(argv: list[str]) -> int:
     line = read(RunConfig, argv)
     config = parse(RunConfig, compose("train", line))  # a wrong command line ends here, before torch is loaded
     compile_headers_ahead(config, argv)
-    composed = to_plain(config)
+    with allowing((config.attention.compatibility, config.model.mlp), config.trust):
+        return train(config, line)
 
+
+def train(config: RunConfig, line: CommandLine) -> int:
     from andrea.insight.lens.small_lens import small_lens
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
@@ -30,6 +34,7 @@ def main(argv: list[str]) -> int:
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.start import start
 
+    typed = to_plain(config)
     config = with_length_and_name(config)
     if config.dry_run:
         print(describe(config))
@@ -37,18 +42,13 @@ def main(argv: list[str]) -> int:
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         if checkpoint is not None:
-            merged, changes = resume.merge(
-                checkpoint.state["config"],
-                composed,
-                line.groups,
-                line.values,
-                checkpoint.state.get("ranks", 1) != ranks.size,
-            )
+            saved, other_ranks = checkpoint.state["config"], checkpoint.state.get("ranks", 1) != ranks.size
+            merged, changes = resume.merge(saved, typed, line.groups, line.values, other_ranks)
             config = with_length_and_name(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
                 return 0
-            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes))
+            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting"))
         return start(config, checkpoint, ranks, watchdog, draw_lens=small_lens)

@@ -21,9 +21,10 @@ from andrea.checkpoint.model import load_model
 from andrea.config import SampleConfig, UserError, nearest, parse, to_plain
 from andrea.generation.engine import Engine
 from andrea.generation.session import describe, make_engine, request_of
-from andrea.insight.lens.trace import walk
+from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device, choose_precision, weight_dtype
+from andrea.runtime.own_parts import allowing
 from andrea.text.loader import count_windows, validation_batches
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.evaluation import summary, sums_over
@@ -51,6 +52,7 @@ def load(
     device: str = "auto",
     runs_dir: str | os.PathLike = "runs",
     precision: str = "auto",
+    trust: bool = False,
 ) -> LoadedModel:
     """Load a trained model.
 
@@ -58,6 +60,7 @@ def load(
     the newest whole checkpoint, as for sample.py.
     device, precision: as the keys of configs/sample.yaml. precision holds for `generate` and `stream`; everything else
     is computed in fp32.
+    trust: import the modules that the checkpoint names for its MLP or compatibility function, which runs their code.
 
     Raises UserError where there is no such checkpoint, or it is damaged.
     """
@@ -66,11 +69,13 @@ def load(
         "runs_dir": os.fspath(runs_dir),
         "device": str(device),
         "precision": precision,
+        "trust": trust,
     }
     config = parse(SampleConfig, default_values() | settings)
     found = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = found.tokenizer()
-    model = load_model(found, tokenizer).to(choose_device(config.device))
+    with allowing((), config.trust):
+        model = load_model(found, tokenizer).to(choose_device(config.device))
     for block in model.blocks:
         block.attention.implementation = "auto"  # this device may lack the implementation that trained the model
     return LoadedModel(found, model, tokenizer, config)
@@ -162,7 +167,7 @@ class LoadedModel:
 
     def attention(self, text: TextOrIds) -> Tensor:
         """(L, H, T, T) attention weights: of each layer and head, a row for each query over all keys. Raises UserError."""
-        return torch.stack([layer.weights[0] for layer in walk(self.model, self.batch_of(text))])
+        return torch.stack([layer.weights[0] for layer in trace_layers(self.model, self.batch_of(text))])
 
     # -------------------------------------------------------------------------------------------- what a caller gave
 

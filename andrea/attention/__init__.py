@@ -3,6 +3,7 @@
 from andrea.attention.attend import attend, attention_weights
 from andrea.attention.cache import KeyValueCache, LayerCache
 from andrea.attention.compatibility import (
+    BUILT_IN,
     COMPATIBILITIES,
     Additive,
     Bilinear,
@@ -20,6 +21,7 @@ from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 
 __all__ = [
+    "BUILT_IN",
     "COMPATIBILITIES",
     "IMPLEMENTATIONS",
     "Additive",

@@ -31,11 +31,15 @@ True
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+
+from andrea.config import UserError
+from andrea.runtime.own_parts import is_own, own_class
 
 
 class Compatibility(nn.Module, ABC):
@@ -190,16 +194,34 @@ def unit(vectors: Tensor) -> Tensor:
     return vectors / torch.where(length > 0, length, torch.inf)
 
 
-COMPATIBILITIES = ("scaled_dot", "dot", "bilinear", "cosine", "additive")
+BUILT_IN = {
+    "scaled_dot": ScaledDotProduct,
+    "dot": DotProduct,
+    "bilinear": Bilinear,
+    "cosine": Cosine,
+    "additive": Additive,
+}
+COMPATIBILITIES = tuple(BUILT_IN)
+KEY = "attention.compatibility"
 
 
 def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
-    """One of COMPATIBILITIES for n_head heads whose queries and keys are d_head wide."""
-    makers = {
-        "scaled_dot": ScaledDotProduct,
-        "dot": DotProduct,
-        "bilinear": lambda: Bilinear(d_head, d_head, n_head),
-        "cosine": lambda: Cosine(n_head),
-        "additive": lambda: Additive(d_head, d_head, d_head, n_head),
-    }
-    return makers[name]()
+    """One of COMPATIBILITIES, or the class at a dotted path, for n_head heads whose queries and keys are d_head wide.
+
+    A constructor is given those of n_head, d_head, d_query, d_key and n_hidden (the last four are d_head) that it names.
+    Raises UserError for a class of the user's own that may not be imported or that cannot be made like this.
+    """
+    kind = own_class(KEY, name, Compatibility) if is_own(name) else BUILT_IN[name]
+    offered = {"n_head": n_head, "d_head": d_head, "d_query": d_head, "d_key": d_head, "n_hidden": d_head}
+    parameters = inspect.signature(kind).parameters.values()
+    missing = [
+        each.name
+        for each in parameters
+        if each.default is each.empty
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        and each.name not in offered
+    ]
+    if inspect.isabstract(kind) or missing:
+        wanted = f"its constructor needs {', '.join(missing)}" if missing else "it has no method `scores`"
+        raise UserError(f"{KEY}={name} cannot be made: {wanted}; a constructor may name {', '.join(offered)}")
+    return kind(**{each.name: offered[each.name] for each in parameters if each.name in offered})

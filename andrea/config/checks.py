@@ -63,6 +63,11 @@ def check_attention(attention: AttentionConfig, path: str) -> None:
             f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys, which does not bound the logits of "
             f"{path}.compatibility={attention.compatibility}; set {path}.qk_clip=null"
         )
+    if attention.qk_clip is not None and "." in attention.compatibility:
+        raise UserError(
+            f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys, which need not bound the logits of a class of "
+            f"your own, {path}.compatibility={attention.compatibility}; set {path}.qk_clip=null"
+        )
     if attention.qk_clip is not None and attention.implementation not in ("auto", "reference", "triton"):
         raise UserError(
             f"{path}.qk_clip={attention.qk_clip:g} needs each step's largest logits, which "

@@ -27,6 +27,16 @@ class PathText(Text):
     """Type of a key that names a file or a folder: taken byte for byte, and refused if no disk could hold the name."""
 
 
+class DottedPath(Text):
+    """Type of a key that may name a user's own class: my_module.MyClass. Where it is used, runtime/own_parts.py imports it."""
+
+
+def is_dotted_path(value: str) -> bool:
+    """Identifiers with at least one dot between them."""
+    parts = value.split(".")
+    return len(parts) > 1 and len(value) <= LONGEST_NAME_BYTES and all(part.isidentifier() for part in parts)
+
+
 @dataclass(frozen=True)
 class Positive:
     """Greater than 0."""

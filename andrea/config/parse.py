@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from andrea.config.checks import CHECKS
 from andrea.config.errors import UserError
 from andrea.config.keys import key_types, nearest, with_current_keys
-from andrea.config.limits import LARGEST_INTEGER, PathText, Text, readable_path
+from andrea.config.limits import LARGEST_INTEGER, DottedPath, PathText, Text, is_dotted_path, readable_path
 
 
 class WrongType(UserError):
@@ -94,7 +94,8 @@ def convert_union(hint: Any, value: Any, where: str) -> Any:
             return convert(choice, value, where)
         except WrongType:
             continue
-    raise WrongType(f"{where}={value} is not allowed; allowed: {describe(hint)}")
+    literals = [word for choice in choices if typing.get_origin(choice) is Literal for word in typing.get_args(choice)]
+    raise WrongType(f"{where}={value} is not allowed; allowed: {describe(hint)}{nearest(str(value), literals)}")
 
 
 def is_text(hint: Any) -> bool:
@@ -130,6 +131,10 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
         raise UserError(f"{where}={value!r} is not text in UTF-8")
     if hint in (str, Text):
         return str(value)
+    if hint is DottedPath:
+        if not is_dotted_path(str(value)):
+            raise wrong
+        return str(value)
     assert hint is PathText, f"no conversion for {hint}"
     return readable_path(where, str(value))
 
@@ -163,11 +168,17 @@ def describe(hint: Any) -> str:
         str: "text",
         Text: "text",
         PathText: "a path",
+        DottedPath: "the dotted path of a class of your own (my_module.MyClass)",
         type(None): "null",
     }
     return names.get(hint, "a group of keys" if dataclasses.is_dataclass(hint) else "a list")
 
 
 def to_plain(config: Any) -> dict:
-    """The dataclass as plain mappings, lists and numbers, as config.yaml and wandb hold it."""
-    return dataclasses.asdict(config)
+    """The dataclass as plain mappings, lists and numbers, as config.yaml and wandb hold it.
+
+    `trust` is left out: it holds for one command, and must never be read from a saved configuration.
+    """
+    plain = dataclasses.asdict(config)
+    plain.pop("trust", None)
+    return plain

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from andrea.config.limits import (
     AtLeast,
     Between,
+    DottedPath,
     PathText,
     Positive,
     Text,
@@ -47,7 +48,7 @@ class ModelConfig:
     rotary_base: PositiveNumber
     norm: Literal["rmsnorm", "layernorm"]
     norm_epsilon: PositiveNumber
-    mlp: Literal["relu2", "gelu", "swiglu"]
+    mlp: Literal["relu2", "gelu", "swiglu"] | DottedPath
     bias: bool
     tied_head: bool
     qk_norm: bool
@@ -65,7 +66,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    compatibility: Literal["scaled_dot", "dot", "bilinear", "cosine", "additive"]
+    compatibility: Literal["scaled_dot", "dot", "bilinear", "cosine", "additive"] | DottedPath
     implementation: Literal[
         "auto", "reference", "chunked", "native", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"
     ]
@@ -208,6 +209,7 @@ class RunConfig:
     parallel: ParallelConfig
     train: TrainConfig
     float8: bool = False
+    trust: bool = False
 
     @property
     def steps(self) -> int:
@@ -245,6 +247,7 @@ class SampleConfig:
     threads: Threads | Auto
     precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
     compile: Literal["on", "off"]
+    trust: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,7 @@ class LensConfig:
     heads: list[Text]
     device: Device
     threads: Threads | Auto
+    trust: bool = False
 
 
 @dataclass(frozen=True)

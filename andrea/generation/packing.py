@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from andrea.attention import (
+    BUILT_IN,
     DotProduct,
     HeadStatistics,
     KeyValueCache,
@@ -26,9 +27,10 @@ from andrea.attention import (
     SharedInputs,
 )
 from andrea.attention.mask import Causal
+from andrea.config import UserError
 from andrea.generation.kernels.native import ACTIVATIONS, NAMES, Layer, Matrix, Shape, function, library
 from andrea.model.gpt import GPT
-from andrea.model.layers import RMSNorm, SwiGLU, gelu, relu_squared, softcap
+from andrea.model.layers import MLP, RMSNorm, SwiGLU, gelu, relu_squared, softcap
 from andrea.model.positions import Position, RotaryPosition
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import address
@@ -347,10 +349,20 @@ class PackedGPT:
 def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
     """The model as it decodes fastest, or as it is where there is no layout for it; torch.compile makes kernels itself."""
     weight = model.embedding.weight
+    if not is_built_in(model):
+        if int8:
+            raise UserError("precision=int8 serves the built-in MLPs and compatibility functions; use precision=bf16")
+        return model
     native = not compiled and has_native(weight)
     if int8 or native or (not compiled and has_onednn(weight)):
         return PackedGPT(model, int8, native)
     return model
+
+
+def is_built_in(model: GPT) -> bool:
+    """Whether the model has no class of the user's own, whose layers are called in ways that are not known here."""
+    block = model.blocks[0]
+    return type(block.mlp) in (MLP, SwiGLU) and type(block.attention.compatibility) in BUILT_IN.values()
 
 
 def bytes_of_matrices(model: GPT, int8: bool) -> int:

@@ -18,6 +18,7 @@ from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.kernels.native import library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
+from andrea.runtime.own_parts import allowing
 from andrea.text.tokenizer import Tokenizer
 
 
@@ -26,7 +27,8 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     prompt = read_prompt(config.prompt)
     checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
-    model = load_model(checkpoint, tokenizer).to(device)
+    with allowing((), config.trust):
+        model = load_model(checkpoint, tokenizer).to(device)
     engine = make_engine(config, model, tokenizer, dtype)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
     tokens = [engine.encode(each) for each in prompts]  # a prompt that is too long is refused before any output

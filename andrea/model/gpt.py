@@ -26,7 +26,7 @@ from andrea.attention import (
     packed_documents,
     sliding_window,
 )
-from andrea.config import AttentionConfig, ModelConfig
+from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
 
@@ -40,11 +40,17 @@ def make_mask(attention: AttentionConfig) -> Mask:
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, attention: AttentionConfig) -> None:
         super().__init__()
+        compatibility = make_compatibility(attention.compatibility, config.n_head, config.d_head)
+        if config.position == "rotary" and not compatibility.lowers:
+            raise UserError(
+                f"attention.compatibility={attention.compatibility} has no `lower`, which model.position=rotary acts on; "
+                f"write one, or set model.position=learned or none"
+            )
         self.attention_norm = make_norm(config)
         self.attention = MultiHeadAttention(
             config.d_model,
             config.n_head,
-            compatibility=make_compatibility(attention.compatibility, config.n_head, config.d_head),
+            compatibility=compatibility,
             mask=make_mask(attention),
             n_kv_head=config.n_kv_head,
             bias=config.bias,

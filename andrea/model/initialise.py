@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from andrea.attention import Compatibility
 from andrea.model.gpt import GPT
 from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 
@@ -25,18 +24,21 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | norm weights, biases                     | one, zero                                                         |
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
     | of a compatibility function              | its own: `Compatibility.initialise`                               |
+    | of an MLP of the user's own              | its `initialise(generator)`; without one as the lines above say   |
 
     Each value is multiplied by the factor that `transfer` gives for another width or depth (andrea/model/transfer.py).
     The numbers are drawn in fp32 on the CPU, so that a seed gives the same model on every device.
     """
     transfer = transfer or Transfer()
-    for module in model.modules():
-        if isinstance(module, Compatibility):
-            module.initialise(generator)
+    draws_itself = hasattr(model.blocks[0].mlp, "initialise")
+    for block in model.blocks:
+        block.attention.compatibility.initialise(generator)
+        if draws_itself:
+            block.mlp.initialise(generator)
     for name, parameter in model.named_parameters():
-        if ".compatibility." in name:
+        if ".compatibility." in name or (draws_itself and ".mlp." in name):
             continue
-        if parameter.dim() == 1:
+        if parameter.dim() <= 1:
             parameter.fill_(transfer.factors(name).initial if name.endswith("norm.weight") else 0.0)
             continue
         deviation = 0.1 if name == "embedding.weight" and model.head is not None else 0.02

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from andrea.config import ModelConfig
+from andrea.config import ModelConfig, UserError
+from andrea.runtime.own_parts import is_own, own_class
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -18,6 +19,18 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def make_mlp(config: ModelConfig) -> nn.Module:
+    """A built-in MLP, or the user's class at the dotted path model.mlp, built with (d_model, d_mlp, bias).
+
+    Raises UserError for a class of the user's own that may not be imported or that a checkpoint could not hold.
+    """
+    if is_own(config.mlp):
+        mlp = own_class("model.mlp", config.mlp, nn.Module)(config.d_model, config.d_mlp, config.bias)
+        if kept := mlp.state_dict().keys() - dict(mlp.named_parameters()).keys():
+            raise UserError(
+                f"model.mlp={config.mlp} has the buffer {min(kept)}, and a checkpoint holds parameters alone; register it "
+                f"with persistent=False, or make it a parameter"
+            )
+        return mlp
     if config.mlp == "swiglu":
         return SwiGLU(config.d_model, config.d_mlp, config.bias)
     return MLP(config.d_model, config.d_mlp, config.bias, {"relu2": relu_squared, "gelu": gelu}[config.mlp])

@@ -23,6 +23,7 @@ from andrea.config import RunConfig, UserError, with_current_keys
 from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
+from andrea.training.checkpoints import changed_own_parts
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.parallel.saver import Saver
 from andrea.training.progress import Progress
@@ -63,9 +64,9 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
     print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
 
 
-def show_resume(checkpoint: Checkpoint, changes: list[str]) -> None:
+def show_resume(checkpoint: Checkpoint, changes: list[str], config: RunConfig) -> None:
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
-    for change in changes:
+    for change in changes + changed_own_parts(checkpoint, config):
         print(f"  changed {change}")
 
 
@@ -125,6 +126,7 @@ def merge(
     """
     saved = with_current_keys(RunConfig, saved)
     before, now = flatten(saved), flatten(composed)
+    before.pop("trust", None)  # holds for one command line, and is never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
     before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # groups since then

@@ -27,6 +27,7 @@ from andrea.insight.lens.token_text import token_texts
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.files import replacing
+from andrea.runtime.own_parts import allowing
 from andrea.text.tokenizer import Tokenizer
 
 LARGEST_PAGE_BYTES = 30_000_000
@@ -44,7 +45,8 @@ def lens(config: LensConfig, device: torch.device) -> int:
         )
     checkpoint = locate(config.checkpoint, Path(config.runs_dir))
     tokenizer = checkpoint.tokenizer()
-    model = load_model(checkpoint, tokenizer).to(device)
+    with allowing((), config.trust):
+        model = load_model(checkpoint, tokenizer).to(device)
     for block in model.blocks:
         block.attention.implementation = "auto"  # the one used in training may not run on this device
     tokens = Engine(model, tokenizer).encode(prompt)

@@ -23,8 +23,9 @@ class LayerTrace:
     """The inputs, intermediate results and output of one layer.
 
     query and key are as their dot product takes them: after QK-norm, the compatibility function's factors and rotary
-    positions. The additive function has no dot product; there they are A q and B k. Keys and values that several heads
-    share are repeated for each.
+    positions. The additive function has no dot product; there they are A q and B k. For a user's own function without a
+    dot product N = T: a query is its row of scores, and key j is 1 at place j and 0 elsewhere. Keys and values that
+    several heads share are repeated for each.
     """
 
     before: Tensor  # (B, T, d_model): the residual stream that the layer reads
@@ -58,10 +59,13 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     attention = block.attention
     query, key, value, compatibility = attention.project(block.attention_norm(x), shared=shared)
     mask = attention.mask_with(shared.packing)
-    attend_readably = attend_chunked if isinstance(compatibility, Additive) else attend_reference
+    attend_readably = attend_chunked if type(compatibility) is Additive else attend_reference
     attended = attend_readably(query, key, value, compatibility, mask, 0)
-    if isinstance(compatibility, Additive):
+    if type(compatibility) is Additive:
         query, key = compatibility.transformed(query, shared_by_group(key, query))
+    elif not compatibility.lowers:
+        query = attended.scores.masked_fill(attended.scores.isinf(), 0)
+        key = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand_as(query)
     return LayerTrace(
         before=x,
         query=query,

@@ -25,19 +25,29 @@ GROUP_OF_NAME = (
     (re.compile(r"embedding\.weight"), "embedding"),
     (re.compile(r"head\.weight"), "head"),
     (re.compile(r"position\.weight"), "head"),
-    (re.compile(r"blocks\.\d+\.(attention|mlp)\.\w+\.weight"), "matrix"),
+    (re.compile(r"blocks\.\d+\.attention\.\w+\.weight"), "matrix"),
     (re.compile(r".*(norm\.weight|\.bias|\.value_mix)"), "vector"),
-    (re.compile(r"blocks\.\d+\.attention\.compatibility\.\w+"), "vector"),  # learned per head: not one matrix
+    (re.compile(r"blocks\.\d+\.attention\.compatibility\..+"), "vector"),  # learned per head: not one matrix
 )
+OF_MLP = re.compile(r"blocks\.\d+\.mlp\..+")  # of any names, in a user's own MLP: matrices are the 2-dim ones
+
+
+def group_of(name: str, parameter: nn.Parameter) -> str | None:
+    if OF_MLP.fullmatch(name):
+        return "matrix" if parameter.ndim == 2 else "vector"
+    return next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
 
 
 def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
-    """Parameters by group and name: each in exactly one group, vectors (1-dim) in "vector", matrices in the others."""
+    """Parameters by group and name: each in exactly one group, vectors (1-dim) in "vector", matrices in the others.
+
+    Of a compatibility function every parameter is in "vector", of an MLP of the user's own all but the 2-dim ones.
+    """
     groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in ("embedding", "head", "matrix", "vector")}
     for name, parameter in parameters.items():
-        group = next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
+        group = group_of(name, parameter)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
-        assert (parameter.ndim == 1) == (group == "vector") or ".compatibility." in name, (
+        assert (parameter.ndim == 1) == (group == "vector") or ".compatibility." in name or OF_MLP.fullmatch(name), (
             f"{name} of shape {tuple(parameter.shape)} is in group {group}"
         )
         groups[group][name] = parameter

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from andrea.attention import Additive, Cosine
+from andrea.attention import BUILT_IN, Additive, Cosine
 from andrea.attention.mask import visible_interval
 from andrea.insight.lens.head_names import NAMES
 from andrea.insight.lens.page.head_data import COMPONENTS
@@ -29,7 +29,8 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
     """The model and the prompt's tokens (1, T)."""
     config = model.config
     attention = model.blocks[0].attention
-    function = type(attention.compatibility).__name__
+    function = type(attention.compatibility)
+    name = function.__name__ if function in BUILT_IN.values() else f"{function.__module__}.{function.__name__}"
     functions = [block.attention.compatibility for block in model.blocks]
     first, stop = visible_keys(model, tokens)
     return {
@@ -39,11 +40,12 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "d_head": config.d_head,
         "kv_heads": config.n_kv_head or config.n_head,
         "sequence_length": config.sequence_length,
-        "compatibility": function,
+        "compatibility": name,
+        "lowers": attention.compatibility.lowers,
         "qk_norm": config.qk_norm,
         "position": config.position,
-        "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function == Cosine.__name__ else None,
-        "mixing": [each.weight.tolist() for each in functions] if function == Additive.__name__ else None,
+        "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
+        "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "tokens": tokens[0].tolist(),
         "visible_first": first,
         "visible_stop": stop,

@@ -88,6 +88,10 @@ function scoreSteps(head) {
     case "Additive":
       return [additiveStep(query, key, score, facts.mixing[layerOf(n)][n % H])];
     default: {
+      if (!facts.lowers) {
+        const formula = [`score = ${formatNumber(score)}`];
+        return [{ title: `${facts.compatibility}(q, k)`, detail: "the model's own function", formula, result: score }];
+      }
       const detail = "query and key as the model's own compatibility function has transformed them";
       return [productStep("query · key", detail, ["q", "k", "q·k"], query, key, score)];
     }

@@ -1,0 +1,93 @@
+"""A user's own classes, named by a dotted path in a configuration (my_module.MyMLP), and which of them may be imported.
+
+Importing a module runs its code. A path is therefore imported only inside `allowing`, which a command enters with the
+paths that stand on its own command line. A path that comes from a checkpoint alone is refused, wherever the model is
+built, unless the command line has trust=true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from andrea.config import UserError
+from andrea.runtime.files import file_sha256
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The dotted paths that may be imported; with `everything`, any."""
+
+    paths: frozenset[str] = frozenset()
+    everything: bool = False
+
+
+NOTHING_ALLOWED = Allowed()
+ALLOWED: ContextVar[Allowed] = ContextVar("ALLOWED", default=NOTHING_ALLOWED)
+
+
+@contextlib.contextmanager
+def allowing(paths: Iterable[str], trust: bool = False) -> Iterator[None]:
+    """Inside, `paths` may be imported; with `trust`, every path. Outside again, what was allowed before."""
+    before = ALLOWED.set(Allowed(frozenset(paths), trust))
+    try:
+        yield
+    finally:
+        ALLOWED.reset(before)
+
+
+def is_own(name: str) -> bool:
+    """Whether a configuration's value names a user's class, and not a part of this package."""
+    return "." in name
+
+
+def own_class(key: str, path: str, base: type) -> type:
+    """The class at the dotted path, a subclass of `base`; key: the configuration key, used in messages.
+
+    Raises UserError where the path may not be imported, cannot be imported, or is not such a class. An exception raised
+    by the module's own code is left as it is.
+    """
+    allowed = ALLOWED.get()
+    if not (allowed.everything or path in allowed.paths):
+        raise UserError(
+            f"{key}={path} comes from a checkpoint or a saved configuration and is not imported, because importing runs "
+            f"its code; if you trust it, add trust=true (when training, naming {key}={path} allows it too)"
+        )
+    module_name, _, class_name = path.rpartition(".")
+    found = getattr(imported(key, path, module_name), class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        known = f"is {found!r}" if found is not None else f"is not in the module {module_name}"
+        raise UserError(
+            f"{key}={path}: {class_name} {known}; it must be a subclass of {base.__module__}.{base.__name__}"
+        )
+    return found
+
+
+def imported(key: str, path: str, module_name: str) -> ModuleType:
+    """The module. Modules in the working directory are found, as with `python -m`. Raises UserError."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(
+            f"{key}={path} cannot be imported: {error}; modules are searched in the working directory {os.getcwd()} and "
+            f"where Python finds installed packages"
+        ) from None
+
+
+def source_sha256(key: str, path: str) -> str | None:
+    """sha256 of the source file of the class's module; None for a class that was typed into a notebook."""
+    try:
+        file = inspect.getsourcefile(own_class(key, path, object))
+    except (OSError, TypeError):
+        file = None
+    return file_sha256(Path(file)) if file and os.path.isfile(file) else None
