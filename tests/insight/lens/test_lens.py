@@ -44,7 +44,7 @@ def test_the_page_is_written_from_the_command_line(tmp_path: Path, capsys: pytes
     assert "15 of 15 heads in full" in capsys.readouterr().out
     page = out.read_text(encoding="utf-8")
     assert "{{" not in page and not re.search(r"https?://", page)
-    assert main(["lens", "--help"]) == 0 and "heads:" in capsys.readouterr().out
+    assert main(["lens", "--help"]) == 0 and "heads=" in capsys.readouterr().out
 
 
 def test_a_prompt_cannot_end_its_element_or_fill_the_template(tmp_path: Path) -> None:
