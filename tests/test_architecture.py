@@ -1,4 +1,4 @@
-"""Who may import whom, and which third-party packages stay in which folder (the layout is in docs/layout.md)."""
+"""Who may import whom, and which third-party packages stay in which folder (README.md shows the layout)."""
 
 from __future__ import annotations
 
