@@ -2,13 +2,13 @@
 
 T queries of width d_q, S keys of width d_k, H heads, any leading dimensions in front.
 
-A compatibility function says the same thing twice. `scores` is the textbook line, read by people and by the readable
-path. `lower` rewrites query and key so that their plain dot product gives those scores, which lets one fused kernel
-serve them all; rotary positions are applied to what `lower` returns. A function that learns learns per head: with
-n_head its parameters have a leading H that meets the head dimension of (..., H, T, d_q); without, they have none.
+A compatibility function is implemented twice. `scores` is the textbook formula, which the reference implementation uses.
+`lower` rewrites query and key so that their plain dot product gives the same scores; one fused kernel therefore serves every
+function with a `lower`. Rotary positions are applied to what `lower` returns. Parameters are learned per head: with n_head they have a
+leading dimension H, which is matched with the head dimension of (..., H, T, d_q); without n_head they have none.
 
-Your own, in ten lines: the dot product that forgets length, through a learned temperature. `scores` alone trains on
-the readable path; with `lower` as well, on the fused one.
+A function of your own, in ten lines: the dot product over a learned temperature. With `scores` alone it is trained by the
+reference implementation; with `lower` as well, by the fused ones.
 
 >>> import torch
 >>> from andrea.attention import Compatibility, attend
@@ -43,7 +43,7 @@ from andrea.runtime.own_parts import is_own, own_class
 
 
 class Compatibility(nn.Module, ABC):
-    """A module, because what a function learns belongs to it. Subclasses write `scores`, and `lower` where there is one."""
+    """A module, because it holds learned parameters. Subclasses implement `scores` and, where one exists, `lower`."""
 
     equal_widths = True  # d_q = d_k is needed
     lower_upcasts = True  # `lower` is given fp32; False where one rounding at the end is all that `lower` does anyway
@@ -57,11 +57,11 @@ class Compatibility(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no lowered form")
 
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Draw what is learned; a function that learns nothing does nothing."""
+        """Draw the initial values of the parameters; without parameters nothing is done."""
 
     @property
     def lowers(self) -> bool:
-        """Whether the scores can be had as a plain dot product."""
+        """Whether the function has `lower`, which makes its scores a plain dot product."""
         return type(self).lower is not Compatibility.lower
 
     def lowered(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

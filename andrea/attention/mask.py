@@ -3,9 +3,9 @@
 T queries, S keys. Keys stand at 0 .. S-1; query i stands at start + i, where start is S - T unless said otherwise
 (bottom-right: the keys that outnumber the queries are cached and came earlier). No mask (None) means all is visible.
 
-`visible` is the predicate, and all that a mask of your own needs. What a query sees through one of the masks below,
-and through any conjunction of them, is an interval of keys whose ends never move backwards from one query to the next;
-`interval` says which, and the fast path skips the rest.
+`visible` is the predicate, and all that a mask of your own needs. With the masks below, and with any conjunction
+of them, a query sees an interval of keys, whose ends never move backwards from one query to the next. `interval` returns
+it, so that fast implementations skip all other keys.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def key_padding(lengths: Tensor) -> Mask:
 
 
 def packed_documents(documents: Tensor) -> Mask:
-    """A query sees its own document: documents (..., S) numbers the one at each position, a run of equal numbers each.
+    """A query sees the keys of its own document. documents (..., S): the document's number at each position, in runs.
 
     For tensors (B, H, T, D): documents of shape (B, 1, S). See `documents_of`.
     """
@@ -159,7 +159,7 @@ def packed_documents(documents: Tensor) -> Mask:
 
 
 def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
-    """tokens (..., S) -> the number of the document each belongs to; an end-of-text stands before its document."""
+    """tokens (..., S) -> the number of each token's document; an end-of-text token begins the document after it."""
     return (tokens == end_of_text).cumsum(-1)
 
 

@@ -143,10 +143,10 @@ class MultiHeadAttention(nn.Module):
     def project(
         self, x: Tensor, context: Tensor | None = None, shared: SharedInputs = NOTHING_SHARED
     ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
-        """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores the first two.
+        """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores query and key.
 
-        Query and key are lowered already, and the function is the plain dot product. If the compatibility function has
-        no lowered form, they are not, and it is that function.
+        If the compatibility function has a lowered form, query and key are returned lowered, with the plain dot product
+        as their function. Otherwise they are not lowered, and their function is the compatibility function itself.
         """
         context = x if context is None else context
         query, key = self.heads(self.query(x)), self.heads(self.key(context))

@@ -29,7 +29,7 @@ class AttentionStatistics:
     visible_keys: Tensor  # int64, broadcastable to (..., T)
 
     def per_head(self) -> dict[str, Tensor]:
-        """Over the rows of each head, (..., ) each: mean entropy, its share of the possible, largest logit."""
+        """For each head, over its queries, (...,) each: mean entropy, its share of the largest possible, largest logit."""
         seeing = self.visible_keys > 0
         rows = seeing.expand_as(self.entropy_nats).sum(-1)
         most = self.visible_keys.clamp(min=1).log().expand_as(self.entropy_nats).sum(-1)
@@ -41,7 +41,7 @@ class AttentionStatistics:
 
 
 def statistics_of_scores(scores: Tensor, weights: Tensor, start: int | Tensor) -> AttentionStatistics:
-    """From the written-out scores (..., T, S), -inf where masked, and their softmax."""
+    """The statistics from the full scores (..., T, S), -inf where masked, and from the weights, their softmax."""
     scores, weights = scores.detach(), weights.detach()
     first_mass, previous_mass = masses_of_weights(weights, start)
     largest = scores.amax(-1)

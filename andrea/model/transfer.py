@@ -46,7 +46,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Transfer:
-    """wider: d_model over the width that the rates are given for; deeper: n_layer over that depth."""
+    """This model's size over the size at which its rates were tuned. wider: ratio of d_model; deeper: ratio of n_layer."""
 
     wider: float = 1.0
     deeper: float = 1.0
@@ -61,7 +61,7 @@ class Transfer:
         return cls(wider, deeper, model.tied_head)
 
     def factors(self, name: str) -> Factors:
-        """Of the parameter of this name; the table above, top to bottom."""
+        """The factors of the parameter `name`: the table above, top to bottom."""
         wider, deeper = self.wider, self.deeper
         if name.endswith(WRITES_RESIDUAL):
             return Factors(deeper**-0.5, 1 / (wider * deeper), 1 / deeper, 1 / wider)

@@ -65,7 +65,7 @@ def gcc_version() -> int:
 def compile_graph(function: Callable, fullgraph: bool = True) -> Callable:
     """`function`, compiled at its first call for the shapes of that call, and again for every other combination of shapes.
 
-    fullgraph: what cannot be compiled raises one of `compile_errors`; otherwise it runs uncompiled, between graphs.
+    fullgraph: raise one of `compile_errors` at code that cannot be compiled; otherwise that code runs uncompiled.
     """
     return torch.compile(function, dynamic=False, fullgraph=fullgraph)
 

@@ -109,7 +109,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
-    """Within it matrix products run in `precision`; weights stay fp32."""
+    """A context in which matrix products run in `precision`; weights stay fp32."""
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, weight_dtype(precision))

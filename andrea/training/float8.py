@@ -62,7 +62,7 @@ def fits(module: nn.Module) -> bool:
 
 
 def import_quietly() -> ModuleType:
-    """torchao.float8, without its warnings about missing kernels, which serve other purposes. Raises ImportError."""
+    """torchao.float8, without its warnings about missing kernels, which are not used here. Raises ImportError."""
     disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

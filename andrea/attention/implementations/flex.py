@@ -38,7 +38,7 @@ def run(case: Case) -> Result:
 
 @functools.lru_cache(maxsize=64)
 def block_mask_of_positions(mask: Mask, n_query: int, n_key: int, start: int, device: torch.device):
-    """The blocks of a mask that depends on positions alone: the same for all sequences and heads, so made once."""
+    """The BlockMask of a mask that depends on positions alone: the same for all sequences and heads, and cached."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(
@@ -49,7 +49,7 @@ def block_mask_of_positions(mask: Mask, n_query: int, n_key: int, start: int, de
 def block_mask_of_batch(
     mask: Mask, lead: torch.Size, n_query: int, n_key: int, start: int | torch.Tensor, device: torch.device
 ):
-    """The blocks of a mask that depends on the sequences: for each sequence and head. lead: (..., H) of the query."""
+    """The BlockMask, for each sequence and head, of a mask that depends on the batch. lead: (..., H) of the query."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     interval = visible_interval(mask, n_query, n_key, start, device)

@@ -18,7 +18,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class DataParallel(Parallel):
-    """The whole model on every rank. Gradients are averaged over ranks while the backward pass still runs."""
+    """The whole model on every rank. Gradients are summed over ranks while the backward pass still runs."""
 
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
         compiled_loss = compile_loss(loss, compile_mode)
