@@ -2,13 +2,14 @@
 
 T queries of width d_q, S keys of width d_k, H heads, any leading dimensions in front.
 
-A compatibility function is implemented twice. `scores` is the textbook formula, which the reference implementation uses.
-`lower` rewrites query and key so that their plain dot product gives the same scores; one fused kernel therefore serves every
-function with a `lower`. Rotary positions are applied to what `lower` returns. Parameters are learned per head: with n_head they have a
-leading dimension H, which is matched with the head dimension of (..., H, T, d_q); without n_head they have none.
+A compatibility function is implemented twice. `scores` is the textbook formula, which the reference implementation
+uses. `lower` rewrites query and key so that their plain dot product gives the same scores; one fused kernel therefore
+serves every function with a `lower`. Rotary positions are applied to what `lower` returns. Parameters are learned per
+head: with n_head they have a leading dimension H, which is matched with the head dimension of (..., H, T, d_q);
+without n_head they have none.
 
-A function of your own, in ten lines: the dot product over a learned temperature. With `scores` alone it is trained by the
-reference implementation; with `lower` as well, by the fused ones.
+A function of your own, in ten lines: the dot product over a learned temperature. With `scores` alone it is trained by
+the reference implementation; with `lower` as well, by the fused ones.
 
 >>> import torch
 >>> from andrea.attention import Compatibility, attend

@@ -3,8 +3,8 @@
 T queries, S keys. Keys stand at 0 .. S-1; query i stands at start + i, where start is S - T unless said otherwise
 (bottom-right: the keys that outnumber the queries are cached and came earlier). No mask (None) means all is visible.
 
-`visible` is the predicate, and all that a mask of your own needs. With the masks below, and with any conjunction
-of them, a query sees an interval of keys, whose ends never move backwards from one query to the next. `interval` returns
+`visible` is the predicate, and all that a mask of your own needs. With the masks below, and with any conjunction of
+them, a query sees an interval of keys, whose ends never move backwards from one query to the next. `interval` returns
 it, so that fast implementations skip all other keys.
 """
 
