@@ -29,7 +29,7 @@ class AttentionStatistics:
     visible_keys: Tensor  # int64, broadcastable to (..., T)
 
     def per_head(self) -> dict[str, Tensor]:
-        """For each head, over its queries, (...,) each: mean entropy, its share of the largest possible, largest logit."""
+        """For each head, over its queries, (...,) each: mean entropy, its share of the maximum, largest logit."""
         seeing = self.visible_keys > 0
         rows = seeing.expand_as(self.entropy_nats).sum(-1)
         most = self.visible_keys.clamp(min=1).log().expand_as(self.entropy_nats).sum(-1)

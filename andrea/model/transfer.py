@@ -46,7 +46,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Transfer:
-    """This model's size over the size at which its rates were tuned. wider: ratio of d_model; deeper: ratio of n_layer."""
+    """This model's size over the size its rates were tuned at. wider: ratio of d_model; deeper: of n_layer."""
 
     wider: float = 1.0
     deeper: float = 1.0

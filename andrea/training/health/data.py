@@ -115,7 +115,7 @@ class DataCheck(Check):
         }
 
     def rising_source(self, evidence: Evidence) -> dict[str, str]:
-        """A source whose loss rises while that of every other source falls: the model forgets it in favour of the others."""
+        """A source whose loss rises while that of every other source falls: it is forgotten for the others."""
         comparable = len(evidence.val) > 1 and all(
             name in self.val and self.val[name]["tokens"] == part["tokens"] for name, part in evidence.val.items()
         )
