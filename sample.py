@@ -1,27 +1,13 @@
-"""Let a trained model write: `python sample.py prompt="def main("`; `python sample.py --help` lists the keys."""
+"""Generate text: `python sample.py [key=value …]`; `python sample.py --help` lists the keys. The same as `andrea sample`."""
 
 import sys
 
-from andrea.cli.command_line import configure, run
-from andrea.cli.help import help_text
-from andrea.config import SampleConfig
-
-USAGE = 'python sample.py [key=value …]     for example: python sample.py prompt="def main(" num_samples=3'
+from andrea import __main__ as andrea
+from andrea.cli.command_line import run
 
 
 def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(help_text("sample", USAGE))
-        return 0
-    config = configure(SampleConfig, "sample", argv)
-
-    from andrea.generation.session import sample
-    from andrea.runtime.device import choose_device, choose_precision, choose_threads, weight_dtype
-
-    device = choose_device(config.device)
-    choose_threads(config.threads)
-    precision = choose_precision("auto" if config.precision == "int8" else config.precision, device)
-    return sample(config, device, weight_dtype(precision.value))
+    return andrea.main(["sample", *argv])
 
 
 if __name__ == "__main__":

@@ -1,90 +1,61 @@
-"""`python -m andrea COMMAND [key=value …]`: a table of commands, and nothing else."""
+"""`andrea COMMAND [key=value …]` and `python -m andrea COMMAND …`: a table of commands, and nothing else."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from andrea.cli.command_line import configure, run
+from andrea.cli.command_line import run
+from andrea.cli.commands import compare, consolidate, dashboard, lens, prepare
 from andrea.cli.help import help_text
-from andrea.cli.words import to_key_value
-from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig, UserError, nearest
+from andrea.cli.sample import sample
+from andrea.cli.train import train
+from andrea.config import UserError, nearest
+from andrea.runtime.program import typed_command
 
 
-def prepare(words: list[str]) -> int:
-    """Write the token shards of data=… with tokenizer=…, as train.py does by itself on first use."""
-    from pathlib import Path
+@dataclass(frozen=True)
+class Command:
+    """Its docstring describes it in the list of commands; --help shows the keys of configs/CONFIG_NAME.yaml."""
 
-    from andrea.text.corpus import open_corpus
-
-    config = configure(RunConfig, "train", words)
-    corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), print)
-    for source in corpus.sources:
-        print(
-            f"{source.name}: {len(source.train):,} training tokens, {len(source.val):,} held out ({source.val_bytes:,} bytes)"
-        )
-    print(f"tokenizer {corpus.tokenizer.identity}, fingerprint {corpus.fingerprint[:12]}")
-    return 0
+    main: Callable[[list[str]], int]
+    config_name: str
+    example: str
 
 
-def consolidate(words: list[str]) -> int:
-    """Make one file of weights and one of optimizer state of what the ranks of a sharded run have written."""
-    from pathlib import Path
-
-    from andrea.checkpoint import consolidate, locate
-
-    config = configure(ConsolidateConfig, "consolidate", words)
-    checkpoint = locate(config.checkpoint, Path(config.runs_dir))
-    consolidate(checkpoint.path)
-    print(f"{checkpoint.path} {'is now' if checkpoint.is_sharded else 'was already'} in the single-folder format")
-    return 0
+COMMANDS = {
+    "train": Command(train, "train", "model=andrea-120m data=text data.path=notes/"),
+    "sample": Command(sample, "sample", 'prompt="def main(" num_samples=3'),
+    "prepare": Command(prepare, "train", "data=text data.path=notes/ tokenizer=byte"),
+    "lens": Command(lens, "lens", 'prompt="def main("'),
+    "compare": Command(compare, "compare", "runs/"),
+    "consolidate": Command(consolidate, "consolidate", "checkpoint=runs/NAME"),
+    "dashboard": Command(dashboard, "dashboard", "project=andrea"),
+}
 
 
-def lens(words: list[str]) -> int:
-    """Write a page that shows what every head does with prompt=…, and the arithmetic behind it."""
-    config = configure(LensConfig, "lens", words)
-
-    from andrea.insight.lens.lens import lens
-    from andrea.runtime.device import choose_device, choose_threads
-
-    device = choose_device(config.device)
-    choose_threads(config.threads)
-    return lens(config, device)
-
-
-def compare(words: list[str]) -> int:
-    """Compare run folders: a table, a page, a picture, and a scaling fit where the runs determine one."""
-    from andrea.insight.compare.compare import compare
-
-    config = configure(CompareConfig, "compare", to_key_value(words, positional="runs"))
-    predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
-    return compare(config, predicted)
-
-
-def dashboard(words: list[str]) -> int:
-    """Save a wandb workspace that shows the runs of project=… side by side; offline, print what it would send."""
-    from andrea.insight.dashboard import dashboard
-
-    return dashboard(configure(DashboardConfig, "dashboard", to_key_value(words)))
-
-
-COMMANDS = {"prepare": prepare, "consolidate": consolidate, "lens": lens, "compare": compare, "dashboard": dashboard}
-# The YAML whose keys --help shows.
-CONFIG_NAMES = {name: "train" if name == "prepare" else name for name in COMMANDS}
-
-
-def main(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print("python -m andrea COMMAND [key=value …]")
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{typed_command('COMMAND')} [key=value …]    with --help: the keys of the command")
         for name, command in COMMANDS.items():
-            print(f"  {name:<11} {command.__doc__}")
+            print(f"  {name:<11} {command.main.__doc__}")
         return 0
-    if words[0] not in COMMANDS:
-        raise UserError(f"{words[0]!r} is not a command; allowed: {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
+    name, *words = argv
+    if name not in COMMANDS:
+        raise UserError(f"{name!r} is not a command; allowed: {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
+    command = COMMANDS[name]
     if {"-h", "--help"} & set(words):
-        print(help_text(CONFIG_NAMES[words[0]], f"python -m andrea {words[0]} [key=value …]"))
+        typed = typed_command(name)
+        print(help_text(command.config_name, f"{typed} [key=value …]\nFor example: {typed} {command.example}"))
         return 0
-    return COMMANDS[words[0]](words[1:])
+    return command.main(words)
+
+
+def start() -> None:
+    """The console script `andrea`."""
+    run(main, sys.argv[1:])
 
 
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    start()

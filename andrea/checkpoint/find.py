@@ -10,6 +10,7 @@ from pathlib import Path
 from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.folder import Checkpoint, read_checkpoint
 from andrea.config import UserError, nearest
+from andrea.runtime.program import typed_command
 
 STEP_NAME = re.compile(r"step-\d{8,}")
 
@@ -61,7 +62,7 @@ def locate(
         run = newest_run(runs_dir)
         if run is None:
             raise UserError(
-                f"no checkpoint under runs_dir={runs_dir}; train one with `python train.py`, or name one with {key}=…"
+                f"no checkpoint under runs_dir={runs_dir}; train one with `{typed_command('train')}`, or name one with {key}=…"
             )
     else:
         run = next((path for path in (Path(requested), Path(runs_dir) / requested) if os.path.isdir(path)), None)

@@ -9,6 +9,7 @@ import torch
 from andrea.checkpoint import checkpoints_of
 from andrea.config import RunConfig
 from andrea.runtime.device import peak_memory_bytes
+from andrea.runtime.program import typed_command
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.progress import Progress
@@ -50,9 +51,10 @@ class Endings:
         console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         console.say(f"{why} at step {progress.step} of {config.steps}{bits} · {checkpoints.path}")
-        program = "torchrun … train.py" if step.ranks.started_by_torchrun else "python train.py"
-        resume = f"{program} name={checkpoints.folder.name} resume=auto"
-        console.say(f"next: python sample.py checkpoint={checkpoints.path}" if done else f"go on with: {resume}")
+        train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
+        resume = f"{train} name={checkpoints.folder.name} resume=auto"
+        sample = f"{typed_command('sample')} checkpoint={checkpoints.path}"
+        console.say(f"next: {sample}" if done else f"go on with: {resume}")
         return 0 if done else self.stopping.exit_code
 
     def stop_not_finite(self, figures: dict[str, float]) -> int:
@@ -79,5 +81,5 @@ class Endings:
         console.stop()
         console.say(f"error: stopped at step {progress.step} of {self.config.steps}: {names} · {path}")
         name = checkpoints.folder.name
-        console.say(f"go on all the same: python train.py name={name} resume=auto health.on_failure=warn")
+        console.say(f"go on all the same: {typed_command('train')} name={name} resume=auto health.on_failure=warn")
         return 4

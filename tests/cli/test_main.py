@@ -1,4 +1,4 @@
-"""`python -m andrea`: the table of commands."""
+"""`andrea COMMAND`: the table of commands, and the scripts of a clone that call it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from andrea.__main__ import main
+from andrea.__main__ import COMMANDS, main
 from andrea.config import UserError
 
 
 def test_commands_are_listed_and_misspelt_ones_refused(capsys: pytest.CaptureFixture) -> None:
-    assert main([]) == 0 and main(["prepare", "--help"]) == 0
-    assert "prepare" in capsys.readouterr().out
+    assert main([]) == 0 and main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in COMMANDS)
     with pytest.raises(UserError, match="did you mean prepare"):
         main(["prepar"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f" {name} [key=value …]\n" in shown or f" {name}.py [key=value …]\n" in shown
+    assert "\nFor example: " in shown and "\nKeys with their defaults:\n" in shown
+
+
+@pytest.mark.parametrize("name", ["train", "sample"])
+def test_the_scripts_of_a_clone_are_the_commands(name: str, script, capsys: pytest.CaptureFixture) -> None:
+    assert main([name, "-h"]) == 0
+    shown = capsys.readouterr().out
+    assert script(name)(["-h"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_prepare_writes_shards(notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -37,7 +37,7 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
         (["name=a", "seed=1,2"], "name="),
         (["seed"], "key=value"),
         (["data.path={a", "seed=1,2"], "data.path={a"),
-        (["hydra.nonsense=1", "seed=1,2"], "hydra.nonsense=1 is not something Hydra can do"),
+        (["hydra.nonsense=1", "seed=1,2"], "hydra.nonsense=1 is refused by Hydra"),
         (["hydra/launcher=nope", "seed=1,2"], "hydra/launcher=nope"),
         (["hydra.sweep.dir=${nope}", "seed=1,2"], "hydra.sweep.dir"),
         (["train.eval_every=glob(*)"], "train.eval_every=glob(*) has no values"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from andrea.config import RunConfig, UserError
 from andrea.runtime.device import Choice
+from andrea.runtime.program import typed_command
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.planning.machine import CARD, GIB, USABLE_SHARE, Placement
 from andrea.training.planning.micro_batch import memory_of
@@ -19,7 +20,7 @@ def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: fl
     if chosen.value == "fsdp" and not ranks.started_by_torchrun:
         raise UserError(
             "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
-            "`torchrun --standalone --nproc-per-node=2 train.py …`, or choose parallel=auto"
+            f"`{typed_command('train', 'torchrun --standalone --nproc-per-node=2')} …`, or choose parallel=auto"
         )
     if shard_ranks and ranks.size % shard_ranks:
         raise UserError(

@@ -1,0 +1,66 @@
+"""The commands besides `train` and `sample`: each reads its configuration and calls the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from andrea.cli.command_line import configure
+from andrea.cli.words import to_key_value
+from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig
+
+
+def prepare(argv: list[str]) -> int:
+    """Write the token shards of data=… with tokenizer=…; training does so itself at its first start."""
+    config = configure(RunConfig, "train", argv)
+
+    from andrea.text.corpus import open_corpus
+
+    corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), print)
+    for source in corpus.sources:
+        held_out = f"{len(source.val):,} held out ({source.val_bytes:,} bytes)"
+        print(f"{source.name}: {len(source.train):,} training tokens, {held_out}")
+    print(f"tokenizer {corpus.tokenizer.identity}, fingerprint {corpus.fingerprint[:12]}")
+    return 0
+
+
+def consolidate(argv: list[str]) -> int:
+    """Turn the many files of a sharded checkpoint into one file of weights and one of optimizer state."""
+    config = configure(ConsolidateConfig, "consolidate", argv)
+
+    from andrea.checkpoint import consolidate, locate
+
+    checkpoint = locate(config.checkpoint, Path(config.runs_dir))
+    consolidate(checkpoint.path)
+    print(f"{checkpoint.path} {'is now' if checkpoint.is_sharded else 'was already'} in the single-folder format")
+    return 0
+
+
+def lens(argv: list[str]) -> int:
+    """Write a page that shows what every attention head does with prompt=…, and the arithmetic behind it."""
+    config = configure(LensConfig, "lens", argv)
+
+    from andrea.insight.lens.lens import lens
+    from andrea.runtime.device import choose_device, choose_threads
+
+    device = choose_device(config.device)
+    choose_threads(config.threads)
+    return lens(config, device)
+
+
+def compare(argv: list[str]) -> int:
+    """Compare run folders: a table, a page, a picture, and a scaling fit where the runs determine one."""
+    config = configure(CompareConfig, "compare", to_key_value(argv, positional="runs"))
+    predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
+
+    from andrea.insight.compare.compare import compare
+
+    return compare(config, predicted)
+
+
+def dashboard(argv: list[str]) -> int:
+    """Save a wandb workspace that shows the runs of project=… side by side; offline, print what it would send."""
+    config = configure(DashboardConfig, "dashboard", to_key_value(argv))
+
+    from andrea.insight.dashboard import dashboard
+
+    return dashboard(config)

@@ -1,0 +1,36 @@
+"""This program: the command that a user types to start it, and the processes that it starts of itself. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+
+
+def typed_command(command: str, launcher: str = "python") -> str:
+    """`command` (train, sample, lens …) as this process's user types it, for messages: `python train.py`, `andrea train`.
+
+    launcher: the program in front of the script or module, e.g. `torchrun …`.
+    """
+    started = Path(sys.argv[0])
+    if started.name == "andrea" and launcher == "python":
+        return f"andrea {command}"
+    has_script = command in ("train", "sample")
+    as_module = started.name == "andrea" or (started.parent.name, started.name) == ("andrea", "__main__.py")
+    return f"{launcher} -m andrea {command}" if as_module or not has_script else f"{launcher} {command}.py"
+
+
+def module_command(module: str, argv: list[str]) -> list[str]:
+    """What starts a module of this package in a new process; use it with `module_environment`."""
+    return [sys.executable, "-m", module, *argv]
+
+
+def module_environment() -> dict[str, str]:
+    """The environment of this process, changed so that a new process can import this package from any folder."""
+    if PACKAGE_PARENT == Path(sysconfig.get_path("purelib")).resolve():
+        return dict(os.environ)
+    paths = [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
