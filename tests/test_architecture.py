@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,14 @@ def test_the_package_imports_with_torch_and_numpy_alone() -> None:
 def test_the_scripts_are_shells() -> None:
     for name in ("train.py", "sample.py"):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 60
+
+
+def test_the_answers_of_where_is_are_files() -> None:
+    answers = re.findall(r"\| `([^`]+)` \|$", (ROOT / "docs" / "where-is.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(answers) == 20 and all((ROOT / answer).is_file() for answer in answers)
+
+
+def test_ci_runs_the_commands_of_the_readme_as_they_stand() -> None:
+    readme, ci = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", ".ci/run"))
+    commands = re.findall(r"^    (pip install -e .*&& .*)$", readme, re.MULTILINE)
+    assert len(commands) == 2 and all(f"\n{command}\n" in ci for command in commands)
