@@ -11,9 +11,11 @@ __version__ = "0.2.0"
 MODULE_OF_NAME = {
     "Compatibility": "andrea.attention",
     "LoadedModel": "andrea.api.loaded_model",
+    "TrainedRun": "andrea.api.train",
     "UserError": "andrea.config",
     "attend": "andrea.attention",
     "load": "andrea.api.loaded_model",
+    "train": "andrea.api.train",
 }
 __all__ = [*MODULE_OF_NAME]
 

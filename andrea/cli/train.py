@@ -7,12 +7,18 @@ from andrea.cli.precompile_headers import precompile_headers
 from andrea.cli.sweep import SWITCHES, sweep
 from andrea.config import RunConfig, parse, to_plain
 from andrea.runtime.own_parts import allowing
+from andrea.training.progress import FinishedRun
 
 
 def train(argv: list[str]) -> int:
     """Train a GPT, or resume a run; with -m, one run for each combination of values (seed=1,2)."""
     if set(SWITCHES) & set(argv):
         return sweep(argv)
+    return train_one(argv).exit_code
+
+
+def train_one(argv: list[str]) -> FinishedRun:
+    """Train one run, as the words of its command line say. Raises UserError."""
     line = read(RunConfig, argv)
     typed = parse(RunConfig, compose("train", line))  # a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
@@ -20,8 +26,8 @@ def train(argv: list[str]) -> int:
         return new_or_resumed(typed, line)
 
 
-def new_or_resumed(typed: RunConfig, line: CommandLine) -> int:
-    """Train, from the checkpoint that `resume` finds if there is one; returns the exit code."""
+def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
+    """Train, from the checkpoint that `resume` finds if there is one."""
     from andrea.insight.lens.small_lens import small_lens
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
@@ -32,7 +38,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> int:
     config = with_length_and_name(typed)
     if config.dry_run:
         print(describe(config))
-        return 0
+        return FinishedRun(0, None)
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         if checkpoint is not None:
@@ -41,7 +47,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> int:
             config = with_length_and_name(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
-                return 0
+                return FinishedRun(0, resume.run_folder_of(checkpoint))
             ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting"))

@@ -80,6 +80,15 @@ def keep_freed_memory() -> None:
             set_option(option, value)
 
 
+def return_freed_memory() -> None:
+    """Undo `keep_freed_memory`: glibc's default settings, and memory that no tensor uses goes back to the system."""
+    library = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(library, "mallopt"):
+        for option, value in ((MALLOC_MMAP_MAX, 65536), (MALLOC_TRIM_THRESHOLD, 2**17), (MALLOC_TOP_PAD, 0)):
+            library.mallopt(option, value)
+        library.malloc_trim(0)
+
+
 def choose_precision(requested: str, device: torch.device) -> Choice:
     """`auto` is bf16 where the device multiplies in bf16, fp16 with a loss scale on older cards, and fp32 otherwise.
 

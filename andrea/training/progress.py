@@ -1,8 +1,17 @@
-"""Where a run stands."""
+"""Where a run stands, and how it ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+
+class FinishedRun(NamedTuple):
+    """exit_code: 0, or why training stopped earlier (docs/runs.md). folder: the run's; None where only a plan was printed."""
+
+    exit_code: int
+    folder: Path | None
 
 
 @dataclass

@@ -30,7 +30,7 @@ from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
-from andrea.training.progress import Progress
+from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records, open_loggers
 from andrea.training.records.run_folder import new_run_folder, run_folder_locked, write_config
@@ -62,8 +62,8 @@ def start(
     ranks: Ranks,
     watchdog: Watchdog,
     draw_lens: DrawLens | None = None,
-) -> int:
-    """Train, from `checkpoint` where one is given; every rank calls it. Returns the exit code. Raises UserError.
+) -> FinishedRun:
+    """Train, from `checkpoint` where one is given; every rank calls it. Raises UserError.
 
     draw_lens: draws the page shown at each evaluation. It is passed in, because insight may not be imported here.
     """
@@ -89,7 +89,7 @@ def start(
             code = trainer.train()
         finally:
             trainer.records.finish(code)
-        return code
+        return FinishedRun(code, folder)
 
 
 def make_model_and_loss(setup: RunSetup, weights: dict[str, Tensor] | None) -> tuple[RunConfig, Parallel, nn.Module]:

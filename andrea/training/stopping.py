@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,7 +48,11 @@ class StopRequests:
         """Ctrl-C and SIGTERM let the step finish and the run save; a second Ctrl-C ends the process at once.
 
         A second SIGTERM changes nothing: a cluster sends it to torchrun and to its ranks, and torchrun forwards its own.
+        Python lets the main thread alone catch signals; in another thread none is caught.
         """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
         def note(number: int, frame: Any) -> None:
             if self.signal and number == signal.SIGINT:

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import andrea
 
-PUBLIC = ["Compatibility", "LoadedModel", "UserError", "attend", "load"]
+PUBLIC = ["Compatibility", "LoadedModel", "TrainedRun", "UserError", "attend", "load", "train"]
 
 
 def test_these_are_the_public_names() -> None:

@@ -1,0 +1,71 @@
+"""Training from Python: the run that `train.py` makes, in a process that goes on afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from andrea.api.loaded_model import LoadedModel, load
+from andrea.cli.sweep import SWITCHES
+from andrea.cli.train import train_one
+from andrea.config import UserError
+from andrea.runtime.device import return_freed_memory
+from andrea.training.records.run_folder import read_lines
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended. folder: the run folder; None after dry_run=true.
+
+    exit_code: 0 when it is done; otherwise why it stopped (3: not finite, 4: health, 130: interrupted), as in docs/runs.md.
+    figures: the last recorded value of each figure of metrics.jsonl, such as "val/bpb" and "train/loss".
+    """
+
+    folder: Path | None
+    exit_code: int
+    figures: dict[str, Any]
+
+    def load(self, **keywords: Any) -> LoadedModel:
+        """The model of the run's newest checkpoint; keywords as for `andrea.load`. Raises UserError."""
+        if self.folder is None:
+            raise UserError("dry_run=true has trained no model; leave it out")
+        return load(self.folder, **keywords)
+
+
+def train(*words: str) -> TrainedRun:
+    """Train a model, as `python train.py WORDS…` does: train("model=andrea-nano", "train.steps=200").
+
+    A run that was interrupted or stopped has been saved where the command would have saved it; the exit code says why it
+    stopped. Settings of torch and of the process are afterwards as they were before. Raises UserError.
+    """
+    if switches := set(SWITCHES) & set(words):
+        raise UserError(
+            f"{min(switches)} starts a process for each run of a sweep; call train in a loop, or use train.py"
+        )
+    with process_settings_restored():
+        finished = train_one(list(words))
+    figures: dict[str, Any] = {}
+    for record in read_lines(finished.folder / "metrics.jsonl") if finished.folder else []:
+        figures |= record
+    return TrainedRun(finished.folder, finished.exit_code, figures)
+
+
+@contextmanager
+def process_settings_restored() -> Iterator[None]:
+    """What training sets for a whole process is reset: threads, determinism, random state, gradient mode, malloc."""
+    threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
+            yield
+    finally:
+        torch.set_grad_enabled(gradients)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        return_freed_memory()
