@@ -18,7 +18,7 @@ STEP_NAME = re.compile(r"step-\d{8,}")
 def checkpoints_of(run: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first; none where the folder may not be read."""
     folder = run / "checkpoints"
-    if not os.path.isdir(folder):  # also False where permissions forbid to look into `run`
+    if not os.path.isdir(folder):  # also False without permission to read `run`
         return []
     return sorted(path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir())
 

@@ -25,7 +25,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def rewrite(path: Path, name: str, content: bytes) -> None:
-    """Replace a file of a checkpoint, and what the manifest says of it."""
+    """Replace a file of a checkpoint and its entry in the manifest."""
     (path / name).write_bytes(content)
     files = json.loads((path / "manifest.json").read_text())["files"]
     edit(path / "manifest.json", files=files | {name: {"bytes": len(content), "sha256": file_sha256(path / name)}})

@@ -19,22 +19,22 @@ from andrea.text.sources import Source
 from andrea.text.tokenizer import from_path, load_gpt2
 
 
-def test_finding_the_newest_passes_over_the_damaged(tmp_path: Path) -> None:
-    run, said = tmp_path / "runs" / "a", []
+def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_reported(tmp_path: Path) -> None:
+    run, reported = tmp_path / "runs" / "a", []
     for step in (5, 9, 10):
         write(run, step)
     (run / "checkpoints" / "step-00000010" / "state.json").unlink()
     (run / "checkpoints" / ".writing-step-00000011-1").mkdir()
-    assert newest_whole(run, said.append).step == 9 and "step-00000010" in said[0]
+    assert newest_whole(run, reported.append).step == 9 and "step-00000010" in reported[0]
     assert [path.name for path in checkpoints_of(run)] == ["step-00000005", "step-00000009", "step-00000010"]
     remove_unfinished(run / "checkpoints")
     assert not list((run / "checkpoints").glob(".*"))
-    for asked in (None, "a", str(run), str(run / "checkpoints" / "step-00000009")):
-        assert locate(asked, tmp_path / "runs", report=said.append).step == 9
+    for requested in (None, "a", str(run), str(run / "checkpoints" / "step-00000009")):
+        assert locate(requested, tmp_path / "runs", report=reported.append).step == 9
     assert newest_run(tmp_path / "runs") == run
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint under"):
         locate(None, tmp_path)
     write(tmp_path / "first", 1)
@@ -47,7 +47,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 @contextmanager
 def shut(folder: Path) -> Iterator[None]:
-    """`folder` without rights on it; root, whom no rights stop, is nobody meanwhile."""
+    """`folder` without permissions; root, whom permissions do not stop, becomes another user meanwhile."""
     rights, user = folder.stat().st_mode, os.geteuid()
     folder.chmod(0)
     if user == 0:
@@ -59,7 +59,7 @@ def shut(folder: Path) -> Iterator[None]:
         folder.chmod(rights)
 
 
-def test_folders_of_someone_else_are_passed_over_or_refused(tmp_path: Path) -> None:
+def test_folders_without_permission_are_passed_over_or_refused(tmp_path: Path) -> None:
     write(tmp_path / "theirs", 1)
     with shut(tmp_path / "theirs"):
         assert checkpoints_of(tmp_path / "theirs") == []
@@ -91,7 +91,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert best_of(tmp_path) is None
 
 
-def test_going_back_sets_aside_what_lies_beyond(tmp_path: Path) -> None:
+def test_checkpoints_after_the_step_gone_back_to_are_set_aside(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (1, 2, 3):
         write(run, step)

@@ -15,7 +15,7 @@ from andrea.runtime.files import StorageFailed, file_sha256
 from andrea.text.tokenizer import ByteTokenizer
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_read_back(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 60, note="é")
     assert path.name == "step-00000060"
     found = read_checkpoint(path)
@@ -47,10 +47,10 @@ def test_a_truncated_or_missing_file_is_noticed(tmp_path: Path, name: str) -> No
         read_checkpoint(path)
 
 
-def test_a_manifest_that_climbs_out_or_lies_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_with_files_outside_the_folder_or_malformed_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    for wrong, said in [
+    for wrong, message in [
         ({"../../state.json": files["state.json"], **files}, "plain file"),
         ({**files, "state.json": 3}, "plain file"),
         ({"state.json": files["state.json"]}, "does not list"),
@@ -58,7 +58,7 @@ def test_a_manifest_that_climbs_out_or_lies_is_refused(tmp_path: Path) -> None:
         ("x", "cannot be read"),
     ]:
         edit(path / "manifest.json", files=wrong)
-        with pytest.raises(Damaged, match=said):
+        with pytest.raises(Damaged, match=message):
             read_checkpoint(path)
     edit(path / "manifest.json", files=files, format_version=99)
     with pytest.raises(Damaged, match="version 99"):
@@ -85,7 +85,7 @@ def test_a_state_without_its_figures_is_refused(tmp_path: Path) -> None:
         read_checkpoint(path)
 
 
-def test_tensors_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     (path / "model.safetensors").write_bytes(b"\xff" * 7 + b"\x7f" + b"{}")  # a header that claims 2^62 bytes
     with pytest.raises(Damaged, match="model.safetensors is damaged"):
@@ -100,7 +100,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
         found.optimizer_tensors()
 
 
-def test_a_failed_write_leaves_what_was_there_and_nothing_half_written(
+def test_a_failed_write_leaves_the_earlier_checkpoints_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -116,7 +116,7 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_half_written(
     assert newest_whole(run).step == 1
 
 
-def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     (path / "state.json").unlink()
     assert read_checkpoint(write(tmp_path, 3)).step == 3
@@ -142,7 +142,7 @@ def test_a_state_of_wrong_types_is_refused(name: str, value: object, tmp_path: P
         read_checkpoint(path)
 
 
-def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     files = json.loads((path / "manifest.json").read_text())["files"]
     edit(
@@ -153,7 +153,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
-def test_a_link_to_something_without_an_end_is_not_read(name: str, tmp_path: Path) -> None:
+def test_a_link_to_an_endless_device_is_not_read(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     (path / name).unlink()
     (path / name).symlink_to("/dev/zero")
@@ -161,7 +161,7 @@ def test_a_link_to_something_without_an_end_is_not_read(name: str, tmp_path: Pat
         read_checkpoint(path)
 
 
-def test_a_version_beyond_numbers_and_names_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_an_infinite_version_and_a_file_name_that_is_no_text_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     manifest = (path / "manifest.json").read_text()
     for wrong in (

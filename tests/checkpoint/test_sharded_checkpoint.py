@@ -115,7 +115,7 @@ def test_files_that_torch_wrote_are_read(tmp_path: Path) -> None:
         "[" * 100_000,
     ],
 )
-def test_a_header_that_lies_is_refused(info: str, tmp_path: Path) -> None:
+def test_a_wrong_header_is_refused(info: str, tmp_path: Path) -> None:
     path = tmp_path / "shard-00001-model-00001-of-00002.safetensors"
     write_tensors(path, {"c": WHOLE["c"]}, {OFFSETS: info})
     if info == "[]":  # no entry for the tensor: it is whole
@@ -142,7 +142,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         reader.read("a")
 
 
-def test_a_sharded_checkpoint_is_read_whole_and_becomes_two_files(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_read_and_consolidated_into_two_files(tmp_path: Path) -> None:
     path = sharded(tmp_path)
     before = read_checkpoint(path)
     assert before.is_sharded and before.model_tensors().keys() == {"a", "b", "c", "lone"}
@@ -157,7 +157,7 @@ def test_a_sharded_checkpoint_is_read_whole_and_becomes_two_files(tmp_path: Path
 
 
 @pytest.mark.parametrize("moment", range(1, 11))
-def test_a_crash_while_consolidating_leaves_the_one_form_or_the_other(tmp_path: Path, moment: int) -> None:
+def test_a_crash_while_consolidating_leaves_valid_shards_or_valid_files(tmp_path: Path, moment: int) -> None:
     """Cut off after each of its renames, flushes and removals in turn; afterwards it can be done again."""
     path = sharded(tmp_path)
     weights = read_checkpoint(path).model_tensors()
@@ -187,7 +187,7 @@ def test_a_crash_while_consolidating_leaves_the_one_form_or_the_other(tmp_path: 
     assert all(torch.equal(tensor, read_checkpoint(path).model_tensors()[name]) for name, tensor in weights.items())
 
 
-def test_a_sharded_checkpoint_that_is_not_what_it_says_is_not_believed(tmp_path: Path) -> None:
+def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
     path = sharded(tmp_path)
     extra = path / "shards" / "shard-00003-model-00001-of-00002.safetensors"
     extra.write_bytes((path / "shards" / "shard-00001-model-00001-of-00002.safetensors").read_bytes())

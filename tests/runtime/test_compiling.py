@@ -54,7 +54,7 @@ def test_a_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp
     assert gcc_version() == 0
 
 
-def test_what_cannot_be_compiled_is_said_and_not_run_in_parts() -> None:
+def test_what_cannot_be_compiled_raises() -> None:
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return x + 1

@@ -83,9 +83,7 @@ def test_each_row_is_written_by_one_rank(one_rank, tmp_path: Path, size: int, n_
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_is_saved_is_restored_and_the_run_may_go_on_meanwhile(
-    one_rank, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_a_save_holds_the_values_of_its_moment_and_is_restored(one_rank, tmp_path: Path, asynchronous: bool) -> None:
     rows = Rows()
     saver = saver_of(tmp_path, rows, asynchronous)
     state = state_of(3) | {"note": [1]}
