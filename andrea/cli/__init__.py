@@ -1,1 +1,1 @@
-"""The command line: Hydra's border, sweeps, help."""
+"""The command line: its commands, their configuration through Hydra, sweeps, help."""

@@ -1,9 +1,9 @@
-"""The border between the terminal and the package: command line in, checked configuration or one line of error out.
+"""From the command line to a checked configuration, and from an exception to one line and an exit code.
 
-Hydra composes the YAML groups, and that is all it is asked to do. What the user typed never meets Hydra's override
-grammar, in which `prompt="def main("` is a syntax error and `prompt=12` a number: this module splits each word at its
-first '=', checks the key's spelling against the dataclasses of `andrea.config`, and lays the value over the composed
-configuration itself. Text arrives byte for byte; numbers are read by `config.parse`, which knows the type wanted.
+Hydra composes the YAML groups, and does nothing else. In Hydra's own grammar of overrides `prompt="def main("` is a syntax
+error and `prompt=12` a number, so typed words never reach Hydra. This module splits each word at its first '=', checks the
+key against the dataclasses of `andrea.config`, and sets the value in the composed configuration. Text arrives byte for
+byte. `config.parse` knows the type of each key and reads numbers.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from andrea.runtime.files import StorageFailed
 
 LONGEST_LINE = 2000  # characters of a message
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
-# What PyYAML lets through, besides its own errors, where a value does not fit its tag or its form: 2001-99-99, !!bool x
+# Raised by PyYAML besides its own errors where a value does not fit its tag or its form: 2001-99-99, !!bool x
 YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed, checked for spelling: `groups` {'model': 'andrea-120m'}, `values` {'train.steps': '200'}."""
+    """A command line with its keys checked, e.g. groups {'model': 'andrea-120m'} and values {'train.steps': '200'}."""
 
     groups: dict[str, str]
     values: dict[str, Any]
 
 
 def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
-    """Run `main(argv)` and leave the process with its exit code; a UserError becomes one line and exit code 2.
+    """Run `main(argv)` and exit with its exit code; a UserError becomes one line and exit code 2.
 
-    Of many ranks the first one shows what all have to say; what a restart by torchrun cannot cure is not tried again.
+    An error that all ranks have in common is printed by rank 0 alone. An exit code that a restart cannot cure is recorded,
+    so that ranks restarted by torchrun exit with it at once.
     """
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be UTF-8
     if (code := torchrun.recorded_exit_code()) is not None:
         sys.exit(code)
     try:
@@ -53,22 +54,22 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
             print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}", file=sys.stderr)
         code = 2
     except StorageFailed as error:
-        hint = "what was saved before is whole: make room, then go on with resume=auto"
+        hint = "checkpoints saved before are whole; free some space, then continue with resume=auto"
         print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {hint}", file=sys.stderr)
         code = 5
     except torchrun.RankLost as error:
         if torchrun.is_rank_0():
-            hint = "torchrun starts all ranks again where --max-restarts allows it; resume=auto then goes on"
-            print(f"error: another rank is gone: {one_line(str(error))}; {hint}", file=sys.stderr)
+            hint = "if --max-restarts allows it, torchrun restarts all ranks, and resume=auto continues the run"
+            print(f"error: another rank was lost: {one_line(str(error))}; {hint}", file=sys.stderr)
         code = torchrun.RANK_LOST
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:  # the reader (`| head`) has left: nothing is wrong, and nothing more can be written
+    except BrokenPipeError:  # the reader (`| head`) has ended: no error, but nothing more can be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     torchrun.record_exit_code(code)
-    if code and torchrun.has_many_ranks():  # threads and cards may wait for other ranks, and nothing would wake them
+    if code and torchrun.has_many_ranks():  # a normal exit would wait for threads and cards that wait for lost ranks
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -76,10 +77,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
 
 
 def one_line(message: str) -> str:
-    """The message with line ends and unprintable characters written as escapes, so that it stays one line.
-
-    The middle of a very long one, which quotes what was typed, is left out.
-    """
+    """The message on one line: line ends and unprintable characters as escapes, the middle of a very long one left out."""
     if len(message) > LONGEST_LINE:
         message = f"{message[: LONGEST_LINE // 2]} … {message[-LONGEST_LINE // 2 :]}"
     return "".join(
@@ -89,7 +87,7 @@ def one_line(message: str) -> str:
 
 
 def read(kind: type, argv: list[str]) -> CommandLine:
-    """Split `key=value` words and check every key against the dataclass `kind`. Raises UserError."""
+    """Split words of the form key=value and check every key against the dataclass `kind`. Raises UserError."""
     groups: dict[str, str] = {}
     values: dict[str, Any] = {}
     for word in with_current_names(kind, argv):
@@ -99,7 +97,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
                 f"{word!r} is not of the form key=value{nearest(key, dotted_keys(kind))}; --help lists the keys"
             )
         if key[:1] in "+~":
-            raise UserError(f"{word!r}: keys are neither added (+) nor removed (~) here; write {key.lstrip('+~')}=…")
+            raise UserError(f"{word!r}: keys cannot be added (+) or removed (~); write {key.lstrip('+~')}=…")
         hint = type_of_key(kind, key)
         if dataclasses.is_dataclass(hint):
             groups[key] = value
@@ -115,7 +113,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
 
 
 def with_current_names(kind: type, argv: list[str]) -> list[str]:
-    """argv with each renamed key under its present name; rank 0 names each such key once, on standard error."""
+    """argv with renamed keys under their present names; rank 0 prints one line for each of them, on standard error."""
     words, renamed = [], {}
     for word in argv:
         key, equals, value = word.partition("=")
@@ -128,7 +126,7 @@ def with_current_names(kind: type, argv: list[str]) -> list[str]:
 
 
 def compose(config_name: str, line: CommandLine) -> dict:
-    """The values of configs/CONFIG_NAME.yaml and its chosen groups, then the typed values, as plain mappings."""
+    """The values of configs/CONFIG_NAME.yaml and of its groups with the typed values on top, as plain mappings."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
@@ -146,12 +144,12 @@ def compose(config_name: str, line: CommandLine) -> dict:
 
 
 def configure(kind: type, config_name: str, argv: list[str]) -> Any:
-    """From the command line to the checked, frozen configuration: `read`, `compose`, `parse`."""
+    """From the command line to the checked, frozen dataclass `kind`. Raises UserError."""
     return parse(kind, compose(config_name, read(kind, argv)))
 
 
 def hydra_errors() -> tuple[type[Exception], ...]:
-    """What Hydra raises over what it was given."""
+    """The exceptions by which Hydra refuses its input."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -159,13 +157,13 @@ def hydra_errors() -> tuple[type[Exception], ...]:
 
 
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:
-    """Set dotted keys in nested mappings, in place; returns the mapping."""
+    """Set the values of dotted keys in nested mappings, in place; returns the mapping."""
     for key, value in values.items():
         *groups, last = key.split(".")
-        place = plain
+        inner = plain
         for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
+            inner = inner.setdefault(group, {})
+        inner[last] = value
     return plain
 
 
@@ -176,7 +174,7 @@ def check_choice(group: str, choice: str) -> None:
 
 
 def read_list(hint: Any, key: str, value: str) -> list:
-    """A repeated text key collects its words as they are; other lists may also be written [a, b]."""
+    """The entries of one word. A list of text takes each word as one entry; other lists may be written [a, b]."""
     if issubclass(typing.get_args(hint)[0], Text):
         return [value]
     loaded = read_yaml(key, value)
@@ -184,28 +182,28 @@ def read_list(hint: Any, key: str, value: str) -> list:
 
 
 def read_yaml(key: str, value: str) -> Any:
-    """The list, mapping or scalar that `value` spells. Raises UserError."""
+    """`value` read as YAML: a list, a mapping or a scalar. Raises UserError."""
     import yaml
 
     hint = "write a list as [a, b], a mapping as {name: value}"
     if len(value) > LONGEST_YAML:
-        raise UserError(f"{key} is {len(value)} characters long, at most {LONGEST_YAML} are read; {hint}")
+        raise UserError(f"{key} is {len(value)} characters long, more than the limit of {LONGEST_YAML}; {hint}")
     try:
         aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(value, Loader=yaml.SafeLoader))
         loaded = None if aliases else yaml.safe_load(value)
     except (yaml.YAMLError, *YAML_FAULTS):
         raise UserError(f"{key}={value} cannot be read; {hint}") from None
-    if aliases:  # a few of them can stand for more than any memory holds
-        raise UserError(f"{key}={value} has an alias (*name), which is not read here; write out what it stands for")
+    if aliases:  # nested aliases can expand to more than any memory holds
+        raise UserError(f"{key}={value} has an alias (*name), which is not supported; write out its value")
     if any(isinstance(entry, int) and abs(entry) > LARGEST_INTEGER for entry in entries_of(loaded)):
         raise UserError(f"{key}={value} holds a number beyond {LARGEST_INTEGER}")
     return loaded
 
 
 def entries_of(loaded: Any) -> list[Any]:
-    """Every entry of nested lists and mappings, keys too."""
+    """Every entry of nested lists and mappings, keys included."""
     found = [loaded]
-    for entry in found:  # grows as it is read
+    for entry in found:  # the list grows during the loop
         if isinstance(entry, dict):
             found += [*entry.keys(), *entry.values()]
         elif isinstance(entry, (list, tuple, set)):

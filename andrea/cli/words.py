@@ -11,8 +11,8 @@ from andrea.config import UserError
 def to_key_value(words: list[str], positional: str | None = None) -> list[str]:
     """Every word as key=value: `--key value` and `--key=value` become key=value.
 
-    positional: the key that takes the words without '=', and those that name an existing file or folder, as a path may
-    contain '='. Raises UserError for an option without a value.
+    positional: the key of positional arguments. These are words without '=', and words that name an existing file or
+    folder, since a path may contain '='. Raises UserError for an option without a value.
     """
     found: list[str] = []
     rest = iter(words)
@@ -29,7 +29,7 @@ def to_key_value(words: list[str], positional: str | None = None) -> list[str]:
 
 
 def option(word: str, rest: Iterator[str]) -> str:
-    """An option without its dashes as key=value; the value is taken from `rest` where the word has none."""
+    """An option, given without its dashes, as key=value. If it has no '=', the next word of `rest` is its value."""
     if "=" in word:
         return word
     value = next(rest, None)

@@ -1,4 +1,4 @@
-"""The border: what is typed arrives byte for byte, what is wrong is one line and exit code 2."""
+"""The command line: text arrives byte for byte, an error is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = {kind: compose(name, CommandLine({}, {})) for kind, name in ((RunConfig, 
 
 
 def quick(kind: type, words: list[str]):
-    """`configure`, but for composing the YAML anew each time."""
+    """`configure` without composing the YAML files again each time."""
     return parse(kind, lay_over(copy.deepcopy(BASE[kind]), read(kind, words).values))
 
 
@@ -29,7 +29,7 @@ def test_a_prompt_arrives_as_it_was_typed(text: str) -> None:
     assert quick(SampleConfig, [f"prompt={text}"]).prompt == text
 
 
-# What a terminal can hand over: bytes, of which those that are no UTF-8 arrive as half of a surrogate pair, and no NUL.
+# What a terminal can pass: bytes without NUL. Those that are not UTF-8 arrive as halves of surrogate pairs.
 path_text = st.binary(max_size=60).map(lambda typed: os.fsdecode(typed.replace(b"\0", b"")))
 
 
@@ -43,14 +43,15 @@ def test_paths_and_stops_arrive_as_they_were_typed(text: str) -> None:
 @pytest.mark.parametrize(
     "prompt", ["def main(", "привет", "it's", "a, b", "12", "null", "${x}", "{a: b", "🦊", "a\nb", "x" * 10_000, ""]
 )
-def test_prompts_that_hydras_grammar_would_refuse_or_change(prompt: str) -> None:
+def test_prompts_that_hydra_s_grammar_would_refuse_or_change(prompt: str) -> None:
     assert configure(SampleConfig, "sample", [f"prompt={prompt}"]).prompt == prompt
 
 
-def test_null_means_on_the_command_line_what_it_means_in_the_yaml() -> None:
+def test_null_means_the_same_on_the_command_line_as_in_the_yaml() -> None:
     keys = ("resume", "init_from", "name", "train.lens_prompt", "train.max_minutes")
-    run = configure(RunConfig, "train", [f"{key}=null" for key in keys])
-    assert (run.resume, run.init_from, run.name, run.train.lens_prompt, run.train.max_minutes) == (None,) * 5
+    config = configure(RunConfig, "train", [f"{key}=null" for key in keys])
+    values = (config.resume, config.init_from, config.name, config.train.lens_prompt, config.train.max_minutes)
+    assert values == (None,) * 5
     assert configure(RunConfig, "train", ["resume=None"]).resume == "None"
 
 
@@ -69,7 +70,7 @@ def test_ctrl_c_before_training_is_quiet(capsys: pytest.CaptureFixture) -> None:
     assert run_script(main, [], capsys)[::2] == (130, "interrupted\n")
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_reader_that_ends_early_is_no_error() -> None:
     program = (
         "from andrea.cli.command_line import run; run(lambda words: [print('x' * 99) for _ in range(9999)] and 0, [])"
     )
@@ -88,11 +89,11 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("train", "not of the form key=value"),
-        ("+train.steps=3", "neither added"),
-        ("~data=x", "neither added"),
+        ("+train.steps=3", "cannot be added"),
+        ("~data=x", "cannot be added"),
         ("logger.tags=[a", "cannot be read"),
         ("data.sources={a", "cannot be read"),
         ("model.depth=3", "unknown key model.depth"),
@@ -100,8 +101,8 @@ def test_a_bug_keeps_its_traceback() -> None:
         ("seed.x=3", "unknown key"),
     ],
 )
-def test_words_that_are_refused(word: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_words_that_are_refused(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read(RunConfig, [word])
 
 
@@ -121,7 +122,7 @@ def test_lists_may_be_written_or_repeated() -> None:
     assert configure(RunConfig, "train", ["logger.tags=a", "logger.tags=b"]).logger.tags == ["a", "b"]
 
 
-def test_a_broken_yaml_of_the_users_own_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_yaml_file_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.yaml").write_text("defaults:\n  - model: [\n")
     monkeypatch.setattr("andrea.config.group_files.CONFIGS", tmp_path)
     with pytest.raises(UserError, match="train.yaml"):

@@ -57,8 +57,8 @@ def test_a_wrong_sweep_is_one_line_and_starts_nothing(
 def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
     name = run_name(["model=andrea-12m", "optimizer.learning_rate=0.1", "data.path=a/b"], "g")
     assert name == "{model}-{tokens}-seed{seed}-learning_rate=0.1-path=a_b-g"
-    run = with_length_and_name(configure(RunConfig, "train", [f"name={name}", "seed=3", "train.steps=50"]))
-    assert run.name == "andrea-nano-205k-seed3-learning_rate=0.1-path=a_b-g"
+    config = with_length_and_name(configure(RunConfig, "train", [f"name={name}", "seed=3", "train.steps=50"]))
+    assert config.name == "andrea-nano-205k-seed3-learning_rate=0.1-path=a_b-g"
 
 
 @pytest.mark.parametrize("model", ["andrea-nano", "andrea-12m"])

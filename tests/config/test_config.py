@@ -1,4 +1,4 @@
-"""The strict parse: names, types, limits, and one line that tells what to do."""
+"""The strict parse: names, types, limits, combinations; an error is one line that names the key and the remedy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def make(*words: str) -> RunConfig:
 
 
 def test_a_round_trip_through_plain_mappings_changes_nothing() -> None:
-    run = make("model=gpt2", "optimizer=adamw", "data=mixture", "data.sources={a: {kind: text, path: b, weight: 0.5}}")
-    assert parse(RunConfig, to_plain(run)) == run
+    config = make(
+        "model=gpt2", "optimizer=adamw", "data=mixture", "data.sources={a: {kind: text, path: b, weight: 0.5}}"
+    )
+    assert parse(RunConfig, to_plain(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -64,14 +66,14 @@ def test_values_of_a_wrong_type_name_the_key(hint: typing.Any, value: typing.Any
         convert(hint, value, "some.key")
 
 
-def test_the_nearest_spelling_is_offered() -> None:
+def test_the_nearest_spelling_is_suggested() -> None:
     with pytest.raises(UserError, match="did you mean train.steps"):
         make("train.setps=3")
     with pytest.raises(UserError, match="did you mean andrea-nano"):
         make("model=andrea-nnao")
 
 
-def test_a_head_width_that_is_not_whole_offers_one_that_is() -> None:
+def test_a_head_width_that_is_not_whole_suggests_a_number_of_heads() -> None:
     with pytest.raises(UserError, match="n_head=5 does not divide .*d_model=256.*n_head=4"):
         make("model.d_model=256", "model.n_head=5")
 
@@ -119,7 +121,7 @@ def test_impossible_sampling_is_refused(words: list[str]) -> None:
         configure(SampleConfig, "sample", words)
 
 
-def test_a_missing_key_and_a_group_that_is_no_group() -> None:
+def test_a_missing_key_and_a_group_that_is_not_a_mapping() -> None:
     with pytest.raises(UserError, match="optimizer.kind is missing"):
         parse(OptimizerConfig, {}, "optimizer")
     with pytest.raises(UserError, match="is not a set of keys"):
@@ -134,15 +136,15 @@ BASE = compose("train", CommandLine({}, {}))
 @given(st.sampled_from([key for key in dotted_keys(RunConfig)]), st.text(max_size=20))
 def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None:
     try:
-        run = parse(RunConfig, lay_over(copy.deepcopy(BASE), read(RunConfig, [f"{key}={value}"]).values))
+        config = parse(RunConfig, lay_over(copy.deepcopy(BASE), read(RunConfig, [f"{key}={value}"]).values))
     except UserError as error:
         assert str(error)
     else:
-        assert dataclasses.is_dataclass(run)
+        assert dataclasses.is_dataclass(config)
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("model.d_model=10000000000000", "model.d_model=10000000000000 must be from 1 to 131072"),
         ("model.n_layer=1000000", "must be from 1 to 4096"),
@@ -165,20 +167,21 @@ def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None
         ('data.sources={a: {kind: text, path: "\\0"}}', "data.sources.a.path"),
     ],
 )
-def test_what_no_machine_could_do_is_refused_at_the_border(word: str, said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_values_that_no_machine_supports_are_refused(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         make("data=mixture" if "sources" in word else "data=text", "data.path=x", word)
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("max_new_tokens=1000000000000", "held at a time"), ("seed=18446744073709551615", "too large")]
+    ("word", "message"),
+    [("max_new_tokens=1000000000000", "held at a time"), ("seed=18446744073709551615", "too large")],
 )
-def test_samples_that_no_memory_holds_are_refused(word: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_samples_that_no_memory_can_hold_are_refused(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         configure(SampleConfig, "sample", [word])
 
 
-def test_a_picture_s_size_is_of_plain_digits() -> None:
+def test_a_picture_s_size_is_written_in_ascii_digits() -> None:
     for size in ("²x²", "９００x９００", "9" * 5000 + "x9", "1600x1000x3"):
         with pytest.raises(UserError, match="not a picture's size"):
             configure(CompareConfig, "compare", ["runs=a", f"size={size}"])

@@ -1,4 +1,4 @@
-"""A key that was renamed stays accepted under its old name: said when typed, silent in what was saved."""
+"""A renamed key stays accepted under its old name: with a line when typed, without a word in a saved configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from andrea.training.resume import merge
 
 
 def old_values() -> dict:
-    """A run's saved configuration as a version before the renaming wrote it."""
+    """A run's configuration as a version from before the renaming saved it."""
     values = to_plain(configure(RunConfig, "train", ["health.failing_share=0.25"]))
     values["health"]["showing"] = values["health"].pop("failing_share")
     return values

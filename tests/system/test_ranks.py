@@ -189,7 +189,7 @@ def test_after_a_rank_was_killed_the_restarted_run_equals_the_uninterrupted_one(
     os.kill(ranks_of(process)[doomed], signal.SIGKILL)
     code, out = finished(process)
     assert code == 0 and "resuming" in out, out
-    assert ("error: another rank is gone" in out) == (doomed == 1), out
+    assert ("error: another rank was lost" in out) == (doomed == 1), out
     assert_same_run(run, alone)
     assert not newest_whole(run).is_sharded  # at its end a run is in the single-folder format
 

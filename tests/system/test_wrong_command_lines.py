@@ -1,5 +1,5 @@
-"""Wrong command lines: one line that names the key and the remedy, exit code 2, and nothing half-written left behind.
-And prompts that must work, whatever characters they hold.
+"""Wrong command lines: one line that names the key and the remedy, exit code 2, and no file left half-written.
+And prompts that must work, whatever characters they contain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from andrea.checkpoint import checkpoints_of
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
-    """A folder with a trained run, `runs/good`, and one of everything that can be wrong."""
+    """A folder with a trained run, `runs/good`, and one example of every kind of broken input."""
     place = tmp_path_factory.mktemp("place")
     command = tiny_command(place, notes, "name=good", "train.steps=4")
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
     weights.write_bytes(weights.read_bytes()[:-100])
     (place / "foreign" / "manifest.json").write_text("{}")
     (place / "empty").mkdir()
-    (place / "file").write_text("a file where a folder is wanted")
+    (place / "file").write_text("a file in place of a folder")
     (place / "binary").mkdir()
     (place / "binary" / "picture.txt").write_bytes(bytes(range(256)) * 40)
     (place / "blank").mkdir()
@@ -43,13 +43,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
 
 
 def files_under(place: Path) -> set[Path]:
-    """Everything there, but for prepared data that are whole: they serve the next run."""
+    """All files and folders, except whole prepared data, which the next run uses."""
     whole = {meta.parent for meta in (place / "data").glob("*/meta.json")}
     return {path for path in place.rglob("*") if not whole & {path, path.parent}}
 
 
 TEXT = ["data=text", "data.path={notes}"]
-# what is typed, what the line must name: the key to change (or the folder that is wrong)
+# (typed words, what the line must name: the key to change, or the broken folder)
 TRAIN_WRONG = [
     (["train.setps=3"], "train.steps"),
     (["modle=gpt2"], "model"),
@@ -145,7 +145,7 @@ def test_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize("key", ["runs_dir", "data_dir"])
 def test_a_path_that_cannot_be_written_is_named(key: str, tmp_path: Path, notes: Path) -> None:
-    """chmod does not stop root, a read-only mount does: in a mount namespace of its own, so that it ends by itself."""
+    """chmod does not stop root, but a read-only mount does. In a mount namespace of its own, it ends by itself."""
     locked = tmp_path / "locked"
     locked.mkdir()
     command = tiny_command(tmp_path, notes, f"{key}={locked / 'below'}")
