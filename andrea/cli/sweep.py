@@ -30,7 +30,7 @@ LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
 
 
 @dataclass(frozen=True)
-class FinishedRun:
+class SweepRun:
     """One run of a sweep: the words that set it apart, and the exit code of its process."""
 
     words: list[str]
@@ -57,7 +57,7 @@ def sweep(argv: list[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     launch(typed, varied, group, folder, for_hydra)
-    runs = [FinishedRun(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
+    runs = [SweepRun(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
     if not runs:
         raise UserError(f"the sweep makes no run: {' '.join(f'{key}={typed[key]}' for key in varied)} has no values")
     return report(runs)
@@ -153,7 +153,7 @@ def run_name(own: list[str], group: str) -> str:
     return "-".join(["{model}", "{tokens}", "seed{seed}", *others, group]).replace("/", "_")
 
 
-def report(runs: list[FinishedRun]) -> int:
+def report(runs: list[SweepRun]) -> int:
     """Print the sweep's last line. Returns the exit code of the first run that failed, or 0."""
     failed = [run for run in runs if run.code]
     line = f"sweep: {len(runs) - len(failed)} of {len(runs)} runs done"

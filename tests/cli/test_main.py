@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,15 @@ def test_commands_are_listed_and_misspelt_ones_refused(capsys: pytest.CaptureFix
     assert all(f"\n  {name} " in listed for name in COMMANDS)
     with pytest.raises(UserError, match="did you mean prepare"):
         main(["prepar"])
+
+
+def test_a_wrong_command_line_ends_before_torch_is_loaded() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None  # an import now fails\n"
+        "from andrea.__main__ import start; sys.argv[1:] = ['train', 'train.setps=3']; start()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2, "error: unknown key train.setps; did you mean train.steps?\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
