@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_script, tiny_words
+from conftest import run_script, tiny_words, torchrun
 
 import andrea
 from andrea.__main__ import main as andrea_main
@@ -160,6 +160,30 @@ def test_a_function_without_a_lowered_form(train, place: Path) -> None:
     assert loaded.generate(text, max_new_tokens=1, temperature=0) == loaded.tokenizer.decode([int(logits[-1].argmax())])
     with pytest.raises(UserError, match="precision=int8 serves the built-in"):
         andrea.load("own", trust=True, precision="int8").generate("a", max_new_tokens=1)
+
+
+@pytest.mark.slow
+def test_each_run_of_a_sweep_imports_what_its_command_line_names(train, place: Path) -> None:
+    assert train("-m", *SHORT[1:], *OWN, "seed=1,2", "logger.group=both") == 0
+    assert len(list((place / "runs").glob("*-both/checkpoints/step-00000002"))) == 2
+
+
+@pytest.mark.slow
+def test_a_restarted_rank_imports_it_again(place: Path, notes: Path) -> None:
+    """The module ends rank 1 in the first start, once a checkpoint is there."""
+    lost = """
+import os, signal
+if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    class Gated(Gated):
+        def forward(self, x):
+            if list(Path("runs/own/checkpoints").glob("step-00000002")):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().forward(x)
+"""
+    (place / "my_module.py").write_text((place / "my_module.py").read_text() + lost)
+    words = tiny_words(place, notes, *SHORT, *OWN, "resume=auto", "train.steps=6", "train.save_every=1", "parallel=ddp")
+    out, _ = torchrun(2, words, restarts=1).communicate(timeout=300)
+    assert "resuming runs/own" in out.replace(f"{place}/", "") and "done at step 6 of 6" in out, out
 
 
 @pytest.mark.parametrize(
