@@ -14,15 +14,8 @@ from andrea.config.keys import key_types
 from andrea.config.parse import parse
 from andrea.config.schema import RunConfig
 
-
-def configs_folder() -> Path:
-    """configs/ inside the installed package, or at the top of a clone."""
-    package = Path(str(importlib.resources.files("andrea")))
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
-
-
-CONFIGS = configs_folder()
+# In an installed package a folder of it; in a clone a link to configs/.
+CONFIGS = Path(str(importlib.resources.files("andrea"))) / "configs"
 
 
 def choices(group: str) -> list[str]:
