@@ -1,8 +1,8 @@
-"""Keys and values kept for generation, so that a new token attends to the past without computing it again.
+"""Key/value cache for generation: a new token attends to earlier tokens without computing their keys and values again.
 
-B batch, H heads, S room for tokens (fixed when made), T new tokens, D = d_head.
-The state is an argument, never hidden in a module. It is written in place: a copy for every token would cost more
-than the attention.
+B batch, H heads, S capacity in tokens (fixed when the cache is made), T new tokens, D = d_head.
+The cache is passed as an argument; no module holds it. It is written in place, because a copy for every token would cost
+more than the attention.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass
 class LayerCache:
-    """One layer's keys and values (B, H, S, D), of which the first `length` of each sequence are filled.
+    """One layer's keys and values (B, H, S, D); the first `length` tokens of each sequence are filled.
 
-    length: an int; or a tensor, of all sequences (0-d) or of each (B,). filled: as many as any sequence has, where the
-    host knows it: then no more comes back.
+    length: an int; or a tensor, 0-d for all sequences or (B,) for each.
+    filled: longest length of any sequence, if the host knows it; `append` then returns only that many and the new ones.
     """
 
     keys: Tensor
@@ -27,15 +27,17 @@ class LayerCache:
     filled: int | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write T new keys and values (B, H, T, D) after the filled ones; return what a query may have to see.
+        """Write T new keys and values (B, H, T, D) after the filled ones; return the keys and values to attend to.
 
-        Where the host knows how many are filled only those come back. Else the whole room does, of constant shape; what
-        is not filled stands after every query, so that the causal mask hides it.
+        If the host knows how many tokens are filled, only these are returned. Otherwise the whole capacity is, so that
+        the shape is constant; the unfilled part stands after every query, and the causal mask hides it.
         """
         n_new = key.shape[2]
         if isinstance(self.length, int):
             stop = self.length + n_new
-            assert stop <= self.keys.shape[2], f"{stop} tokens do not fit a cache with room for {self.keys.shape[2]}"
+            assert stop <= self.keys.shape[2], (
+                f"{stop} tokens do not fit a cache with a capacity of {self.keys.shape[2]}"
+            )
             self.keys[:, :, self.length : stop] = key
             self.values[:, :, self.length : stop] = value
             return self.keys[:, :, :stop], self.values[:, :, :stop]
@@ -45,17 +47,17 @@ class LayerCache:
             self.values.index_copy_(2, position, value)
         else:
             sequence = torch.arange(len(key), device=key.device)[:, None]
-            self.keys[sequence, :, position] = key.transpose(1, 2)  # (B, T) places of (H, D)
+            self.keys[sequence, :, position] = key.transpose(1, 2)  # (B, T) positions of (H, D) each
             self.values[sequence, :, position] = value.transpose(1, 2)
         stop = self.keys.shape[2] if self.filled is None else self.filled + n_new
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
 
 class KeyValueCache:
-    """All layers' keys and values; `length` tokens have been seen and the next one stands at position `length`.
+    """The keys and values of all layers. The cache holds `length` tokens; the next token stands at position `length`.
 
-    `length` is an int for eager code; or (fixed_shapes) a 0-d int64 tensor: then every step of a decoding loop runs the
-    same compiled graph; or (ragged) a tensor (B,), for sequences of different lengths.
+    `length` is an int for eager code. With fixed_shapes it is a 0-d int64 tensor, so that every step of a decoding loop
+    runs the same compiled graph. With ragged it is a tensor (B,), for sequences of different lengths.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class KeyValueCache:
         n_layer: int,
         n_batch: int,
         n_head: int,
-        n_room: int,
+        capacity: int,
         d_head: int,
         *,
         dtype: torch.dtype = torch.float32,
@@ -71,8 +73,8 @@ class KeyValueCache:
         fixed_shapes: bool = False,
         ragged: bool = False,
     ) -> None:
-        shape = (n_batch, n_head, n_room, d_head)
-        # Zeros, not empty: a hidden NaN times a weight of zero would still be NaN.
+        shape = (n_batch, n_head, capacity, d_head)
+        # Zeros, because uninitialised memory may hold NaN, and NaN times a masked weight of zero is NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.length: int | Tensor = 0
@@ -81,20 +83,20 @@ class KeyValueCache:
         self.filled = 0 if ragged and not fixed_shapes else None
 
     @property
-    def n_room(self) -> int:
+    def capacity(self) -> int:
         return self.keys[0].shape[2]
 
     def layer(self, index: int) -> LayerCache:
         return LayerCache(self.keys[index], self.values[index], self.length, self.filled)
 
     def advance(self, n_new: int) -> None:
-        """T tokens have been appended to every layer."""
+        """Count n_new tokens that have been appended to every layer."""
         self.length += n_new
         if self.filled is not None:
             self.filled += n_new
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Keep so many tokens of each sequence, which may be fewer than were appended: what follows is written over them."""
+        """Keep lengths[i] tokens of sequence i, at most as many as it has. Later tokens overwrite the rest."""
         if isinstance(self.length, int) or self.length.ndim == 0:
             assert len(set(lengths)) == 1, f"sequences of one length, got {lengths}; make the cache ragged"
             self.length = lengths[0] if isinstance(self.length, int) else self.length.fill_(lengths[0])
@@ -104,14 +106,14 @@ class KeyValueCache:
             self.filled = max(lengths)
 
     def of_sequence(self, index: int) -> KeyValueCache:
-        """One sequence's share of the same memory, empty."""
-        share = object.__new__(KeyValueCache)
-        share.keys = [keys[index : index + 1] for keys in self.keys]
-        share.values = [values[index : index + 1] for values in self.values]
-        share.length, share.filled = 0, None
-        return share
+        """An empty cache in the memory of one sequence."""
+        part = object.__new__(KeyValueCache)
+        part.keys = [keys[index : index + 1] for keys in self.keys]
+        part.values = [values[index : index + 1] for values in self.values]
+        part.length, part.filled = 0, None
+        return part
 
     def copy_sequence(self, source: int, n_token: int) -> None:
-        """Give all sequences the first n_token keys and values of one."""
+        """Copy the first n_token keys and values of sequence `source` to all sequences."""
         for kept in (*self.keys, *self.values):
             kept[:, :, :n_token] = kept[source : source + 1, :, :n_token].clone()

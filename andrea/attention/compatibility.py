@@ -1,4 +1,4 @@
-"""Compatibility functions f(query, key) -> score: how well a key answers a query.
+"""Compatibility functions f(query, key) -> score: how well a key matches a query.
 
 T queries of width d_q, S keys of width d_k, H heads, any leading dimensions in front.
 
@@ -44,10 +44,10 @@ from andrea.runtime.own_parts import is_own, own_class
 
 
 class Compatibility(nn.Module, ABC):
-    """A module, because it holds learned parameters. Subclasses implement `scores` and, where one exists, `lower`."""
+    """A module, because it owns its learned parameters. A subclass implements `scores`, and `lower` if it has that form."""
 
-    equal_widths = True  # d_q = d_k is needed
-    lower_upcasts = True  # `lower` is given fp32; False where one rounding at the end is all that `lower` does anyway
+    equal_widths = True  # whether d_q = d_k is required
+    lower_upcasts = True  # whether `lower` computes in fp32; False if it rounds no more than once anyway
 
     @abstractmethod
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Compatibility(nn.Module, ABC):
         return type(self).lower is not Compatibility.lower
 
     def lowered(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """`lower` computed in fp32 (or higher, where the input is) and cast to the input's type last."""
+        """`lower`, computed in fp32 or in the input's type if that is more precise, then cast to the input's type."""
         if not self.lower_upcasts:
             return self.lower(query, key)
         precise = torch.promote_types(query.dtype, torch.float32)
@@ -90,8 +90,8 @@ class DotProduct(Compatibility):
 class ScaledDotProduct(Compatibility):
     """f(q, k) = q·k / sqrt(d_k) (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
-    For independent N(0, 1) entries q·k has variance d_k; divided by sqrt(d_k) it is 1 at every width, and the softmax
-    neither saturates nor loses its gradient as d_k grows.
+    For independent N(0, 1) entries q·k has variance d_k. Divided by sqrt(d_k) the variance is 1 at every width, so that
+    the softmax does not saturate, nor lose its gradient, as d_k grows.
     """
 
     lower_upcasts = False
@@ -106,7 +106,7 @@ class ScaledDotProduct(Compatibility):
 class Bilinear(Compatibility):
     """f(q, k) = qᵀ M k, M (d_q, d_k) learned per head (Luong et al. 2015, arXiv 1508.04025, eq. 8, "general").
 
-    M starts as the identity / sqrt(d_k), cut to (d_q, d_k): the scaled dot product.
+    M starts as the identity / sqrt(d_k), cut to (d_q, d_k): at first this is the scaled dot product.
     """
 
     equal_widths = False
@@ -129,9 +129,9 @@ class Bilinear(Compatibility):
 
 
 class Cosine(Compatibility):
-    """f(q, k) = s q·k / (|q||k|), 0 where either is zero; sharpness s > 0 learned per head, as its logarithm.
+    """f(q, k) = s q·k / (|q||k|), and 0 if q or k is zero. The logarithm of the sharpness s > 0 is learned per head.
 
-    Henry et al. 2020, arXiv 2010.04245, eq. 5 (their g, one for all heads).
+    Henry et al. 2020, arXiv 2010.04245, eq. 5; their g is one number for all heads.
     """
 
     def __init__(self, n_head: int | None = None, sharpness: float = 10.0) -> None:
@@ -155,8 +155,10 @@ class Cosine(Compatibility):
 
 
 class Additive(Compatibility):
-    """f(q, k) = w·tanh(A q + B k), A (n, d_q), B (n, d_k), w (n) learned per head (Bahdanau et al. 2015, arXiv
-    1409.0473, appendix A.1.2). Has no lowered form: a tanh of a sum is no product of two parts.
+    """f(q, k) = w·tanh(A q + B k), with A (n, d_q), B (n, d_k) and w (n) learned per head.
+
+    Bahdanau et al. 2015, arXiv 1409.0473, appendix A.1.2. It has no lowered form, because the tanh of a sum is not a
+    product of a factor for q and a factor for k.
     """
 
     equal_widths = False
@@ -170,7 +172,7 @@ class Additive(Compatibility):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """For random unit-variance queries and keys the tanh sees a variance of 1, and so do the scores, nearly."""
+        """Queries and keys of unit variance give the tanh inputs of variance 1, and scores of nearly that variance."""
         for parameter, width in ((self.of_query, 2), (self.of_key, 2), (self.weight, 1)):
             deviation = 1 / math.sqrt(width * parameter.shape[-1])
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
@@ -190,7 +192,7 @@ def per_head(n_head: int | None, *shape: int) -> tuple[int, ...]:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Vectors (..., d) at length one, zero where they are zero, with a gradient of zero there."""
+    """Vectors (..., d) scaled to length 1. A zero vector stays zero, and its gradient is zero."""
     length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / torch.where(length > 0, length, torch.inf)
 

@@ -1,11 +1,11 @@
-"""Which key a query may see: one predicate on absolute positions.
+"""Masks: which keys a query may see, as a predicate on absolute positions.
 
-T queries, S keys. Keys stand at 0 .. S-1; query i stands at start + i, where start is S - T unless said otherwise
-(bottom-right: the keys that outnumber the queries are cached and came earlier). No mask (None) means all is visible.
+T queries, S keys. The keys stand at positions 0 .. S-1, query i at position start + i. By default start = S - T: the
+keys that outnumber the queries are cached and came earlier. Without a mask (None) every query sees every key.
 
-`visible` is the predicate, and all that a mask of your own needs. With the masks below, and with any conjunction of
-them, a query sees an interval of keys, whose ends never move backwards from one query to the next. `interval` returns
-it, so that fast implementations skip all other keys.
+A mask of your own needs the predicate `visible` alone. Under each mask in this file, and under any conjunction of them,
+the keys that a query sees form an interval, and neither end of the interval decreases from one query to the next.
+`interval` returns it, and the fused kernel skips the keys outside.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Interval = tuple[Tensor, Tensor]  # (first, stop): the keys first .. stop-1, int64, broadcastable to (..., T)
+Interval = tuple[Tensor, Tensor]  # (first, stop): keys first .. stop-1 are visible; int64, broadcastable to (..., T)
 
 
 class Mask(ABC):
     @abstractmethod
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
-        """query_position (T, 1), key_position (S,) -> bool, broadcastable to (..., T, S); True = may be seen."""
+        """query_position (T, 1), key_position (S,) -> bool, broadcastable to (..., T, S); True = visible."""
 
     def interval(self, query_position: Tensor, n_key: int) -> Interval | None:
-        """query_position (T,) -> the keys each query sees; None where they are no interval."""
+        """query_position (T,) -> the keys that each query sees; None if they need not form an interval."""
         return None
 
     @property
     def n_leading(self) -> int:
-        """Leading dimensions of the tensors that `visible` reads: 0, or as many as the query has."""
+        """Number of leading dimensions of the mask's own tensors: 0, or as many as the query has."""
         return 0
 
     @property
     def is_interval(self) -> bool:
-        """Whether `interval` answers."""
+        """Whether `interval` returns an interval."""
         return type(self).interval is not Mask.interval
 
     def __and__(self, other: Mask) -> Mask:
@@ -80,8 +80,8 @@ class KeyPadding(Mask):
 
 @dataclass(frozen=True)
 class PackedDocuments(Mask):
-    first: Tensor  # (..., S): of the document at each position, the first position
-    stop: Tensor  # and the one after its last
+    first: Tensor  # (..., S): first position of the document that each position belongs to
+    stop: Tensor  # (..., S): the position after its last one
 
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         first, stop = self.interval(query_position[..., 0], len(key_position))
@@ -95,7 +95,7 @@ class PackedDocuments(Mask):
         if self.first.shape[-1] != n_key:
             raise ValueError(f"packed_documents knows {self.first.shape[-1]} positions, but there are {n_key} keys")
         known = query_position.clamp(0, n_key - 1)
-        before, after = query_position < 0, query_position >= n_key  # such queries belong to no document
+        before, after = query_position < 0, query_position >= n_key  # queries outside belong to no document
         first = self.first[..., known].masked_fill(before, 0).masked_fill(after, n_key)
         return first, self.stop[..., known].masked_fill(before, 0)
 
@@ -124,29 +124,30 @@ class Both(Mask):
 
 
 def causal() -> Mask:
-    """A query sees keys at its own position and before."""
+    """A query sees the keys at its own position and before."""
     return Causal()
 
 
 def sliding_window(width: int) -> Mask:
-    """A query sees `width` keys: the one at its own position and those right before it (it is causal by itself)."""
+    """A query sees `width` keys: the key at its own position and the width - 1 keys before. The mask is causal by itself."""
     if width < 1:
         raise ValueError(f"sliding_window({width}): the window holds the query's own position, so at least 1")
     return SlidingWindow(width)
 
 
 def key_padding(lengths: Tensor) -> Mask:
-    """Only the first `lengths` keys are real; lengths has the leading shape of the tensors it masks.
+    """A query sees the first `lengths` keys; the others are padding.
 
-    For tensors (B, H, T, D) and one length a batch row: lengths of shape (B, 1).
+    lengths has the leading shape of the tensors that are masked, or one that broadcasts to it. For tensors (B, H, T, d)
+    with one length for each sequence: (B, 1).
     """
     return KeyPadding(lengths)
 
 
 def packed_documents(documents: Tensor) -> Mask:
-    """A query sees the keys of its own document. documents (..., S): the document's number at each position, in runs.
+    """A query sees the keys of its own document. documents (..., S): the number of the document at each position.
 
-    For tensors (B, H, T, D): documents of shape (B, 1, S). See `documents_of`.
+    A document is a run of equal numbers. For tensors (B, H, T, d): documents of shape (B, 1, S), see `documents_of`.
     """
     position = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)
     begins = documents != documents.roll(1, -1)
@@ -159,12 +160,12 @@ def packed_documents(documents: Tensor) -> Mask:
 
 
 def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
-    """tokens (..., S) -> the number of each token's document; an end-of-text token begins the document after it."""
+    """tokens (..., S) -> the number of each token's document. An end-of-text token precedes every document."""
     return (tokens == end_of_text).cumsum(-1)
 
 
 def positions(n_query: int, start: int | Tensor, device: torch.device) -> Tensor:
-    """(..., T): where the queries stand among the keys; start is a number, or one for each row: (..., 1)."""
+    """Positions of the queries among the keys, (..., T). start: a number, or one for each sequence, (..., 1)."""
     return start + torch.arange(n_query, device=device)
 
 
@@ -176,7 +177,7 @@ def visible_keys(mask: Mask, n_query: int, n_key: int, start: int | Tensor, devi
 def visible_interval(
     mask: Mask | None, n_query: int, n_key: int, start: int | Tensor, device: torch.device
 ) -> Interval | None:
-    """(first, stop), broadcastable to (..., T): query i sees first[i] .. stop[i]-1; None where that is no interval."""
+    """(first, stop), broadcastable to (..., T): query i sees keys first[i] .. stop[i]-1. None if the mask has no intervals."""
     position = positions(n_query, start, device)
     if mask is None:
         return torch.zeros_like(position), torch.full_like(position, n_key)

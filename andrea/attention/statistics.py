@@ -1,8 +1,12 @@
-"""What is measured of a head, and how (specification, section 6).
+"""Measurements of attention heads: of each query, and summed over the queries of each head.
 
-T queries, S keys, H heads, any leading dimensions in front. All fp32 or higher, in nats, detached from the graph.
-Every implementation that measures gives the rows' figures; `HeadStatistics` sums them up per head, in parts that add
-over micro-batches.
+For query i with scores s_ij over the visible keys j and weights p_ij = softmax_j(s_ij): log-sum-exp ln Σ_j e^(s_ij),
+largest logit max_j s_ij, entropy -Σ_j p_ij ln p_ij, and the weights of two keys, the first one and the previous one.
+The entropy lies between 0 (one key has all the weight) and ln(visible keys) (uniform over all keys).
+
+T queries, S keys, H heads, G key/value heads (G divides H), any leading dimensions in front. All values are fp32 or
+higher, in nats, and detached from the autograd graph. Implementations that measure return `AttentionStatistics`;
+`HeadStatistics` holds sums per head, which add up over micro-batches.
 """
 
 from __future__ import annotations
@@ -19,17 +23,20 @@ from andrea.attention.shapes import shared_by_group
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """Of each query: a row that sees no key has -inf, -inf, 0 and is left out of means."""
+    """Measurements of each query (row). A query that sees no key has log-sum-exp and largest logit -inf and entropy 0."""
 
     log_sum_exp: Tensor  # (..., T): ln Σ_j e^(s_ij)
     largest_logit: Tensor  # (..., T): max_j s_ij
     entropy_nats: Tensor  # (..., T): -Σ_j p_ij ln p_ij, from 0 to ln(visible keys)
-    first_token_mass: Tensor  # (..., T): the weight of key 0
-    previous_token_mass: Tensor  # (..., T): the weight of the key right before the query's own position, 0 if none
+    first_token_mass: Tensor  # (..., T): weight of key 0
+    previous_token_mass: Tensor  # (..., T): weight of the key one position before the query, 0 if there is none
     visible_keys: Tensor  # int64, broadcastable to (..., T)
 
     def per_head(self) -> dict[str, Tensor]:
-        """For each head, over its queries, (...,) each: mean entropy, its share of the maximum, largest logit."""
+        """Of each head, shape (...): mean entropy, its share of the largest possible entropy, largest logit.
+
+        Queries that see no key are left out of the means; a mean over no query is NaN.
+        """
         seeing = self.visible_keys > 0
         rows = seeing.expand_as(self.entropy_nats).sum(-1)
         most = self.visible_keys.clamp(min=1).log().expand_as(self.entropy_nats).sum(-1)
@@ -41,7 +48,7 @@ class AttentionStatistics:
 
 
 def statistics_of_scores(scores: Tensor, weights: Tensor, start: int | Tensor) -> AttentionStatistics:
-    """The statistics from the full scores (..., T, S), -inf where masked, and from the weights, their softmax."""
+    """Statistics of written-out scores (..., T, S), -inf where masked, and of their softmax, the weights (..., T, S)."""
     scores, weights = scores.detach(), weights.detach()
     first_mass, previous_mass = masses_of_weights(weights, start)
     largest = scores.amax(-1)
@@ -69,14 +76,14 @@ def statistics_of_pass(
     largest_logit: Tensor,
     entropy_nats: Tensor,
 ) -> AttentionStatistics:
-    """From what a fused pass measured (..., H, T) over lowered query (..., H, T, d) and key (..., G, S, d)."""
+    """Statistics from the measurements (..., H, T) of a fused pass over lowered query (..., H, T, d) and key (..., G, S, d)."""
     query, key = query.detach(), shared_by_group(key.detach(), query)
     n_query, n_key = query.shape[-2], key.shape[-2]
     position = positions(n_query, start, query.device)
     previous = (position - 1).clamp(0, n_key - 1)
 
     def mass(of_key: Tensor, key_position: Tensor) -> Tensor:
-        """p = e^(q·k - lse): of one key a query only."""
+        """The weight p = e^(q·k - log-sum-exp) of one key for each query."""
         weight = ((query.float() * of_key.float()).sum(-1) - log_sum_exp).exp()
         return torch.where(sees(mask, key_position, position, n_key), weight, 0)
 
@@ -91,7 +98,7 @@ def statistics_of_pass(
 
 
 def count_visible(mask: Mask | None, n_query: int, n_key: int, start: int | Tensor, device: torch.device) -> Tensor:
-    """(..., T) int64: how many keys each query sees."""
+    """Number of keys that each query sees, (..., T) int64."""
     interval = visible_interval(mask, n_query, n_key, start, device)
     if interval is not None:
         return (interval[1] - interval[0]).clamp(min=0)
@@ -100,16 +107,16 @@ def count_visible(mask: Mask | None, n_query: int, n_key: int, start: int | Tens
 
 
 class HeadStatistics(NamedTuple):
-    """Sums over the queries of each head, fp32: (B, H) of a layer, (layers, H) of a model. `merged` adds them up."""
+    """Sums over the queries of each head, fp32: (B, H) for a layer, (layers, H) for a model. `merged` adds two of them."""
 
-    rows: Tensor  # queries that see a key
+    rows: Tensor  # number of queries that see a key
     entropy: Tensor  # Σ entropy, nats
-    most_entropy: Tensor  # Σ ln(visible keys), nats
-    largest_logit: Tensor  # the largest, not a sum
-    first_rows: Tensor  # queries that see key 0 and are not at it
-    first_mass: Tensor  # Σ weight of key 0 over those
-    previous_rows: Tensor  # queries that see the key right before their own position
-    previous_mass: Tensor  # Σ weight of that key
+    most_entropy: Tensor  # Σ ln(visible keys), nats: the largest possible entropy
+    largest_logit: Tensor  # a maximum, not a sum
+    first_rows: Tensor  # number of queries that see key 0 and stand after it
+    first_mass: Tensor  # Σ weight of key 0 over these queries
+    previous_rows: Tensor  # number of queries that see the key one position before them
+    previous_mass: Tensor  # Σ weight of that key over these queries
 
     def merged(self, other: HeadStatistics) -> HeadStatistics:
         summed = HeadStatistics(*(one + two for one, two in zip(self, other, strict=True)))
@@ -117,7 +124,7 @@ class HeadStatistics(NamedTuple):
 
     @classmethod
     def of_layers(cls, layers: list[HeadStatistics], counted: Tensor | None = None) -> HeadStatistics:
-        """(layers, H) from each layer's (B, H); counted (B,) bool: the sequences that count, all when left out."""
+        """Sums (layers, H) from the sums (B, H) of each layer. counted (B,) bool: the sequences to include; all if None."""
         stacked = cls(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
         if counted is None:
             counted = torch.ones(stacked.rows.shape[1], dtype=torch.bool, device=stacked.rows.device)
@@ -126,7 +133,7 @@ class HeadStatistics(NamedTuple):
         return summed._replace(largest_logit=largest)
 
     def figures(self) -> dict[str, Tensor]:
-        """What is logged of each head, fp32, shaped as the sums are; NaN where no query counts."""
+        """The logged figures of each head, fp32, in the shape of the sums; NaN for a head without any query to average."""
         return {
             "entropy_nats": self.entropy / self.rows,
             "entropy_share": self.entropy / self.most_entropy,
@@ -138,7 +145,7 @@ class HeadStatistics(NamedTuple):
 
 @torch.no_grad()
 def head_statistics(rows: AttentionStatistics, mask: Mask | None, start: int | Tensor, n_key: int) -> HeadStatistics:
-    """Sum rows (B, H, T) over T."""
+    """Sum the statistics of rows (B, H, T) over T: (B, H)."""
     shape = rows.entropy_nats.shape
     position = positions(shape[-1], start, rows.entropy_nats.device)
 
@@ -160,7 +167,7 @@ def head_statistics(rows: AttentionStatistics, mask: Mask | None, start: int | T
 
 
 def sees(mask: Mask | None, key_position: Tensor, position: Tensor, n_key: int) -> Tensor:
-    """Whether the query at position[i] sees the key at key_position[i], for positions (T,): bool, (..., T)."""
+    """Whether the query at position[i] sees the key at key_position[i]; both positions (T,) -> bool (..., T)."""
     exists = (key_position >= 0) & (key_position < n_key)
     if mask is None:
         return exists
@@ -173,7 +180,7 @@ def sees(mask: Mask | None, key_position: Tensor, position: Tensor, n_key: int) 
 
 
 def masses_of_weights(weights: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Each query's weight of key 0 and of the key before its own position, from weights (..., T, S)."""
+    """From weights (..., T, S): each query's weight of key 0, and of the key one position before it, (..., T) each."""
     n_query, n_key = weights.shape[-2:]
     previous = positions(n_query, start, weights.device) - 1
     index = previous.clamp(0, n_key - 1)[:, None].expand(*weights.shape[:-1], 1)

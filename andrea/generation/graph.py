@@ -1,4 +1,4 @@
-"""A decoding step recorded once as a CUDA graph: one launch for each token instead of some hundreds."""
+"""A decoding step recorded as a CUDA graph: one launch for each token instead of several hundred."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from andrea.attention import KeyValueCache
 @dataclass
 class Recorded:
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]  # where the graph reads: new tokens, and which of them are asked for
-    logits: Tensor  # where it writes
+    inputs: tuple[Tensor, ...]  # the graph reads these: new tokens, and the positions whose logits are needed
+    logits: Tensor  # the graph writes these
 
 
 class GraphedStep:
-    """`step` (engine.py), recorded at the second call with a cache and a shape, and replayed from then on.
+    """`step` of engine.py, recorded at the second call with a cache and input shapes, and replayed from then on.
 
-    The first call is made as it stands: it compiles, chooses kernels and takes memory, none of which may be recorded. The
-    cache must have fixed shapes. The graph reads its length where the host writes it, and moves it on by itself.
+    The first call runs without recording: it compiles, chooses kernels and allocates memory, which a graph must not
+    record. The cache must have fixed shapes. The graph reads the cache's length, a tensor, and increases it itself.
     """
 
     def __init__(self, step) -> None:
         self.step = step
         self.cache: KeyValueCache | None = None
-        self.recorded: dict[tuple, Recorded | None] = {}  # by shapes; None: called once
+        self.recorded: dict[tuple, Recorded | None] = {}  # by input shapes; None after the first call
 
     def forget(self) -> None:
+        """Release the recorded graphs, and with them the memory of their cache."""
         self.cache, self.recorded = None, {}
 
     def __call__(self, model, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
@@ -40,15 +41,15 @@ class GraphedStep:
         if shapes not in self.recorded:
             self.recorded[shapes] = None
             return self.step(model, tokens, cache, at)
-        found = self.recorded[shapes]
-        if found is None:
+        recorded = self.recorded[shapes]
+        if recorded is None:
             kept = tuple(each.clone() for each in inputs)
             graph = torch.cuda.CUDAGraph()
-            # Other threads (a checkpoint being written, say) may go on using the card.
+            # thread_local: other threads, such as one that writes a checkpoint, may use the card meanwhile.
             with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits = self.step(model, kept[0], cache, *kept[1:])
-            found = self.recorded[shapes] = Recorded(graph, kept, logits)
-        for place, each in zip(found.inputs, inputs, strict=True):
-            place.copy_(each)
-        found.graph.replay()
-        return found.logits
+            recorded = self.recorded[shapes] = Recorded(graph, kept, logits)
+        for kept_input, each in zip(recorded.inputs, inputs, strict=True):
+            kept_input.copy_(each)
+        recorded.graph.replay()
+        return recorded.logits

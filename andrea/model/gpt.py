@@ -1,4 +1,4 @@
-"""A decoder-only transformer: tokens to hidden vectors, hidden vectors to logits.
+"""A decoder-only transformer: tokens to hidden vectors, and hidden vectors to logits.
 
 B batch, T tokens, H heads, G key/value heads, D = d_head, V vocabulary.
 Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)), then x + mlp(norm(x)).

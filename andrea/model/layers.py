@@ -1,4 +1,4 @@
-"""What stands between the attentions: norms and MLPs, on x (B, T, d_model)."""
+"""Norms, MLPs and the cap on logits. x is (B, T, d_model)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ def make_mlp(config: ModelConfig) -> nn.Module:
 
 
 class RMSNorm(nn.RMSNorm):
-    """In the input's precision: a weight that FSDP has gathered in bf16 does not keep an fp32 x from the fused kernel."""
+    """RMS norm in the precision of its input.
+
+    The weight is cast, because torch's fused kernel requires one type for both, and FSDP may gather the weight in bf16.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))): widen to d_mlp, keep what is active, return to d_model."""
+    """down(activation(up(x))): from d_model to d_mlp and back (Vaswani et al. 2017, arXiv 1706.03762, section 3.3)."""
 
     def __init__(self, d_model: int, d_mlp: int, bias: bool, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -75,10 +78,10 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The tanh form of GELU, as GPT-2 has it (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    """The tanh approximation of GELU, which GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2)."""
     return functional.gelu(x, approximate="tanh")
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    """Logits (…) bent smoothly into -cap .. cap, in fp32 (Gemma 2, arXiv 2408.00118, section 2)."""
+    """cap · tanh(logits / cap), in fp32: a smooth limit of logits (…) to -cap .. cap (Gemma 2, arXiv 2408.00118, section 2)."""
     return cap * torch.tanh(logits.float() / cap)

@@ -1,7 +1,7 @@
-"""How a model knows where a token stands: learned vectors, rotary turns, or not at all.
+"""Position encodings: learned vectors, rotary positions, or none.
 
-B batch, T tokens, H heads, D = d_head. A forward pass asks for the positions start .. start + T - 1, where start is an
-int or, in compiled decoding, a 0-d tensor.
+B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass asks for positions start .. start + T - 1.
+start is an int; in compiled decoding a 0-d tensor; for sequences of different lengths a tensor (B,).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from andrea.config import ModelConfig
 class Position(nn.Module, ABC):
     @abstractmethod
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
-        """Put positions into the token vectors (B, T, d_model)."""
+        """The token vectors (B, T, d_model) with position encodings added to them."""
 
     @abstractmethod
     def placer(self, n_token: int, start: int | Tensor) -> Place | None:
-        """What puts positions into queries and keys (B, H, T, D), or None."""
+        """A function that encodes positions in queries and keys (B, H, T, D), or None."""
 
 
 class NoPosition(Position):
-    """The causal mask alone tells order (Haviv et al. 2022, arXiv 2203.16634)."""
+    """No encoding: the model infers order from the causal mask alone (Haviv et al. 2022, arXiv 2203.16634)."""
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x
@@ -36,7 +36,7 @@ class NoPosition(Position):
 
 
 class LearnedPosition(Position):
-    """One learned vector a position, added to the token's, as in GPT-2."""
+    """One learned vector for each position, added to the token's vector, as in GPT-2."""
 
     def __init__(self, sequence_length: int, d_model: int) -> None:
         super().__init__()
@@ -50,8 +50,10 @@ class LearnedPosition(Position):
 
 
 class RotaryPosition(Position):
-    """Turns pair p of a query or key at position t by t * base^(-2p / D), so that their dot product depends on the
-    distance alone (Su et al. 2021, arXiv 2104.09864, eq. 34). Pair p is entries p and p + D/2.
+    """Rotates pair p of a query or key at position t by the angle t · base^(-2p / D), in radians.
+
+    The dot product of a query and a key then depends on their positions through the distance alone (Su et al. 2021, arXiv
+    2104.09864, eq. 34). Pair p is made of entries p and p + D/2.
     """
 
     def __init__(self, sequence_length: int, d_head: int, base: float) -> None:
@@ -61,7 +63,7 @@ class RotaryPosition(Position):
         cosine = torch.cat((angle.cos(), angle.cos()), dim=-1)
         sine = torch.cat((-angle.sin(), angle.sin()), dim=-1)
         table = torch.stack((cosine, sine), dim=1).float()  # (S, 2, D)
-        # Kept as the bits of fp32 numbers: Module.to(bfloat16) would round a buffer of floats.
+        # Stored as the bits of the fp32 numbers, because Module.to(bfloat16) would round a buffer of floats.
         self.register_buffer("table_bits", table.view(torch.int32), persistent=False)
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
@@ -70,7 +72,7 @@ class RotaryPosition(Position):
     def placer(self, n_token: int, start: int | Tensor) -> Place:
         cosine, sine = rows(self.table_bits.view(torch.float32), start, n_token).unbind(-2)  # (T, D) each, or (B, T, D)
         if cosine.ndim == 3:
-            cosine, sine = cosine[:, None], sine[:, None]  # for the heads
+            cosine, sine = cosine[:, None], sine[:, None]  # (B, 1, T, D): the same for all heads
 
         def turn(x: Tensor) -> Tensor:
             return (x * cosine + x.roll(x.shape[-1] // 2, dims=-1) * sine).to(x.dtype)
@@ -87,9 +89,9 @@ def make_position(config: ModelConfig) -> Position:
 
 
 def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
-    """table[start : start + count]; with a tensor as start, 0-d or (B,), without asking the device for its value."""
+    """table[start : start + count]. If start is a tensor, 0-d or (B,), its value is not read from the device."""
     if isinstance(start, int):
         assert start + count <= len(table), f"position {start + count - 1} is past sequence_length={len(table)}"
         return table[start : start + count]
     position = start[..., None] + torch.arange(count, device=table.device)
-    return table[position.clamp(max=len(table) - 1)]  # what fills up a text may lie beyond
+    return table[position.clamp(max=len(table) - 1)]  # the padding of a text may lie beyond the table

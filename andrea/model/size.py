@@ -1,4 +1,4 @@
-"""How large a model is, counted from the model itself built without memory: parameters and FLOPs."""
+"""Parameters and FLOPs of a model, counted from the model itself, which is built on the meta device without memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
 
-END_OF_TEXT = 0  # any token: what is counted does not depend on it
+END_OF_TEXT = 0  # any token: the counts do not depend on it
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Number of parameters by part; head is 0 where it is tied to the embedding."""
+    """Number of parameters of each part; head is 0 if it is tied to the embedding."""
 
     embedding: int
     attention: int
@@ -37,7 +37,7 @@ def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: i
 
 
 def part_of(name: str) -> str:
-    """The part of the model a parameter belongs to, by its name: blocks.3.mlp_norm.weight -> norm."""
+    """The part of the model that a parameter belongs to: blocks.3.mlp_norm.weight -> norm."""
     module = name.removeprefix("blocks.").lstrip("0123456789.").split(".")[0]
     if module in ("embedding", "position"):
         return "embedding"
@@ -45,17 +45,17 @@ def part_of(name: str) -> str:
 
 
 def flops_per_token(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """Training FLOPs a token: forward and backward, which costs twice the forward."""
+    """Training FLOPs per token: the forward pass, and the backward pass, which costs twice as much."""
     return 3 * forward_flops_per_token(config, attention, n_vocab)
 
 
 def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """Forward FLOPs a token, averaged over a full sequence.
+    """Forward FLOPs per token, averaged over a full sequence.
 
-    A matrix costs 2 FLOPs a parameter (multiply, add); the head counts, tied or not, the embedding lookup does not.
-    Attention adds 4 d_model FLOPs (scores, then weighted sum) for each visible key, of which the causal mask leaves
-    half the sequence on average (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the mask), a window less.
-    The tanh of additive scores is not counted.
+    A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head counts, tied or not; the embedding
+    lookup does not. Attention adds 4 d_model FLOPs for each visible key: 2 for the scores, 2 for the weighted sum. The
+    causal mask leaves half the sequence visible on average (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the
+    mask), a window leaves less. The tanh of additive scores is not counted.
     """
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
@@ -63,5 +63,5 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
     head = n_vocab * config.d_model
     length = config.sequence_length
     window = min(attention.window or length, length)
-    visible = window - window * window / (2 * length)  # keys a query, on average
+    visible = window - window * window / (2 * length)  # keys per query, on average
     return 2 * (matrices + head) + round(4 * config.n_layer * config.d_model * visible)

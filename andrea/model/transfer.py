@@ -1,12 +1,12 @@
-"""How initial values and learning rates carry over to another width and depth, so that what is tuned small holds large.
+"""Initial values and learning rates at another width and depth, so that rates tuned on a small model suit a large one.
 
-N = d_model / tuned_d_model and L = n_layer / tuned_n_layer: how much wider and deeper the model is than the one its
-rates are given for. Width follows muP (Yang et al. 2022, arXiv 2203.03466, table 8): one update moves every activation
-by as much at any width. Depth follows CompleteP (Dey et al. 2025, arXiv 2505.01618): each branch adds its 1/L share to
-the residual stream. Muon's update has the same spectral norm at any width by itself (Yang, Simon and Bernstein 2023,
-arXiv 2310.17813). Those papers write multipliers into the forward pass; here they are all moved into initial values and
-rates, which trains the same function and leaves the model's own code alone. What is tuned and what is run must have one
-head width and one d_mlp / d_model.
+N = d_model / tuned_d_model and L = n_layer / tuned_n_layer: how much wider and deeper the model is than the model that
+its rates were tuned on. Width follows muP (Yang et al. 2022, arXiv 2203.03466, table 8): one update changes every
+activation by the same amount at any width. Depth follows CompleteP (Dey et al. 2025, arXiv 2505.01618): each branch adds
+1/L of its output to the residual stream. Muon's update has the same spectral norm at any width without a factor (Yang,
+Simon and Bernstein 2023, arXiv 2310.17813). These papers write multipliers into the forward pass. Here all multipliers
+are moved into initial values and rates: the same function is trained, and the code of the model stays as it is. The
+tuned model and the model that is trained must have the same head width and the same d_mlp / d_model.
 
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|
@@ -20,9 +20,10 @@ head width and one d_mlp / d_model.
 | head                                     | 1 / N         | 1 / N        |             | 1               |
 | final norm before a tied head            | 1 / N         | 1 / N        |             | 1               |
 
-The first column multiplies what `initialise` draws, which already knows fan-in and 1 / √n_layer: √L times that makes
-1 / L. The first layer's value_mix mixes its values with themselves: its gradient is what rounding leaves, and must not be
-followed. Weight decay takes the same share of a matrix per step at any size: the share is of the rate before these factors.
+The first column multiplies the values that `initialise` draws. Those depend on fan-in and on 1 / √n_layer already, so
+that 1 / √L is the part of CompleteP's 1 / L that is left. The first layer's value_mix mixes its values with themselves, so
+its gradient is rounding error alone and must not change it. Weight decay removes the same share of a matrix per step at
+any size, because it uses the rate before these factors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WRITES_RESIDUAL = (".attention.output.weight", ".mlp.down.weight")
 
 @dataclass(frozen=True)
 class Factors:
-    """What a parameter's initial value, rate and epsilon are multiplied by."""
+    """Factors of a parameter's initial value, learning rates and epsilon."""
 
     initial: float = 1.0
     adamw_rate: float = 1.0
@@ -54,14 +55,14 @@ class Transfer:
 
     @classmethod
     def of(cls, model: ModelConfig, optimizer: OptimizerConfig) -> Transfer:
-        """The identity where the rates are the model's own (`optimizer.tuned_d_model=null`)."""
+        """All factors are 1 if the rates are the model's own (`optimizer.tuned_d_model=null`)."""
         if optimizer.tuned_d_model is None or optimizer.tuned_n_layer is None:
             return cls(tied_head=model.tied_head)
         wider, deeper = model.d_model / optimizer.tuned_d_model, model.n_layer / optimizer.tuned_n_layer
         return cls(wider, deeper, model.tied_head)
 
     def factors(self, name: str) -> Factors:
-        """The factors of the parameter `name`: the table above, top to bottom."""
+        """The factors of the parameter of this name: the table above, with special cases first."""
         wider, deeper = self.wider, self.deeper
         if name.endswith(WRITES_RESIDUAL):
             return Factors(deeper**-0.5, 1 / (wider * deeper), 1 / deeper, 1 / wider)

@@ -7,11 +7,11 @@ import torch
 
 from andrea.attention import KeyValueCache
 
-LAYERS, B, H, ROOM, D = 2, 3, 5, 11, 7
+LAYERS, B, H, CAPACITY, D = 2, 3, 5, 11, 7
 
 
 def make(fixed_shapes=False):
-    return KeyValueCache(LAYERS, B, H, ROOM, D, fixed_shapes=fixed_shapes)
+    return KeyValueCache(LAYERS, B, H, CAPACITY, D, fixed_shapes=fixed_shapes)
 
 
 @pytest.mark.parametrize("fixed_shapes", [False, True])
@@ -23,7 +23,7 @@ def test_appended_keys_and_values_come_back_in_order(fixed_shapes):
             got = cache.layer(layer).append(keys[layer, :, :, start:stop], values[layer, :, :, start:stop])
             assert torch.equal(got[0][:, :, :stop], keys[layer, :, :, :stop])
             assert torch.equal(got[1][:, :, :stop], values[layer, :, :, :stop])
-            assert got[0].shape[2] == (ROOM if fixed_shapes else stop)
+            assert got[0].shape[2] == (CAPACITY if fixed_shapes else stop)
             assert not got[0][:, :, stop:].any()
         cache.advance(stop - start)
     assert cache.length == 6
@@ -52,17 +52,17 @@ def test_a_tensor_length_stays_the_same_tensor():
 
 def test_what_does_not_fit_is_an_error():
     cache = make()
-    cache.advance(ROOM - 1)
-    with pytest.raises(AssertionError, match="12 tokens do not fit a cache with room for 11"):
+    cache.advance(CAPACITY - 1)
+    with pytest.raises(AssertionError, match="12 tokens do not fit a cache with a capacity of 11"):
         cache.layer(0).append(torch.zeros(B, H, 2, D), torch.zeros(B, H, 2, D))
     fixed = make(fixed_shapes=True)
-    fixed.advance(ROOM - 1)
+    fixed.advance(CAPACITY - 1)
     with pytest.raises(IndexError):
         fixed.layer(0).append(torch.zeros(B, H, 2, D), torch.zeros(B, H, 2, D))
 
 
-def test_room_type_and_device():
-    cache = KeyValueCache(1, B, H, ROOM, D, dtype=torch.bfloat16, device="meta")
-    assert cache.n_room == ROOM
-    assert cache.keys[0].shape == cache.values[0].shape == (B, H, ROOM, D)
+def test_capacity_type_and_device():
+    cache = KeyValueCache(1, B, H, CAPACITY, D, dtype=torch.bfloat16, device="meta")
+    assert cache.capacity == CAPACITY
+    assert cache.keys[0].shape == cache.values[0].shape == (B, H, CAPACITY, D)
     assert cache.keys[0].dtype == torch.bfloat16 and cache.keys[0].device.type == "meta"

@@ -15,18 +15,8 @@ from torch.nn import functional
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.generation.engine import Window, step
 from andrea.generation.kernels import native
-from andrea.generation.packing import (
-    FEW_ROWS,
-    Int8Linear,
-    NativeAttention,
-    NativeLinear,
-    NativeRMSNorm,
-    OneDNNLinear,
-    PackedGPT,
-    has_onednn,
-    pack,
-    quantised,
-)
+from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_onednn, quantised
+from andrea.generation.packing import NativeAttention, NativeRMSNorm, PackedGPT, pack
 from andrea.model.gpt import GPT
 from andrea.model.layers import RMSNorm
 from andrea.runtime.native import compiled_library
@@ -197,7 +187,7 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_t
         torch.testing.assert_close(kept, of_twin)
     assert not packed.blocks.fits(tokens[:, :2], caches[0])
     assert not packed.blocks.fits(torch.zeros(FEW_ROWS + 1, 1, dtype=torch.int64), caches[0])
-    with pytest.raises(AssertionError, match="9 tokens do not fit a cache with room for 8"):
+    with pytest.raises(AssertionError, match="9 tokens do not fit a cache with a capacity of 8"):
         packed(each, caches[0])
 
 

@@ -1,11 +1,12 @@
 // Causal attention in bf16 on a CPU, forward and backward, for processors that multiply pairs of bf16 (AVX512-BF16).
 //
-// B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the head's width. A block of
-// QUERIES rows meets all keys it may see at once: its scores (QUERIES, T) stay in the cache, and the softmax needs one pass
-// for the maximum and one for the rest. The backward pass computes them again (Dao 2023, arXiv 2307.08691, algorithm 2).
+// B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the width of a head. A block of
+// QUERIES queries is multiplied with all its visible keys at once. Its scores (QUERIES, T) stay in the processor's cache,
+// and the softmax reads them twice: once for the maximum, once for the rest. The backward pass computes the scores again
+// (Dao 2023, arXiv 2307.08691, algorithm 2).
 //
-// Every product is C (+)= A B with A in rows of bf16 and B packed in pairs: packed[k / 2][n][k % 2] = B[k][n], so that one
-// instruction multiplies a pair of A, the same for 16 columns, with 16 pairs of B and adds to 16 sums in fp32.
+// Every product is C = A B or C += A B, with A in rows of bf16 and B packed in pairs: packed[k / 2][n][k % 2] = B[k][n]. One
+// instruction then multiplies a pair of A, the same for 16 columns, by 16 pairs of B, and adds to 16 sums in fp32.
 
 #include <algorithm>
 #include <cmath>
@@ -28,7 +29,7 @@ float number(BF16 x) {
     return value;
 }
 
-// The bits of 16 numbers rounded to bf16, in the upper halves.
+// 16 numbers rounded to bf16 (nearest, ties to even): their bits, in the upper half of each lane.
 __m512i rounded(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -41,9 +42,9 @@ void store(BF16* place, __m512 x) {
     _mm256_storeu_si256((__m256i*)place, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(x), 16)));
 }
 
-// e^x for x <= 0, to the last places of fp32 (Cody and Waite's reduction, a polynomial of degree 6).
+// e^x for x <= 0, accurate to the last places of fp32 (Cody and Waite's range reduction, a polynomial of degree 6).
 __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order NaN stays
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // with the arguments in this order, NaN stays NaN
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -52,7 +53,7 @@ __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
-// C (rows, 16 · N) (+)= A (rows, 2 · pairs) times packed B; rows of A and C lie a_step and c_step numbers apart.
+// C = A B, or C += A B with ADD: A (M, 2 · pairs), packed B, C (M, 16 · N). a_step and c_step: strides of the rows of A and C.
 template <int M, int N, bool ADD>
 void tile(const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs) {
     __m512 sums[M][N];
@@ -84,7 +85,7 @@ void strip(
     for (; m < rows; ++m) tile<1, N, ADD>(a + m * a_step, a_step, packed, b_columns, c + m * c_step, c_step, pairs);
 }
 
-// columns: a multiple of 16
+// C = A B, or C += A B with ADD, for any number of rows. columns: a multiple of 16.
 template <bool ADD>
 void product(
     const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t rows,
@@ -120,13 +121,14 @@ void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capaci
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// What lies in columns after the last that row `query` may see, of 16 from `column` on.
+// Which of the 16 columns from `column` on the query may see: those up to its own position.
 __mmask16 visible(int64_t column, int64_t query) {
     const int64_t n = query + 1 - column;
     return n >= LANES ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1);
 }
 
-// One query head, all its query blocks: q, out (T, D) with rows q_step and out_step apart, lse (T).
+// One query head, block by block: q, out (T, D) with rows q_step and out_step apart, lse (T). scores, weights and block are
+// working memory.
 void forward(
     const BF16* q, int64_t q_step, const BF16* keys, const BF16* values, BF16* out, int64_t out_step, float* lse,
     int64_t n_token, int64_t capacity, int64_t d, std::vector<float>& scores, std::vector<BF16>& weights,
@@ -165,7 +167,7 @@ void forward(
 
 }  // namespace
 
-// Below, `steps` says of each tensor (B, H, T, D) in turn how far apart its batches, heads and tokens lie.
+// `steps` holds three strides of each tensor (B, H, T, D), in the order of the arguments: of batch, head and token.
 
 extern "C" int multiplies_bf16() { return 1; }
 

@@ -1,21 +1,22 @@
-"""One fused attention kernel, forward and backward, that also reports what each head does.
+"""Fused attention in Triton: forward and backward, with each head's statistics from the forward pass.
 
-B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D widths. Query and key are lowered already:
-their plain dot product is the score. Nothing of size T × S ever exists.
+B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D head width. Query and key are lowered: their
+plain dot product is the score. Nothing of size T × S is ever stored.
 
-Forward (Dao 2023, arXiv 2307.08691, algorithm 1): a program owns BLOCK_M queries of one head and walks over the keys,
-carrying per row the running maximum m, the denominator l = Σ e^(s-m) and the weighted sum of values. With statistics
-it carries one more sum, c = Σ e^(s-m) (s-m), from which entropy = ln l - c / l: no difference of large numbers. All
-exponents are in base 2, which is what the hardware computes: s is multiplied by log2(e) inside the one fused
-multiply-add that subtracts m. (c is kept in those units.)
+Forward (Dao 2023, arXiv 2307.08691, algorithm 1). One program computes BLOCK_M queries of one head and loops over blocks
+of keys. For each query it carries the running maximum m, the denominator l = Σ e^(s-m) and the weighted sum of values z.
+With statistics it carries one more sum, c = Σ e^(s-m) (s-m). The entropy is ln l - c / l, which is not a difference of
+large numbers. Exponentials are computed in base 2, as the hardware does: the fused multiply-add that subtracts m also
+multiplies s by log2(e). c is kept in those units.
 
-Backward: P is computed again from the log-sum-exp. One program owns BLOCK_N keys and walks over the queries for dK and
-dV (of every query head that shares them); dQ is either a second kernel that owns BLOCK_M queries (every sum in a fixed
-order: deterministic), or added up by the first one with atomics (two matrix products fewer, sums in any order).
+Backward (the same paper, algorithm 2). The weights P are computed again from the log-sum-exp. For dK and dV one program
+computes BLOCK_N keys and loops over the queries of every head that shares them. There are two ways to compute dQ:
+deterministic, in a second kernel whose programs compute BLOCK_M queries each, with every sum in a fixed order; or in the
+first kernel with atomic additions, which saves two matrix products but sums in any order.
 
-Masks come in three modes. NONE; CAUSAL, by arithmetic; INTERVAL: query i sees the keys first[i] .. stop[i]-1, both
-non-decreasing in i. In every mode blocks without a visible pair are never visited, and blocks in which every pair is
-visible are not masked.
+Masks have three modes: NONE; CAUSAL, by arithmetic on positions; INTERVAL, where query i sees the keys first[i] ..
+stop[i]-1 and neither end decreases in i. In every mode, blocks without a visible pair are skipped, and blocks in which
+every pair is visible are computed without a mask.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The running maximum of a row that has seen nothing: below every score, yet 0 · (LOWEST - m) is 0, not NaN.
+# The initial running maximum. It is below every score, but finite, so that 0 · (LOWEST - m) is 0 and not NaN.
 LOWEST = tl.constexpr(-1e38)
 
-DESCRIPTORS_FROM = 90  # compute capability of the first card with a copy engine
-KernelError = triton.errors.TritonError  # a tile that does not fit the card, or that does not compile
+DESCRIPTORS_FROM = 90  # lowest compute capability with a tensor memory accelerator, which reads by descriptor
+KernelError = triton.errors.TritonError  # raised for tiles that do not fit the card or do not compile
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ class Tuning:
 def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 90, 100).
 
-    The largest that spill no register, by bench/kernel_resources.py; bench/attention.py --tune times them on a card.
-    (Warp specialisation is left out: triton 3.9 crashes on these loops for sm_90 with 4 warps, ignores it with 8.)
+    These are the largest tiles without register spills according to bench/kernel_resources.py. bench/attention.py --tune
+    times them on a card. Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and
+    ignores it with 8.
     """
-    if dtype == torch.float32:  # full fp32 products, no tensor cores: small tiles, or the registers spill
+    if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
         if width <= 32:
             return Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
         if width <= 128:
@@ -80,13 +82,13 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
 
 
-# ------------------------------------------------------------------------------------------------ what is visible
+# ------------------------------------------------------------------------------------------ visibility and loading
 
 
 @triton.jit
 def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
-    """For a block of query rows: (low, full_low, full_high, high). Keys low .. high-1 are visited; the blocks in
-    full_low .. full_high-1 are visible to every row. All four are multiples of BLOCK_N, except high."""
+    """(low, full_low, full_high, high) for a block of query rows. The program visits keys low .. high-1; every row sees all
+    of full_low .. full_high-1. All are multiples of BLOCK_N, except high."""
     if MODE == INTERVAL:
         inside = rows < T
         first, stop = load_interval(interval, b, h, rows, T, MODE)
@@ -95,7 +97,7 @@ def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N:
         full_low = tl.cdiv(tl.max(tl.where(inside, first, 0)), BLOCK_N) * BLOCK_N
         full_high = tl.min(tl.where(inside, stop, S)) // BLOCK_N * BLOCK_N
         full_high = tl.maximum(full_high, full_low)
-        if full_high == full_low:  # no full block: everything in one masked stretch
+        if full_high == full_low:  # without a block that all rows see, one masked loop visits all keys
             full_low = low
             full_high = low
     else:
@@ -104,7 +106,7 @@ def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N:
         high = S
         full_high = S // BLOCK_N * BLOCK_N
         if MODE == CAUSAL:
-            top = tl.min(rows) + start  # the first row's position: it sees the keys 0 .. top
+            top = tl.min(rows) + start  # position of the first row, which sees the keys 0 .. top
             high = tl.maximum(tl.minimum(S, top + BLOCK_M), 0)
             full_high = tl.maximum(tl.minimum(full_high, (top + 1) // BLOCK_N * BLOCK_N), 0)
     return low, full_low, full_high, high
@@ -112,7 +114,7 @@ def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def is_visible(rows, keys, first_stop, start, S, MODE: tl.constexpr):
-    """rows and keys broadcast against each other; so do the rows' first and stop."""
+    """Whether each row sees each key. rows and keys broadcast against each other, and so do first and stop of the rows."""
     visible = keys < S
     if MODE == CAUSAL:
         visible = visible & (keys <= rows + start)
@@ -124,7 +126,7 @@ def is_visible(rows, keys, first_stop, start, S, MODE: tl.constexpr):
 
 @triton.jit
 def load_interval(interval, b, h, rows, T, MODE: tl.constexpr):
-    """(first, stop) of the rows. Loaded where they are needed: held through a loop they would cost registers."""
+    """(first, stop) of the rows. They are loaded again in every iteration, because holding them would cost registers."""
     if MODE == INTERVAL:
         first, stop, stride_b, stride_h, stride_t = interval
         offset = b * stride_b + h * stride_h
@@ -139,7 +141,7 @@ def load_interval(interval, b, h, rows, T, MODE: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, n_rows, stride, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr):
-    """A tile (rows, PADDED) of a matrix (n_rows, WIDTH); what lies outside is zero."""
+    """A tile (rows, PADDED) of a matrix (n_rows, WIDTH), zero outside the matrix."""
     pointers = base + rows[:, None] * stride + columns[None, :]
     if BOUNDED:
         return tl.load(pointers, mask=(rows[:, None] < n_rows) & (columns[None, :] < WIDTH), other=0.0)
@@ -154,8 +156,8 @@ def load_block(
     source, b, h, row, n_rows, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Rows row .. row+BLOCK-1 of one head, (BLOCK, PADDED); what lies outside is zero. source: a descriptor of the whole
-    tensor (B, H, rows, WIDTH), which the copy engine reads; or a pointer to the head."""
+    """Rows row .. row+BLOCK-1 of one head, (BLOCK, PADDED), zero outside. source: a descriptor of the whole tensor
+    (B, H, rows, WIDTH), or a pointer to the head."""
     if DESCRIPTORS:
         return source.load([b.to(tl.int32), h.to(tl.int32), row, 0]).reshape([BLOCK, PADDED])
     else:
@@ -165,7 +167,7 @@ def load_block(
 
 @triton.jit
 def head_of(source, b, h, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
-    """What `load_block` reads a head from."""
+    """The source of one head for `load_block`."""
     if DESCRIPTORS:
         return source
     else:
@@ -174,8 +176,8 @@ def head_of(source, b, h, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
 
 @triton.jit
 def log2_weight(s, base, PRECISION: tl.constexpr):
-    """(s - base) log2(e): for 16-bit inputs one fused multiply-add; in full fp32 the difference first, which is exact
-    where the weight is large."""
+    """(s - base) log2(e). For 16-bit inputs one fused multiply-add. In full fp32 the difference is computed first, because
+    it is exact where the weight is large."""
     if PRECISION == "ieee":
         return (s - base) * LOG2_E
     else:
@@ -192,12 +194,12 @@ def forward_stretch(
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Carry (z, m, total, c) over the keys low .. high-1."""
+    """Update the carried (z, m, total, c) with the keys low .. high-1. total is the denominator l."""
     z, m, total, c = carried
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
         k = load_block(k_head, b, g, n0, S, k_stride, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), natural units
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), not yet in base 2
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
@@ -209,7 +211,7 @@ def forward_stretch(
         shrink = tl.exp2(log2_shrink)
         if STATISTICS:
             if MASKED:
-                shifted = tl.where(visible, shifted, 0.0)  # not 0 · (-inf)
+                shifted = tl.where(visible, shifted, 0.0)  # 0 · (-inf) would be NaN
             c = shrink * (c + log2_shrink * total) + tl.sum(p * shifted, 1)
         total = total * shrink + tl.sum(p, 1)
         v = load_block(v_head, b, g, n0, S, v_stride, D_V, PADDED_V, BLOCK_N, MASKED, DESCRIPTORS)
@@ -227,8 +229,9 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
+    """Output and statistics of BLOCK_M queries of one head."""
     n_block = tl.cdiv(T, BLOCK_M)
-    # The longest rows of a causal mask first: no long tail at the end.
+    # Under a causal mask the last rows take longest. They start first, so that no long program is left at the end.
     block, bh = n_block - 1 - tl.program_id(0) % n_block, tl.program_id(0) // n_block
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -282,7 +285,7 @@ def delta_kernel(
     z, dz, delta, z_b, z_h, z_t, dz_b, dz_h, dz_t, H, T,
     D_V: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = z_i · dz_i = Σ_j p_ij dp_ij, which the gradient of a softmax subtracts."""
+    """delta_i = z_i · dz_i = Σ_j p_ij dp_ij, the term that the gradient of a softmax subtracts from dp_ij."""
     n_block = tl.cdiv(T, BLOCK_M)
     block, bh = tl.program_id(0) % n_block, tl.program_id(0) // n_block
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -294,7 +297,8 @@ def delta_kernel(
 
 @triton.jit
 def load_row_sums(lse, delta, rows, T):
-    """The rows' log-sum-exp and delta; a row that saw nothing, or lies outside, gets weights of zero."""
+    """Log-sum-exp and delta of the rows. A log-sum-exp of +inf makes the weights zero: for rows that see no key, or that
+    lie outside."""
     log_sum = tl.load(lse + rows, mask=rows < T, other=float("-inf"))
     return tl.where(log_sum == float("-inf"), float("inf"), log_sum), tl.load(delta + rows, mask=rows < T, other=0.0)
 
@@ -306,7 +310,7 @@ def keys_stretch(
     MODE: tl.constexpr, MASKED: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Carry (dk, dv) of one block of keys over the queries low .. high-1. Matrices are transposed: (N, M)."""
+    """Update the carried (dk, dv) of a block of keys with the queries low .. high-1. Scores and weights are (N, M)."""
     dk, dv = carried
     for m0 in tl.range(low, high, BLOCK_M):
         rows = m0 + tl.arange(0, BLOCK_M)
@@ -341,6 +345,7 @@ def keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
+    """dK and dV of BLOCK_N keys of one key/value head; with ATOMIC_DQ also their part of dQ."""
     groups, n_block = H // GROUP, tl.cdiv(S, BLOCK_N)
     block, bg = tl.program_id(0) % n_block, tl.program_id(0) // n_block
     b, g = (bg // groups).to(tl.int64), (bg % groups).to(tl.int64)
@@ -353,7 +358,7 @@ def keys_kernel(
     for member in tl.range(0, GROUP):
         h = g * GROUP + member
         low, full_low, high = 0, 0, T
-        if MODE == CAUSAL:  # a query sees key n from row n - start on
+        if MODE == CAUSAL:  # key n is visible from row n - start on
             low = tl.maximum(n0 - start, 0) // BLOCK_M * BLOCK_M
             full_low = tl.maximum(tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - start, 0), BLOCK_M) * BLOCK_M, low)
             full_low = tl.minimum(full_low, tl.cdiv(T, BLOCK_M) * BLOCK_M)
@@ -378,8 +383,8 @@ def keys_kernel(
                     q_t, dz_t, dq_t, start, T, S, low, full_low,
                     D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
                 )  # fmt: skip
-            # With atomics a block that reaches past the last key is masked throughout: its keys of zero would put
-            # weights of e^-lse into dQ. Without, they only reach rows of dK and dV that are not stored.
+            # The keys of a block beyond the last key are zero, so their weights would be e^-lse. With atomics these
+            # would reach dQ, so every block is masked. Without, they reach only rows of dK and dV that are not stored.
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                 q_t, dz_t, dq_t, start, T, S, full_low, high,
@@ -399,7 +404,7 @@ def queries_stretch(
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Carry dq of one block of queries over the keys low .. high-1."""
+    """Update dq of a block of queries with the keys low .. high-1."""
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
         k = load_block(k_head, b, g, n0, S, k_t, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
@@ -424,6 +429,7 @@ def queries_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
+    """dQ of BLOCK_M queries of one head."""
     n_block = tl.cdiv(T, BLOCK_M)
     block, bh = n_block - 1 - tl.program_id(0) % n_block, tl.program_id(0) // n_block
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -459,12 +465,12 @@ def queries_kernel(
 
 
 def padded(width: int) -> int:
-    """The width of a tile: a power of two, at least what a matrix product needs."""
+    """Width of a tile: the next power of two, and at least the 16 that a matrix product requires."""
     return max(16, triton.next_power_of_2(width))
 
 
 def capability_of(tensor: Tensor) -> int:
-    """80, 90, 100, …; interpreted, the oldest."""
+    """Compute capability times ten: 80, 90, 100, …; under the interpreter the oldest."""
     if tensor.device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(tensor.device)
@@ -478,10 +484,11 @@ def tuned_for(query: Tensor, value: Tensor) -> Tuning:
 def described(
     one: Tensor, other: Tensor, block: int
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, bool]:
-    """Both tensors as descriptors of tiles of `block` rows, and True; as they are, and False, where the card has no copy
-    engine (before Hopper), or an address or a stride is not the multiple of 16 bytes that it wants.
+    """Both tensors as descriptors of tiles of `block` rows, and True; or both unchanged, and False.
 
-    Measured by the compiler alone so far: up to a third fewer registers, because no thread computes addresses.
+    Descriptors need a tensor memory accelerator (Hopper and later), 16-bit numbers, and addresses and strides that are
+    multiples of 16 bytes. They save up to a third of the registers, as the compiler reports, because no thread computes
+    addresses.
     """
     tensors = (one, other)
     aligned = all(
@@ -501,32 +508,32 @@ def described(
 
 def shape_constants(query: Tensor, value: Tensor) -> dict:
     d_qk, d_v = query.shape[-1], value.shape[-1]
-    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # the latter says nothing for 16-bit inputs
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # the latter has no effect on 16-bit inputs
     return {"D_QK": d_qk, "D_V": d_v, "PADDED_QK": padded(d_qk), "PADDED_V": padded(d_v), "PRECISION": precision}
 
 
 def interval_of(first: Tensor | None, stop: Tensor | None, query: Tensor, causal: bool) -> tuple:
-    """(mode, first, stop, strides): rows' visible keys, expanded over (B, H, T) without a copy."""
+    """(mode, first, stop, strides) of the rows' visible keys, expanded to (B, H, T) without a copy."""
     if first is None or stop is None:
-        return (CAUSAL if causal else NONE), query, query, (0, 0, 0)  # any pointer: it is not read
+        return (CAUSAL if causal else NONE), query, query, (0, 0, 0)  # any pointer, because the kernel does not read it
     first, stop = first.expand(query.shape[:3]), stop.expand(query.shape[:3])
     assert first.stride() == stop.stride()
     return INTERVAL, first, stop, first.stride()
 
 
 def rows_first(tensor: Tensor) -> Tensor:
-    """The kernels take any strides but the last, which must be 1."""
+    """The tensor with a last stride of 1, which the kernels require; the other strides may be any."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def launch(kernel, n_program: int, like: Tensor, *arguments, **options) -> None:
-    """Run so many programs on the card that `like` is on: triton launches on the current one."""
+    """Launch n_program programs on the card of `like`; triton by itself launches on the current card."""
     with torch.cuda.device_of(like):
         kernel[(n_program,)](*arguments, **options, enable_fp_fusion=True)
 
 
 def like_heads(n_batch: int, n_head: int, n_row: int, width: int, like: Tensor) -> Tensor:
-    """An empty (B, H, T, D) that lies in memory as (B, T, H, D), as the projection after it wants it."""
+    """An empty tensor (B, H, T, D) with the memory layout (B, T, H, D), which the output projection reads without a copy."""
     return like.new_empty(n_batch, n_row, n_head, width).transpose(1, 2)
 
 
@@ -542,11 +549,12 @@ def fused_attention(
     statistics: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query (B, H, T, D), key (B, G, S, D), value (B, G, S, Dv) of one type -> output (B, H, T, Dv) and, in fp32,
-    (B, H, T) log-sum-exp, largest logit, entropy in nats; the latter two are empty without `statistics`.
+    """Output (B, H, T, Dv), and log-sum-exp, largest logit and entropy in nats, (B, H, T) each in fp32.
 
-    Query i sees the keys first[i] .. stop[i]-1 (int32, broadcastable to (B, H, T), of equal strides, non-decreasing in
-    i), or with causal the keys 0 .. start + i, or all. deterministic: of the backward pass, which this one hands on.
+    query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have one type. Without `statistics` the largest logit and
+    the entropy are empty. Query i sees the keys first[i] .. stop[i]-1 (int32, broadcastable to (B, H, T), equal strides,
+    non-decreasing in i), or with `causal` the keys 0 .. start + i, or all keys. deterministic: how the backward pass
+    computes dQ.
     """
     query, key, value = rows_first(query), rows_first(key), rows_first(value)
     n_batch, n_head, n_query = query.shape[:3]
@@ -594,7 +602,7 @@ def fused_attention_backward(
     start: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each of its own shape and type."""
+    """Gradients of query, key and value, in their shapes and types."""
     d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
     n_batch, n_head, n_query = query.shape[:3]
     n_group, n_key, d_v = value.shape[1:]
@@ -645,22 +653,19 @@ def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[Tensor, Tensor, tuple]:
-    """For each block of keys the queries low .. high-1 that may see one of them, (B, H, blocks) each, and strides."""
+    """(low, high, strides): only the queries low .. high-1 may see a block of keys; low and high are (B, H, blocks)."""
     shape = first.shape
     first, stop = (unexpanded(tensor).contiguous() for tensor in (first, stop))
-    begin = (
-        torch.arange(0, n_key, block, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
-    )
-    low = torch.searchsorted(
-        stop, begin, right=True, out_int32=True
-    )  # rows whose stop <= the block's begin come before
-    high = torch.searchsorted(first, begin + block, out_int32=True)  # rows whose first < the block's end
+    begin = torch.arange(0, n_key, block, dtype=torch.int32, device=first.device)
+    begin = begin.expand(*first.shape[:2], -1).contiguous()
+    low = torch.searchsorted(stop, begin, right=True, out_int32=True)  # number of rows with stop <= the block's begin
+    high = torch.searchsorted(first, begin + block, out_int32=True)  # number of rows with first < the block's end
     low, high = (tensor.expand(*shape[:2], -1) for tensor in (low, high))
     return low, high, low.stride()
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """One row of what `expand` repeats over B or H."""
+    """The tensor with size 1 in each of the dimensions B and H that `expand` has repeated."""
     for dim in (0, 1):
         if tensor.stride(dim) == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -679,7 +684,7 @@ def keep_for_backward(ctx, inputs, output) -> None:
 
 
 def backward(ctx, d_output, *of_statistics):
-    """Statistics are detached: their gradients are dropped."""
+    """Statistics are detached, so the gradients of all results but the output are dropped."""
     query, key, value, output, lse, first, stop = ctx.saved_tensors
     gradients = fused_attention_backward(d_output, query, key, value, output, lse, first, stop, *ctx.options)
     return *gradients, None, None, None, None, None, None

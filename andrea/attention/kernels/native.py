@@ -1,6 +1,6 @@
-"""The functions of attend.cpp as operators of torch, with a gradient.
+"""The functions of attend.cpp as differentiable operators of torch.
 
-B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the head's width.
+B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the width of a head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SOURCE = Path(__file__).with_name("attend.cpp")
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """None where there is no compiler, or the processor has no products of bf16."""
+    """The compiled functions; None without a compiler, or on a processor that does not multiply in bf16."""
     functions = compiled_library(SOURCE)
     if functions is None or not functions.multiplies_bf16():
         return None
@@ -31,7 +31,9 @@ def library() -> ctypes.CDLL | None:
 
 @torch.library.custom_op("andrea::native_attention", mutates_args=())
 def native_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal: query (B, H, T, D), key and value (B, G, T, D) bf16 -> output (B, H, T, D), log-sum-exp (B, H, T) fp32."""
+    """Causal attention in bf16. query (B, H, T, D), key and value (B, G, T, D) -> output (B, H, T, D), and log-sum-exp
+    (B, H, T) in fp32.
+    """
     query, key, value = in_rows(query), in_rows(key), in_rows(value)
     output, lse = outputs(query)
     tensors = query, key, value, output
@@ -74,7 +76,7 @@ native_attention.register_autograd(differentiate, setup_context=keep)
 
 
 def like(x: Tensor) -> Tensor:
-    """Room for (B, H, T, D), a token's heads side by side, as a model's projections leave and want them."""
+    """An empty tensor (B, H, T, D) with the memory layout (B, T, H, D), which a model's projections write and read."""
     n_batch, n_head, n_token, d_head = x.shape
     return x.new_empty(n_batch, n_token, n_head, d_head).transpose(1, 2)
 
@@ -84,12 +86,12 @@ def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """Rows whose numbers lie side by side."""
+    """The tensor with contiguous rows: a last stride of 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def steps_of(*tensors: Tensor) -> ctypes.Array:
-    """How far apart batches, heads and tokens lie, of each."""
+    """The strides of batch, head and token of each tensor, one after the other."""
     steps = [step for tensor in tensors for step in tensor.stride()[:3]]
     return (ctypes.c_int64 * len(steps))(*steps)
 

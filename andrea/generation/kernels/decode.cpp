@@ -1,7 +1,7 @@
-// Decoding on a CPU: the few operations of one new token, each of which reads its weights or its cache once.
+// Decoding on a CPU: the operations of one new token. Each reads its weights, or its part of the cache, once.
 //
 // n_row rows of n_in numbers become rows of n_out. Activations are fp32 or bf16 (the bits of the upper half of an fp32), and
-// all sums are fp32 or exact integers. Plain C++ with GCC's vector types: the compiler makes of them what the processor has.
+// all sums are fp32 or exact integers. Plain C++ with GCC's vector types, which the compiler maps to the processor's vectors.
 // The readable twins are torch's linear and rms_norm, `Int8Linear.readable`, and MultiHeadAttention.forward.
 
 #include <algorithm>
@@ -30,7 +30,7 @@ float number(BF16 x) {
 }
 
 void store(float* place, float x) { *place = x; }
-void store(BF16* place, float x) {  // to the nearest, ties to even; NaN stays NaN
+void store(BF16* place, float x) {  // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     place->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
@@ -60,7 +60,7 @@ float sum(Floats v) {
     return total;
 }
 
-// Four sums side by side: one alone would wait for each addition to end.
+// Four independent sums, because each addition to a single one would wait for the addition before.
 template <typename W>
 float dot(const W* w, const float* x, int64_t n) {
     Floats a{}, b{}, c{}, d{};
@@ -84,7 +84,7 @@ std::vector<float> in_fp32(const T* x, int64_t n) {
     return copy;
 }
 
-// A row as 16-bit integers u - 32768 times its step, u in two bytes: products with int8 weights are then sums of integers.
+// A row as 16-bit integers u - 32768, times a step, with u in two bytes. Products with int8 weights are then integer sums.
 struct Bytes {
     std::vector<uint8_t> high, low;
     float step;
@@ -95,7 +95,7 @@ Bytes in_bytes(const T* x, int64_t n) {
     Bytes bytes{std::vector<uint8_t>(n), std::vector<uint8_t>(n), 0};
     float largest = 0;
     for (int64_t k = 0; k < n; ++k) largest = std::max(largest, std::fabs(number(x[k])));
-    if (!(largest > 0) || !std::isfinite(largest)) bytes.step = largest > 0 ? NAN : 0;  // no weight makes anything of these
+    if (!(largest > 0) || !std::isfinite(largest)) bytes.step = largest > 0 ? NAN : 0;  // zeros stay zeros, infinity becomes NaN
     else bytes.step = largest / 32767;
     for (int64_t k = 0; k < n; ++k) {
         if (number(x[k]) != number(x[k])) bytes.step = NAN;
@@ -107,7 +107,7 @@ Bytes in_bytes(const T* x, int64_t n) {
     return bytes;
 }
 
-// Weight (n_out, n_in) in T, or where it has scales (n_out) in 8 bits, with the sums of its rows; bias (n_out) or null.
+// Weight (n_out, n_in) in T; or, if scales (n_out) are given, in 8 bits with the sums of its rows. bias (n_out) or null.
 template <typename T>
 struct Matrix {
     const void* weight;
@@ -117,7 +117,7 @@ struct Matrix {
     int64_t n_in, n_out;
 };
 
-// Rows as a matrix takes them; each thread of a team makes its own, which costs less than waiting for another's.
+// Rows in the form that the matrix multiplies. Every thread makes its own copy, which costs less than waiting for another's.
 struct Rows {
     std::vector<float> numbers;
     std::vector<Bytes> bytes;
@@ -152,7 +152,8 @@ float product(const Matrix<T>& matrix, const Rows& rows, int64_t m, int64_t n) {
     return matrix.bias ? value + number(matrix.bias[n]) : value;
 }
 
-// x (n_row, n_in) -> y (n_row, n_out), by a team of threads: each makes its share of y, and waits for the others. added: to y.
+// x (n_row, n_in) -> y (n_row, n_out), or y + the product with `added`. Each thread of the team computes its share of y and
+// then waits for the others.
 template <typename T>
 void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, bool added = false) {
     const Rows rows = rows_for(matrix, x, n_row);
@@ -180,7 +181,7 @@ void rms_norm(const T* x, const float* weight, T* y, int64_t n_row, int64_t n, f
     }
 }
 
-// A head's query or key (D), RMS-normalised where epsilon is not negative, scaled, and turned by the position's angles.
+// A query or key of one head (D): RMS-normalised unless epsilon is negative, scaled, and rotated by the angles of its position.
 template <typename T>
 std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, const float* turn) {
     std::vector<float> head = in_fp32(x, d);
@@ -193,18 +194,18 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, con
     return head;
 }
 
-// One new token of each of B texts of one length: qkv (B, (H + 2G) D) and the cache (B, G, capacity, D), of which `length` are
-// filled. The new key and value go into the cache; out (B, H D).
+// Attention of one new token of each of B texts of equal length -> out (B, H D). qkv (B, (H + 2G) D); the first `length`
+// tokens of the cache (B, G, capacity, D) are filled, and the new key and value are appended.
 template <typename T>
 void attend_by_team(
     const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,
-    int64_t d, int64_t n_room, int64_t length, float epsilon, float scale) {
+    int64_t d, int64_t capacity, int64_t length, float epsilon, float scale) {
     const int64_t shared = n_head / n_kv_head, width = (n_head + 2 * n_kv_head) * d;
 #pragma omp for schedule(static)
     for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
         const int64_t b = each / n_kv_head, g = each % n_kv_head;
         const T* new_key = qkv + b * width + (n_head + g) * d;
-        T *key = keys + each * n_room * d, *value = values + each * n_room * d;
+        T *key = keys + each * capacity * d, *value = values + each * capacity * d;
         const std::vector<float> own = placed(new_key, d, epsilon, 1, turn);
         for (int64_t k = 0; k < d; ++k) store(key + length * d + k, own[k]);
         std::memcpy(value + length * d, new_key + n_kv_head * d, d * sizeof(T));
@@ -225,10 +226,10 @@ void attend_by_team(
     }
 }
 
-enum Activation : int64_t { GELU, RELU2, SWIGLU };  // as in native.py
+enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of native.py
 
 struct Shape {
-    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, n_room, length, activation, value_residual;
+    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual;
     float norm_epsilon, qk_epsilon, scale;
 };
 
@@ -237,12 +238,12 @@ struct Layer {
     const float* attention_norm;
     Matrix<T> project, output;
     const float* mlp_norm;
-    Matrix<T> gate, up, down;  // gate: SwiGLU's
-    float first_share;         // of the first layer's values in this layer's, with value_residual
+    Matrix<T> gate, up, down;  // gate: for SwiGLU alone
+    float first_share;         // share of the first layer's values in this layer's, with value_residual
 };
 
-// The values in qkv (n_row, (H + 2G) D), after the queries and keys: the first layer's are kept in `first` (n_row, G D), of
-// which every other mixes its share into its own.
+// Value residuals: the values in qkv (n_row, (H + 2G) D) stand after its queries and keys. Those of the first layer are copied
+// to `first` (n_row, G D); every other layer mixes its share of them into its own values.
 template <typename T>
 void mix_values_by_team(T* qkv, T* first, const Shape& shape, bool is_first, float share) {
     const int64_t n_value = shape.n_kv_head * shape.d_head, before = shape.n_head * shape.d_head + n_value;
@@ -265,9 +266,9 @@ float activated(int64_t activation, float up, float gate) {
     return 0.5f * up * (1 + std::tanh(0.7978845608f * (up + 0.044715f * up * up * up)));
 }
 
-// All blocks and the final norm for one new token of each of n_row texts of one length: x (n_row, d_model), which is written
-// over, -> y. What is written down is rounded to T where the blocks of model/gpt.py round. One team of threads for all of it:
-// a team for each operation, and Python between them, took a third of a token's time in 8 bits.
+// All blocks and the final norm for one new token of each of n_row texts of equal length: x (n_row, d_model) -> y. x is
+// overwritten. Results are rounded to T at the points where the blocks of model/gpt.py round. One team of threads computes
+// everything: a team for each operation, with Python in between, took a third of a token's time in 8 bits.
 template <typename T>
 void decode(
     const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,
@@ -285,7 +286,7 @@ void decode(
             if (shape.value_residual) mix_values_by_team(qkv.data(), first_value.data(), shape, l == 0, layer.first_share);
             attend_by_team(
                 qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
-                shape.n_room, shape.length, shape.qk_epsilon, shape.scale);
+                shape.capacity, shape.length, shape.qk_epsilon, shape.scale);
             linear_by_team(layer.output, retrieved.data(), x, n_row, true);
             rms_norm(x, layer.mlp_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
             const Rows rows = rows_for(layer.up, normed.data(), n_row);
@@ -314,9 +315,9 @@ void decode(
     }                                                                                                                      \
     extern "C" void attend_##NAME(                                                                                         \
         const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,   \
-        int64_t d, int64_t n_room, int64_t length, float epsilon, float scale) {                                           \
+        int64_t d, int64_t capacity, int64_t length, float epsilon, float scale) {                                           \
         _Pragma("omp parallel")                                                                                            \
-        attend_by_team(qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, n_room, length, epsilon, scale);       \
+        attend_by_team(qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, capacity, length, epsilon, scale);       \
     }                                                                                                                      \
     extern "C" void decode_##NAME(                                                                                         \
         const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,  \

@@ -1,0 +1,141 @@
+"""Linear layers for decoding, with weights laid out once: bf16, fp32 or int8, for our kernels or for oneDNN.
+
+With one token a step a matrix is read once and used once, so the time is memory traffic. On a CPU our own kernels
+(kernels/decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices, which are half as long,
+at the same rate. Without a compiler, oneDNN's own layout at least saves torch a conversion at every call
+(bench/generate.py).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from andrea.generation.kernels.native import NAMES, Matrix, function, library
+from andrea.runtime.device import LargePages
+from andrea.runtime.native import address
+
+# The most products of a byte and an int8 whose sum surely fits the kernel's 32 bits.
+LONGEST_SUM = 2**31 // (127 * 255)
+# Up to this many rows a product is bound by reading its weights, and our kernels are faster than torch's.
+FEW_ROWS = 8
+
+
+def has_native(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in NAMES and library() is not None
+
+
+def has_onednn(weight: Tensor) -> bool:
+    """Whether the weights are bf16 on a CPU whose oneDNN multiplies in bf16."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class NativeLinear(nn.Module):
+    """nn.Linear without gradients. Up to FEW_ROWS rows go through our kernel, more through torch's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, pages: LargePages | None = None) -> None:
+        super().__init__()
+        self.weight = weight.detach().contiguous() if pages is None else pages.place(weight.detach())
+        self.bias = None if bias is None else bias.detach()
+        self.kernel = function("linear", weight.dtype)
+        self.matrix = self.descriptor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_out, n_in = self.weight.shape
+        assert x.shape[-1] == n_in and x.dtype == self.weight.dtype, (x.shape, x.dtype, self.weight.shape)
+        n_row = x.numel() // n_in
+        if n_row > FEW_ROWS:
+            return functional.linear(x, self.weight, self.bias)
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
+        return y
+
+    def descriptor(self) -> Matrix:
+        """The kernel's argument. It is made once, because a token needs some hundred products."""
+        n_out, n_in = self.weight.shape
+        return Matrix(weight=address(self.weight), bias=address(self.bias), n_in=n_in, n_out=n_out)
+
+    def rows(self, start: int, stop: int) -> NativeLinear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        part = copy.copy(self)
+        part.weight, part.bias = self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
+        part.matrix = part.descriptor()
+        return part
+
+
+class OneDNNLinear(nn.Module):
+    """nn.Linear without gradients, its weight in oneDNN's layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        # These are the operators that torch.compile uses for frozen weights; the layout is for products of 1 row.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+class Int8Linear(nn.Module):
+    """nn.Linear without gradients, with weights of 8 bits: weight ≈ int8 (d_out, d_in) · scale (d_out,), rounded to nearest.
+
+    Our kernel rounds x to 16-bit integers, which is finer than bf16; torch's products take x as it is.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, native: bool, pages: LargePages | None = None) -> None:
+        super().__init__()
+        self.weight, self.scale = quantised(weight.detach())
+        self.weight = self.weight if pages is None else pages.place(self.weight)
+        self.sums = self.weight.sum(1, dtype=torch.int32)
+        self.bias = None if bias is None else bias.detach()
+        self.dtype = weight.dtype  # of inputs and outputs
+        fits = native and weight.shape[1] <= LONGEST_SUM
+        self.kernel = function("linear", weight.dtype) if fits else None
+        self.matrix = self.descriptor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_out, n_in = self.weight.shape
+        assert x.shape[-1] == n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.weight.shape)
+        n_row = x.numel() // n_in
+        if n_row > FEW_ROWS:
+            return self.readable(x)
+        if self.kernel is None:
+            return self.written_out(x) if torch.compiler.is_compiling() else self.readable(x)
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
+        return y
+
+    def descriptor(self) -> Matrix:
+        """The kernel's argument. It is made once, because a token needs some hundred products."""
+        places = map(address, (self.weight, self.scale, self.sums, self.bias))
+        return Matrix(*places, n_in=self.weight.shape[1], n_out=self.weight.shape[0])
+
+    def rows(self, start: int, stop: int) -> Int8Linear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        part = copy.copy(self)
+        part.weight, part.scale, part.sums = (each[start:stop] for each in (self.weight, self.scale, self.sums))
+        part.bias = None if self.bias is None else self.bias[start:stop]
+        part.matrix = part.descriptor()
+        return part
+
+    def readable(self, x: Tensor) -> Tensor:
+        return functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
+
+    def written_out(self, x: Tensor) -> Tensor:
+        """`readable` for few rows, in a form that torch.compile turns into one reading of each weight, in 8 bits."""
+        rows = x.flatten(0, -2).float()
+        y = ((self.weight.float()[:, None] * rows).sum(-1) * self.scale[:, None]).mT  # (rows, d_out)
+        y = y.to(x.dtype).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (d_out, d_in) -> int8 of the same shape, and scales (d_out,) fp32. The largest number of a row becomes ±127."""
+    weight = weight.float()
+    scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
