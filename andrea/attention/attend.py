@@ -69,6 +69,7 @@ def attend(
     the same pass, and derives the weights of the first and the previous token from them. The readable paths measure the
     written-out scores. The other implementations return no statistics.
 
+    >>> import torch
     >>> from andrea.attention import causal
     >>> query, key, value = torch.randn(3, 2, 8, 7, 16)  # 2 sequences, 8 heads, 7 tokens, head width 16
     >>> output, measured = attend(query, key, value, mask=causal(), statistics=True)
@@ -92,6 +93,7 @@ def attention_weights(
 ) -> Tensor:
     """weights (..., T, S) in fp32 or higher: the share of each value in a query's output. Always by the readable path.
 
+    >>> import torch
     >>> from andrea.attention import causal
     >>> attention_weights(torch.zeros(3, 4), torch.zeros(3, 4), mask=causal())
     tensor([[1.0000, 0.0000, 0.0000],
