@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -297,8 +296,3 @@ def test_a_cache_that_cannot_be_written_is_done_without(fresh_library, monkeypat
     assert native.library() is not None
     layer = NativeLinear(draw(5, 3), None)
     torch.testing.assert_close(layer(draw(1, 3)), draw(1, 3) @ draw(5, 3).mT)
-
-
-def test_the_source_travels_with_the_package():
-    told = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert native.SOURCE.exists() and '"andrea.generation.kernels" = ["*.cpp"]' in told
