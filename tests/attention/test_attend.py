@@ -128,7 +128,6 @@ def test_start_says_where_the_queries_stand_in_a_longer_memory(n_query, implemen
 
 @pytest.mark.parametrize("implementation", ["reference", "sdpa"])
 def test_a_blind_query_gets_zeros_and_finite_gradients(implementation):
-    """Figure 7, on every implementation."""
     inputs = tensors(5, 5, torch.float32, requires_grad=True)
     output = attend(*inputs, mask=key_padding(torch.tensor([[0], [3]])), implementation=implementation)
     assert (output[0] == 0).all() and (output[1] != 0).all()

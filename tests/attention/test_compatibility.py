@@ -1,4 +1,4 @@
-"""Compatibility functions: hand-solved scores, the lowered form, and why the scale is what it is (spec, section 2)."""
+"""Compatibility functions: scores solved by hand, the lowered form, and the variance that the scale gives."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_is_learned_gets_the_same_gradient_through_a_fused_path(name, imple
 
 @pytest.mark.parametrize("d_k", [16, 64, 256, 4096])
 def test_variance_of_random_scores(d_k):
-    """Figure 6: q·k has variance d_k, the scaled score 1; sampling error of a variance is sqrt(2 / n) of it."""
+    """q·k has variance d_k, the scaled score 1. The sampling error of a variance is sqrt(2 / n) of it."""
     generator = torch.Generator().manual_seed(d_k)
     n = 2000
     query, key = torch.randn(n, 1, d_k, generator=generator), torch.randn(n, 1, d_k, generator=generator)

@@ -61,7 +61,7 @@ def test_it_learns_to_reverse_through_the_cross_attention():
 
     source, written = torch.randint(N_DIGIT, (500, LENGTH)), torch.full((500, 1), BEGIN)
     with torch.no_grad():
-        for _ in range(LENGTH):  # one digit at a time, each from its own earlier ones: no look at the answer
+        for _ in range(LENGTH):  # one digit at a time, from the digits it has written itself, never from the answer
             digit = model(source, written)[:, -1].argmax(-1, keepdim=True)
             written = torch.cat((written, digit), 1)
         errors = (written[:, 1:] != source.flip(1)).float().mean()

@@ -1,4 +1,4 @@
-"""Multi-head attention as the specification has it (sections 3 and 4), judged against head-by-head arithmetic."""
+"""Multi-head attention against arithmetic written out head by head, and against torch's own module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def vectors(n_token, width=D_MODEL):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_sum_over_heads_equals_the_concatenated_form(bias):
-    """Figure 8: each head has its own rows of W_Q, W_K, W_V and its own columns of W_O."""
+    """Each head has its own rows of W_Q, W_K, W_V and its own columns of W_O."""
     attention, x = make(mask=causal(), bias=bias), vectors(T)
     total = attention.output.bias if bias else 0
     for head in range(H):
@@ -80,7 +80,7 @@ def test_equals_torchs_own_module_with_the_same_weights(is_causal):
 
 @pytest.mark.parametrize("position", [0, 3, T - 2])
 def test_the_future_changes_nothing_bitwise(position):
-    """Figure 3, through the whole module on the reference path."""
+    """Through the whole module, on the readable path."""
     attention, x = make(mask=causal(), implementation="reference"), vectors(T)
     before = attention(x)
     x[:, position + 1 :] += 1
@@ -150,7 +150,7 @@ def test_with_a_cache_a_token_at_a_time(fixed_shapes):
     ("d_model", "n_head", "d_head"), [(384, 12, 32), (768, 12, 64), (1536, 24, 64), (4096, 32, 128)]
 )
 def test_head_widths(d_model, n_head, d_head):
-    """Figure 4."""
+    """d_model / n_head, for the sizes of common models."""
     with torch.device("meta"):
         assert MultiHeadAttention(d_model, n_head, compatibility=ScaledDotProduct()).d_head == d_head
 

@@ -78,7 +78,7 @@ def test_heads_are_means_over_the_rows_that_count():
     most = torch.arange(1, 12).log().mean()
     torch.testing.assert_close(figures["entropy_share"], rows.entropy_nats.mean((0, 2)) / most)
     torch.testing.assert_close(figures["largest_logit"], rows.largest_logit.amax((0, 2)))
-    # The first query looks at key 0 because it can look at nothing else, and has none before it.
+    # The first query is left out: it sees key 0 alone, and has no key before it.
     torch.testing.assert_close(figures["first_token_mass"], rows.first_token_mass[..., 1:].mean((0, 2)))
     torch.testing.assert_close(figures["previous_token_mass"], rows.previous_token_mass[..., 1:].mean((0, 2)))
 
@@ -109,7 +109,7 @@ def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementatio
 
 
 def test_sequences_that_do_not_count_are_left_out():
-    """As where a micro-batch is filled up with copies: only the real ones are summed, and looked at for the largest."""
+    """A micro-batch may be filled up with copies of a sequence: sums and the largest logit are of the real ones alone."""
     heads, _ = measured(1, n_batch=4)
     some = HeadStatistics.of_layers([heads, heads], torch.tensor([True, False, True, False]))
     by_hand = HeadStatistics(*(part[[0, 2]].sum(0) for part in heads))._replace(

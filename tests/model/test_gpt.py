@@ -43,7 +43,7 @@ def some_tokens(n_token=17):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shapes_and_causality_bitwise(variant):
-    """Figure 3, through every layer, on the reference path."""
+    """Through every layer, on the readable path."""
     model, tokens = make(VARIANTS[variant], AttentionConfig("scaled_dot", "reference")), some_tokens()
     hidden = model(tokens)
     assert hidden.shape == (B, 17, 30)

@@ -66,7 +66,7 @@ def test_every_shipped_size_answers(name):
     memory = plan_memory(config, ATTENTION, 50257, micro_batch=1, precision="bf16", optimizer="muon")
     assert memory.weights == memory.gradients == 4 * parameters.total
     assert memory.optimizer <= 8 * parameters.total and memory.gathered == memory.python_and_libraries == 0
-    # each matrix costs 6 FLOPs a parameter, and the embedding is only looked up
+    # each matrix costs 6 FLOPs a parameter, and the lookup of an embedding costs none
     matrices = parameters.total - parameters.embedding - parameters.norm
     assert flops_per_token(config, ATTENTION, 50257) >= 5.9 * matrices
 

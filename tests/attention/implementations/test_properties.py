@@ -1,7 +1,6 @@
-"""The ten figures of the specification (section 5), for every implementation that can run on this machine.
+"""Properties that every implementation of attention has, on those that run on this machine.
 
-4, 5 and 6 are of shapes, masks and scores: they do not depend on the implementation and are in test_multihead.py,
-test_mask.py and test_compatibility.py. The readable path is held to them more finely in test_reference.py.
+test_reference.py holds the readable path to them more strictly.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def weights_by(
 
 
 @pytest.mark.parametrize(("weights", "expected"), [((0.9, 0.1, 0.0), 1100.0), ((1.0, 0.0, 0.0), 1000.0)])
-def test_1_retrieval(implementation, weights, expected):
+def test_retrieval(implementation, weights, expected):
     query, values = torch.tensor([weights]).log().clamp(min=-200), torch.tensor([[1000.0], [2000.0], [3000.0]])
     compatibility, key = DotProduct(), torch.eye(3)
     if implementation == "chunked":  # scores w·tanh(A q + B k): a key's own unit of the hidden layer reads the query
@@ -61,7 +60,7 @@ def test_1_retrieval(implementation, weights, expected):
     assert output.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_2_shapes(implementation):
+def test_shapes(implementation):
     query, key, value = torch.randn(100, 10, 5), torch.randn(100, 20, 5), torch.randn(100, 20, 10)
     compatibility = function_for(implementation, 5)
     output = attend(query, key, value, compatibility=compatibility, implementation=implementation)
@@ -69,7 +68,7 @@ def test_2_shapes(implementation):
     assert weights_by(implementation, query, key, compatibility).shape == (100, 10, 20)
 
 
-def test_3_causal_support_and_sums(implementation):
+def test_causal_support_and_sums(implementation):
     query, key = torch.randn(2, 3, 13, 5), torch.randn(2, 3, 13, 5)
     weights = weights_by(implementation, query, key, function_for(implementation, 5), causal())
     visible = torch.ones(13, 13, dtype=torch.bool).tril()
@@ -79,8 +78,8 @@ def test_3_causal_support_and_sums(implementation):
 
 
 @pytest.mark.parametrize("position", [0, 6, 11])
-def test_3_the_future_changes_nothing(implementation, position):
-    """Bitwise on the readable paths; our kernel and torch's keep it too where the blocks stay the same."""
+def test_the_future_changes_nothing(implementation, position):
+    """Bit by bit; our kernel and torch's have this property too, because their blocks stay the same."""
     query, key, value = torch.randn(3, 2, 2, 13, 16)
     compatibility = function_for(implementation, 16)
     how = {"compatibility": compatibility, "mask": causal(), "implementation": implementation}
@@ -92,7 +91,7 @@ def test_3_the_future_changes_nothing(implementation, position):
     assert not torch.equal(before[..., position + 1 :, :], after[..., position + 1 :, :])
 
 
-def test_7_a_query_that_sees_no_key(implementation):
+def test_a_query_that_sees_no_key(implementation):
     tensors = [torch.randn(2, 1, 5, width, requires_grad=True) for width in (16, 16, 11)]
     how = {
         "compatibility": function_for(implementation, 16),
@@ -113,7 +112,7 @@ def test_7_a_query_that_sees_no_key(implementation):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_8_sum_over_heads(implementation, bias):
+def test_sum_over_heads(implementation, bias):
     torch.manual_seed(0)
     compatibility = Additive(5, 5, 8, 3) if implementation == "chunked" else ScaledDotProduct()
     attention = MultiHeadAttention(
@@ -127,7 +126,7 @@ def test_8_sum_over_heads(implementation, bias):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.float64, 1e-10)])
-def test_9_shift_invariance(implementation, dtype, tolerance):
+def test_shift_invariance(implementation, dtype, tolerance):
     if implementation == "triton" and dtype == torch.float64:
         pytest.skip("the kernel computes in fp32 at most")
     if implementation == "chunked":
@@ -143,7 +142,7 @@ def test_9_shift_invariance(implementation, dtype, tolerance):
 
 @pytest.mark.parametrize("spread", [0.0, 3.0])
 @pytest.mark.parametrize("implementation", MEASURING)
-def test_10_entropy(implementation, spread):
+def test_entropy(implementation, spread):
     query, key, value = spread * torch.randn(1, 13, 16), torch.randn(1, 13, 16), torch.randn(1, 13, 16)
     compatibility = function_for(implementation, 16)
     if implementation == "chunked" and spread == 0:

@@ -202,7 +202,7 @@ def test_nothing_in_nothing_out(lead, n_query):
 
 
 def test_blocks_that_nobody_sees_are_not_visited(monkeypatch):
-    """Keys of documents that no query belongs to are poisoned: one look at them would spread."""
+    """The keys of other documents are NaN: reading one of them would spread NaN to the output."""
     documents = torch.arange(256) // 64
     query, key, value = (torch.randn(1, 1, n, 16) for n in (64, 256, 256))
     key[..., :192, :] = value[..., :192, :] = torch.nan  # three documents before the one of the queries

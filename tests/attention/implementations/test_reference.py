@@ -1,4 +1,4 @@
-"""The oracle against the specification's figures (section 5), solved by hand where a hand can."""
+"""The readable path: cases solved by hand, and properties that follow from the formulas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def reference(query, key, value, mask=None, compatibility=None):
 
 @pytest.mark.parametrize(("weights", "expected"), [((0.9, 0.1, 0.0), 1100.0), ((1.0, 0.0, 0.0), 1000.0)])
 def test_retrieval(weights, expected):
-    """Figure 1: keys are unit vectors, so the query itself is the scores; ln(weight) gives exactly that weight."""
+    """The keys are unit vectors, so the scores are the query's entries; a score of ln(weight) gives that weight."""
     query = torch.tensor([weights], dtype=torch.float64).log()
     query = query.clamp(min=-1000)  # exp(-1000) is 0 in float64
     values = torch.tensor([[1000.0], [2000.0], [3000.0]], dtype=torch.float64)
@@ -27,7 +27,6 @@ def test_retrieval(weights, expected):
 
 
 def test_shapes():
-    """Figure 2."""
     result = reference(torch.randn(100, 10, 5), torch.randn(100, 20, 5), torch.randn(100, 20, 10))
     assert result.output.shape == (100, 10, 10)
     assert result.weights.shape == result.scores.shape == (100, 10, 20)
@@ -40,7 +39,6 @@ def test_two_keys_solved_by_hand():
 
 
 def test_causal_support_first_row_and_sums():
-    """Figure 3, first half."""
     weights = attention_weights(torch.randn(2, 3, 13, 5), torch.randn(2, 3, 13, 5), mask=causal())
     visible = torch.ones(13, 13, dtype=torch.bool).tril()
     assert (weights[..., ~visible] == 0).all()
@@ -52,7 +50,7 @@ def test_causal_support_first_row_and_sums():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("position", [0, 4, 11])
 def test_the_future_changes_nothing_bitwise(position, dtype):
-    """Figure 3, second half: everything after `position` is replaced by something large."""
+    """Everything after `position` is replaced by large numbers."""
     query, key, value = (torch.randn(2, 13, width, dtype=dtype) for width in (5, 5, 7))
     before = reference(query, key, value, causal()).output
     for tensor in (query, key, value):
@@ -63,7 +61,7 @@ def test_the_future_changes_nothing_bitwise(position, dtype):
 
 
 def test_a_query_that_sees_no_key_retrieves_zeros_with_finite_gradients():
-    """Figure 7: one sequence of the batch is padding only, the other has 3 keys."""
+    """One sequence of the batch is padding alone, the other has 3 keys."""
     tensors = [torch.randn(2, 5, width, requires_grad=True) for width in (7, 7, 11)]
     result = reference(*tensors, key_padding(torch.tensor([0, 3])))
     assert (result.output[0] == 0).all() and (result.weights[0] == 0).all()
@@ -76,7 +74,7 @@ def test_a_query_that_sees_no_key_retrieves_zeros_with_finite_gradients():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.float64, 1e-10)])
 def test_adding_a_constant_to_a_row_of_scores_changes_nothing(dtype, tolerance):
-    """Figure 9: an extra entry of the query meets a key entry that is 1e4 for every key, or 0 for every key."""
+    """An extra entry of the query is multiplied by a key entry that is 1e4 for every key, or 0 for every key."""
     query, key = torch.randn(11, 5, dtype=dtype), torch.randn(17, 5, dtype=dtype)
     one, level = torch.ones(11, 1, dtype=dtype), torch.full((17, 1), 1e4, dtype=dtype)
     query = torch.cat((query, one), -1)
@@ -87,7 +85,7 @@ def test_adding_a_constant_to_a_row_of_scores_changes_nothing(dtype, tolerance):
 
 
 def test_entropy_lies_between_zero_and_the_log_of_the_visible_keys():
-    """Figure 10, in nats."""
+    """In nats."""
     visible_keys = torch.arange(1, 14, dtype=torch.float64)
     for query in (torch.zeros(13, 5, dtype=torch.float64), 3 * torch.randn(13, 5, dtype=torch.float64)):
         weights = attention_weights(query, torch.randn(13, 5, dtype=torch.float64), mask=causal())

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.untraced
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def compiled(tmp_path: Path, *words: str) -> list[dict]:
