@@ -70,7 +70,9 @@ class MultiHeadAttention(nn.Module):
         if d_model % n_head:
             raise ValueError(f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole")
         if n_head % n_kv_head:
-            raise ValueError(f"n_kv_head={n_kv_head} does not divide n_head={n_head}: each is shared by as many heads")
+            raise ValueError(
+                f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally"
+            )
         self.d_head = d_model // n_head
         self.query = nn.Linear(d_model, d_model, bias)
         self.key = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
@@ -173,7 +175,9 @@ class MultiHeadAttention(nn.Module):
     def mixed(self, value: Tensor, first_value: Tensor | None) -> Tensor:
         """Value and first_value (B, G, S, D) -> the mixture of both with value_residual, else `value` itself."""
         if (first_value is None) != (self.value_mix is None):
-            raise ValueError("value_residual=True takes the first layer's values, and nothing else does: first_value=…")
+            raise ValueError(
+                "value_residual=True takes the first layer's values, as SharedInputs(first_value=…); without it none are taken"
+            )
         if first_value is None:
             return value
         return torch.lerp(value, first_value, torch.sigmoid(self.value_mix).to(value.dtype))

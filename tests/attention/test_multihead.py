@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from andrea.attention import (
     COMPATIBILITIES,
@@ -55,6 +56,12 @@ def test_values_are_mixed_with_the_first_layer_s():
     query, key = attention.heads(attention.query(x)), attention.heads(attention.key(x))
     expected = attention.output(attend(query, key, value, mask=causal()).transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(x, shared=SharedInputs(first_value=first)), expected)
+
+
+def test_fsdp_finds_the_tensors_that_layers_share():
+    """It looks for them with pytree, which takes a dataclass for a leaf."""
+    first = torch.randn(B, H, T, D)
+    assert tree_leaves(SharedInputs(first_value=first))[0] is first
 
 
 def test_the_first_layer_s_values_are_neither_forgotten_nor_thrown_away():
