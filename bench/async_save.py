@@ -51,7 +51,7 @@ def work(chosen: argparse.Namespace) -> None:
     """What each rank does."""
     import torch
 
-    from andrea.runtime.device import choose_device, choose_precision, keep_freed_memory, weight_dtype
+    from andrea.runtime.device import WEIGHT_DTYPE, choose_device, choose_precision, keep_freed_memory
     from andrea.text.tokenizer import ByteTokenizer
     from andrea.training.loss.micro_batch import MicroBatchLoss
     from andrea.training.optimizer.optimizer import Optimizer
@@ -69,7 +69,7 @@ def work(chosen: argparse.Namespace) -> None:
     n_vocab = 50257
     with join_ranks(10) as (ranks, _):
         model = make_andrea(config, n_vocab, "cpu")
-        dtype = weight_dtype(precision)
+        dtype = WEIGHT_DTYPE[precision]
         parallel = FullySharded(
             model, ranks, parallel_config, device, dtype, lambda: make_andrea(config, n_vocab, "cpu")
         )

@@ -33,7 +33,7 @@ from common import (
 from andrea.attention import causal
 from andrea.attention.implementations.fastest import measure
 from andrea.config import ModelConfig
-from andrea.runtime.device import autocast, choose_precision, keep_freed_memory, weight_dtype
+from andrea.runtime.device import WEIGHT_DTYPE, autocast, choose_precision, keep_freed_memory
 from andrea.training.float8 import check_float8, to_float8
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.optimizer.optimizer import Optimizer
@@ -103,7 +103,7 @@ def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
     if chosen.attention != "auto" or not chosen.device.startswith("cuda"):
         return chosen.attention
     shape = (chosen.batch, config.n_head, config.n_kv_head or config.n_head, config.sequence_length, config.d_head)
-    times = measure(*shape, weight_dtype(precision), torch.device(chosen.device), causal())
+    times = measure(*shape, WEIGHT_DTYPE[precision], torch.device(chosen.device), causal())
     print("attention, ms forward and backward:", {name: round(time, 3) for name, time in times.items()}, flush=True)
     return next(iter(times), "auto")
 

@@ -23,7 +23,7 @@ from andrea.generation.engine import Engine
 from andrea.generation.session import describe, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
-from andrea.runtime.device import choose_device, choose_precision, weight_dtype
+from andrea.runtime.device import WEIGHT_DTYPE, choose_device, choose_precision
 from andrea.runtime.own_parts import allowing
 from andrea.text.loader import count_windows, validation_batches
 from andrea.text.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ class LoadedModel:
         """Writes text with a copy of the weights in `precision`, made when the first text is written."""
         asked = self.settings.precision
         precision = choose_precision("auto" if asked == "int8" else asked, self.device)
-        return make_engine(self.settings, self.model, self.tokenizer, weight_dtype(precision.value))
+        return make_engine(self.settings, self.model, self.tokenizer, WEIGHT_DTYPE[precision.value])
 
     def generate(self, prompt: TextOrIds = "", **keywords: Any) -> str:
         """The text that follows the prompt, without the prompt.

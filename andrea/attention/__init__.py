@@ -1,6 +1,6 @@
 """Attention, usable alone: `from andrea.attention import attend, ScaledDotProduct, causal`."""
 
-from andrea.attention.attend import attend, attention_weights
+from andrea.attention.attend import IMPLEMENTATIONS, attend, attention_weights, choose, refusal
 from andrea.attention.cache import KeyValueCache, LayerCache
 from andrea.attention.compatibility import (
     BUILT_IN,
@@ -14,7 +14,6 @@ from andrea.attention.compatibility import (
     make_compatibility,
 )
 from andrea.attention.implementations.case import Case
-from andrea.attention.implementations.choose import IMPLEMENTATIONS, choose, refusal
 from andrea.attention.implementations.reference import Intermediates, attend_reference
 from andrea.attention.mask import Mask, causal, documents_of, key_padding, packed_documents, sliding_window
 from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs

@@ -20,6 +20,10 @@ Interval = tuple[Tensor, Tensor]  # (first, stop): keys first .. stop-1 are visi
 
 
 class Mask(ABC):
+    """n_leading: number of leading dimensions of the mask's own tensors: 0, or as many as the query has."""
+
+    n_leading = 0
+
     @abstractmethod
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         """query_position (T, 1), key_position (S,) -> bool, broadcastable to (..., T, S); True = visible."""
@@ -27,11 +31,6 @@ class Mask(ABC):
     def interval(self, query_position: Tensor, n_key: int) -> Interval | None:
         """query_position (T,) -> the keys that each query sees; None if they need not form an interval."""
         return None
-
-    @property
-    def n_leading(self) -> int:
-        """Number of leading dimensions of the mask's own tensors: 0, or as many as the query has."""
-        return 0
 
     @property
     def is_interval(self) -> bool:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from andrea.attention.attend import attend
+from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
-from andrea.attention.implementations.choose import MEASURING
 from andrea.attention.mask import Mask
 from andrea.attention.statistics import HeadStatistics, head_statistics
 

@@ -11,9 +11,9 @@ def sample(argv: list[str]) -> int:
     config = configure(SampleConfig, "sample", argv)
 
     from andrea.generation.session import sample
-    from andrea.runtime.device import choose_device, choose_precision, choose_threads, weight_dtype
+    from andrea.runtime.device import WEIGHT_DTYPE, choose_device, choose_precision, choose_threads
 
     device = choose_device(config.device)
     choose_threads(config.threads)
     precision = choose_precision("auto" if config.precision == "int8" else config.precision, device)
-    return sample(config, device, weight_dtype(precision.value))
+    return sample(config, device, WEIGHT_DTYPE[precision.value])

@@ -28,6 +28,8 @@ PEAK_FLOPS = {
 }
 
 MALLOC_TRIM_THRESHOLD, MALLOC_TOP_PAD, MALLOC_MMAP_MAX = -1, -2, -4  # mallopt's option numbers, from <malloc.h>
+# The type that a precision stands for. Weights are converted to it for inference.
+WEIGHT_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,6 @@ def choose_precision(requested: str, device: torch.device) -> Choice:
     return Choice("fp32", "bf16 is not faster on this device")
 
 
-def weight_dtype(precision: str) -> torch.dtype:
-    """The type that `precision` stands for, to which weights are converted for inference."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-
-
 def cpu_multiplies_bf16() -> bool:
     """Whether the processor has instructions for products of bf16 numbers."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -121,7 +118,7 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     """A context in which matrix products run in `precision`; weights stay fp32."""
     if precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, weight_dtype(precision))
+    return torch.autocast(device.type, WEIGHT_DTYPE[precision])
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -188,7 +188,9 @@ def test_after_a_rank_was_killed_the_restarted_run_equals_the_uninterrupted_one(
     wait_until(has_saved_after(run, 8), process)
     os.kill(ranks_of(process)[doomed], signal.SIGKILL)
     code, out = finished(process)
-    assert code == 0 and "resuming" in out, out  # torchrun may end the other rank before it notices that it lost its peer
+    assert code == 0 and "resuming" in out, (
+        out
+    )  # torchrun may end the other rank before it notices that it lost its peer
     assert_same_run(run, alone)
     assert not newest_whole(run).is_sharded  # at its end a run is in the single-folder format
 

@@ -93,3 +93,10 @@ def refusal_without_cuda(case: Case) -> str | None:
     if case.query.device.type != "cuda":
         return f"it needs a CUDA card, got device={case.query.device.type}"
     return None
+
+
+def as_batch_of_heads(tensor: Tensor) -> Tensor:
+    """(..., H, T, d) -> (B, H, T, d). A missing head or batch dimension becomes a dimension of size 1."""
+    while tensor.ndim < 4:
+        tensor = tensor[None]
+    return tensor.flatten(0, -4)

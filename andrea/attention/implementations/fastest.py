@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from andrea.attention.attend import attend
+from andrea.attention.attend import attend, refusal
 from andrea.attention.compatibility import DotProduct
 from andrea.attention.implementations.case import Case
-from andrea.attention.implementations.choose import refusal
 from andrea.attention.implementations.sdpa import SDPA_BACKENDS
 from andrea.attention.implementations.triton import kernel_errors
 

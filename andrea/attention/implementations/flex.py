@@ -9,9 +9,14 @@ import functools
 
 import torch
 
-from andrea.attention.implementations.case import Case, Result, refusal_of_kernels, refusal_without_cuda
+from andrea.attention.implementations.case import (
+    Case,
+    Result,
+    as_batch_of_heads,
+    refusal_of_kernels,
+    refusal_without_cuda,
+)
 from andrea.attention.mask import Causal, Mask, SlidingWindow, visible_interval, visible_keys
-from andrea.attention.shapes import as_batch_of_heads
 from andrea.runtime.compiling import compile_graph
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from andrea.attention.implementations.case import Case, Result, refusal_of_kernels
+from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
 from andrea.attention.kernels.native import library, native_attention
 from andrea.attention.mask import Causal
-from andrea.attention.shapes import as_batch_of_heads
 
 D_STEP = 16  # the kernel takes head widths that are multiples of it
 

@@ -12,9 +12,8 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.implementations.case import Case, Result, refusal_of_kernels
+from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
 from andrea.attention.mask import Causal, visible_interval
-from andrea.attention.shapes import as_batch_of_heads
 from andrea.attention.statistics import statistics_of_pass
 
 WIDEST_HEAD = 256

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from andrea.runtime.native import COUNT, POINTER, address, compiled_library
+from andrea.runtime.native import COUNT, POINTER, compiled_library
 
 SOURCE = Path(__file__).with_name("attend.cpp")
 
@@ -37,7 +37,7 @@ def native_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     query, key, value = in_rows(query), in_rows(key), in_rows(value)
     output, lse = outputs(query)
     tensors = query, key, value, output
-    library().attend_forward(*map(address, tensors), address(lse), steps_of(*tensors), *shape_of(query, key))
+    library().attend_forward(*map(Tensor.data_ptr, tensors), lse.data_ptr(), steps_of(*tensors), *shape_of(query, key))
     return output, lse
 
 
@@ -53,7 +53,7 @@ def native_attention_backward(
     query, key, value, output, d_output = map(in_rows, (query, key, value, output, d_output))
     gradients = tuple(map(like, (query, key, value)))
     before, after = (query, key, value, output), (d_output, *gradients)
-    pointers = *map(address, before), address(lse.contiguous()), *map(address, after)
+    pointers = *map(Tensor.data_ptr, before), lse.contiguous().data_ptr(), *map(Tensor.data_ptr, after)
     library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key))
     return gradients
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT, call_block
-from andrea.runtime.device import autocast, weight_dtype
+from andrea.runtime.device import WEIGHT_DTYPE, autocast
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.cross_entropy import loss_sum_from_hidden
 from andrea.training.loss.fused import fused_cross_entropy
@@ -24,7 +24,7 @@ def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: st
     """
     if precision == "fp16":
         return loss_sum_from_hidden(model, hidden, targets)
-    return fused_cross_entropy(hidden, model.head_weight, targets, model.config.logit_softcap, weight_dtype(precision))
+    return fused_cross_entropy(hidden, model.head_weight, targets, model.config.logit_softcap, WEIGHT_DTYPE[precision])
 
 
 class MicroBatchLoss(nn.Module):
@@ -38,11 +38,12 @@ class MicroBatchLoss(nn.Module):
         """observing: measure the heads' statistics. recompute: activation checkpointing."""
         super().__init__()
         self.model = model
-        self.device, self.precision, self.observing, self.recompute = device, precision, observing, recompute
+        self.precision, self.observing, self.recompute = precision, observing, recompute
+        self.autocast = autocast(device, precision)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
         """tokens, targets (B, T) int64 -> sum of nats, fp32 scalar, and statistics (L, H) of the rows that have a target."""
-        with autocast(self.device, self.precision):
+        with self.autocast:
             return self.forward_in_precision(tokens, targets)
 
     def forward_in_precision(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:

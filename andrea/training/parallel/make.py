@@ -8,7 +8,7 @@ from torch import Tensor
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Transfer
-from andrea.runtime.device import weight_dtype
+from andrea.runtime.device import WEIGHT_DTYPE
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.float8 import to_float8
 from andrea.training.parallel.ddp import DataParallel
@@ -39,7 +39,7 @@ def make_parallel(
 ) -> Parallel:
     """sharing: none, ddp or fsdp."""
     if sharing == "fsdp":
-        dtype = weight_dtype(config.precision)
+        dtype = WEIGHT_DTYPE[config.precision]
         return FullySharded(model, ranks, config.parallel, device, dtype, lambda: blank_model(config, tokenizer))
     model.to(device)
     return DataParallel(model, ranks) if ranks.size > 1 else SingleProcess(model)

@@ -13,7 +13,7 @@ from andrea.config import RunConfig, TrainConfig, UserError
 from andrea.model.gpt import make_mask
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import Choice, choose_precision, choose_threads, weight_dtype
+from andrea.runtime.device import WEIGHT_DTYPE, Choice, choose_precision, choose_threads
 from andrea.text.corpus import Corpus
 from andrea.training.float8 import check_float8
 from andrea.training.heads import measures_every_step
@@ -100,7 +100,7 @@ def with_intervals(config: RunConfig, micro_batch: int) -> TrainConfig:
 
 def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     """The implementation that training will use: on a card the fastest that serves the case, measured now."""
-    model, dtype, n_token = config.model, weight_dtype(config.precision), config.model.sequence_length
+    model, dtype, n_token = config.model, WEIGHT_DTYPE[config.precision], config.model.sequence_length
     mask = make_mask(config.attention)
     if not config.attention.across_documents:  # any documents do; here four of them
         mask = mask & packed_documents(torch.arange(n_token, device=device)[None, None] * 4 // n_token)
