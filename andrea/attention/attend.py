@@ -1,6 +1,7 @@
-"""The public function: check the shapes, choose an implementation, run it. Below it, the choice.
+"""`attend`, the public function, checks the shapes, chooses an implementation and runs it. `choose` makes the choice.
 
-T queries, S keys, widths d_q (query), d_k (key) and d_v (value), H query heads, any leading dimensions in front.
+T queries, S keys, widths d_q (query), d_k (key) and d_v (value), H query heads, G key/value heads (G divides H), any
+leading dimensions in front.
 
 In this example the keys are unit vectors, so the scores are the query's own entries:
 
@@ -31,12 +32,12 @@ from andrea.attention.mask import Mask
 from andrea.attention.statistics import AttentionStatistics
 
 SCALED_DOT_PRODUCT = ScaledDotProduct()
-# Training compiled for a CPU is faster on the written-out form than on torch's fused kernel up to this many keys.
+# Up to this number of keys, compiled training on a CPU is faster with `reference` than with torch's fused kernel.
 WRITTEN_OUT_KEYS = 512
 
 
 class Implementation(NamedTuple):
-    refusal: Callable[[Case], str | None]  # why it cannot serve the case, or None
+    refusal: Callable[[Case], str | None]  # the reason why the implementation cannot serve the case, or None
     run: Callable[[Case], Result]
 
 
@@ -78,21 +79,23 @@ def attend(
 ):
     """query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v) -> output (..., H, T, d_v).
 
-    The leading dimensions are equal, except that G key/value heads, which divide H, may each be shared by H / G query
-    heads (Ainslie et al. 2023, arXiv 2305.13245).
+    The output is the mean of the values, weighted by the softmax of the scores (Vaswani et al. 2017, arXiv 1706.03762,
+    eq. 1). Each key/value head serves H / G query heads (Ainslie et al. 2023, arXiv 2305.13245). The other leading
+    dimensions of the three tensors are equal. Raises ValueError if the shapes do not fit together.
     start: position of the first query among the keys; S - T if None. A 0-d integer tensor lets one compiled graph serve
-    every position of a preallocated cache; a tensor (B, 1, 1) gives each sequence its own.
-    implementation: a named implementation runs, or a ValueError gives the reason why it cannot.
-      auto       the fastest that can serve the case
-      reference  the textbook, written out: any compatibility function, any autograd
-      chunked    the additive function without its (T, S, n) tensor
+    every position of a preallocated cache. A tensor (B, 1, 1) gives each sequence its own position.
+    implementation: one of the following names. Raises ValueError with the reason if it cannot compute this call.
+      auto       the fastest implementation that can compute this call
+      reference  the textbook formula, for every compatibility function; supports every kind of autograd
+      chunked    the additive function, without storing its (T, S, n) tensor of hidden values
       native     our fused kernel for CPUs: causal, in bf16
       sdpa       torch's fused kernels; sdpa_flash, sdpa_efficient, sdpa_cudnn: that kernel (CUDA)
       flex       torch's FlexAttention (CUDA)
       triton     our fused kernel (CUDA)
-    statistics: return (output, AttentionStatistics) instead. `triton` measures log-sum-exp, largest logit and entropy in
-    the same pass, and derives the weights of the first and the previous token from them. The readable paths measure the
-    written-out scores. The other implementations return no statistics.
+    statistics: return (output, AttentionStatistics) instead. `triton` computes log-sum-exp, largest logit and entropy
+    together with the output, and derives the weights of the first and the previous token from the log-sum-exp.
+    `reference` and `chunked` compute the statistics from the full scores (..., T, S). The other implementations return
+    no statistics.
 
     >>> import torch
     >>> from andrea.attention import causal
@@ -109,7 +112,7 @@ def attend(
 
 
 def choose(implementation: str, case: Case) -> tuple[str, str]:
-    """The name of the implementation that will run, and the reason in a few words.
+    """The name of the implementation that will run, and the reason for this choice.
 
     implementation: a name in IMPLEMENTATIONS, or "auto" for the fastest that can serve the case.
     Raises ValueError for an unknown name, and for a named implementation that cannot serve the case.
@@ -137,7 +140,7 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
 
 
 def refusal(implementation: str, case: Case) -> str | None:
-    """Why the implementation of that name cannot serve the case; None if it can. Raises ValueError for an unknown name."""
+    """The reason why the named implementation cannot serve the case, or None. Raises ValueError for an unknown name."""
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"implementation={implementation!r} is unknown; allowed: {allowed}")
@@ -152,7 +155,9 @@ def attention_weights(
     mask: Mask | None = None,
     start: int | Tensor | None = None,
 ) -> Tensor:
-    """weights (..., T, S) in fp32 or higher: the share of each value in a query's output. Always by the readable path.
+    """The weight (..., T, S) of each value in each query's output, in fp32 or higher, by the reference implementation.
+
+    The arguments and errors are those of `attend`.
 
     >>> import torch
     >>> from andrea.attention import causal

@@ -1,8 +1,8 @@
 """Key/value cache for generation: a new token attends to earlier tokens without computing their keys and values again.
 
 B batch, H heads, S capacity in tokens (fixed when the cache is made), T new tokens, D = d_head.
-The cache is passed as an argument; no module holds it. It is written in place, because a copy for every token would cost
-more than the attention.
+The cache is passed as an argument; no module stores it. New keys and values are written in place, because copying the
+cache for every token would cost more than the attention.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 class LayerCache:
     """One layer's keys and values (B, H, S, D); the first `length` tokens of each sequence are filled.
 
-    length: an int; or a tensor, 0-d for all sequences or (B,) for each.
-    filled: longest length of any sequence, if the host knows it; `append` then returns only that many and the new ones.
+    length: an int or a 0-d tensor for all sequences, or a tensor (B,) with the length of each sequence.
+    filled: the largest length of any sequence, None if unknown on the host. With `filled`, `append` does not return the
+    unfilled rest of the capacity.
     """
 
     keys: Tensor
@@ -29,8 +30,9 @@ class LayerCache:
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write T new keys and values (B, H, T, D) after the filled ones; return the keys and values to attend to.
 
-        If the host knows how many tokens are filled, only these are returned. Otherwise the whole capacity is, so that
-        the shape is constant; the unfilled part stands after every query, and the causal mask hides it.
+        If the host knows how many tokens are filled, `append` returns the filled and the new ones. Otherwise it returns
+        the whole capacity, so that the shape is constant. The unfilled part comes after every query, so the causal mask
+        hides it.
         """
         n_new = key.shape[2]
         if isinstance(self.length, int):
@@ -90,13 +92,13 @@ class KeyValueCache:
         return LayerCache(self.keys[index], self.values[index], self.length, self.filled)
 
     def advance(self, n_new: int) -> None:
-        """Count n_new tokens that have been appended to every layer."""
+        """Add n_new to the length, after n_new tokens have been appended to every layer."""
         self.length += n_new
         if self.filled is not None:
             self.filled += n_new
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Keep lengths[i] tokens of sequence i, at most as many as it has. Later tokens overwrite the rest."""
+        """Shorten sequence i to its first lengths[i] tokens. Later tokens overwrite the removed ones."""
         if isinstance(self.length, int) or self.length.ndim == 0:
             assert len(set(lengths)) == 1, f"sequences of one length, got {lengths}; make the cache ragged"
             self.length = lengths[0] if isinstance(self.length, int) else self.length.fill_(lengths[0])
@@ -106,7 +108,7 @@ class KeyValueCache:
             self.filled = max(lengths)
 
     def of_sequence(self, index: int) -> KeyValueCache:
-        """An empty cache in the memory of one sequence."""
+        """An empty cache for sequence `index` alone, in the memory that this cache has for the sequence."""
         part = object.__new__(KeyValueCache)
         part.keys = [keys[index : index + 1] for keys in self.keys]
         part.values = [values[index : index + 1] for values in self.values]

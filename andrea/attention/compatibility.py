@@ -4,12 +4,12 @@ T queries of width d_q, S keys of width d_k, H heads, any leading dimensions in 
 
 A compatibility function is implemented twice. `scores` is the textbook formula, which the reference implementation
 uses. `lower` rewrites query and key so that their plain dot product gives the same scores; one fused kernel therefore
-serves every function with a `lower`. Rotary positions are applied to what `lower` returns. Parameters are learned per
-head: with n_head they have a leading dimension H, which is matched with the head dimension of (..., H, T, d_q);
-without n_head they have none.
+serves every function with a `lower`. Rotary positions rotate the lowered query and key. If n_head is given, the
+parameters are learned per head: their leading dimension H matches the head dimension of (..., H, T, d_q). Without
+n_head all heads share the parameters.
 
-A function of your own, in ten lines: the dot product over a learned temperature. With `scores` alone it is trained by
-the reference implementation; with `lower` as well, by the fused ones.
+An example of your own function is the dot product divided by a learned temperature. The reference implementation needs
+`scores` alone; the fused implementations need `lower` as well.
 
 >>> import torch
 >>> from andrea.attention import Compatibility, attend
@@ -44,21 +44,24 @@ from andrea.runtime.own_parts import is_own, own_class
 
 
 class Compatibility(nn.Module, ABC):
-    """A module, because it owns its learned parameters. A subclass implements `scores`, and `lower` if it has that form."""
+    """Base class of compatibility functions. It is a module, because it owns its learned parameters.
+
+    A subclass implements `scores`. It also implements `lower` if its scores can be written as a plain dot product.
+    """
 
     equal_widths = True  # whether d_q = d_k is required
-    lower_upcasts = True  # whether `lower` computes in fp32; False if it rounds no more than once anyway
+    lower_upcasts = True  # whether `lower` is computed in fp32; False for a `lower` that rounds at most once
 
     @abstractmethod
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """query (..., T, d_q), key (..., S, d_k) -> scores (..., T, S)."""
 
     def lower(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query' (..., T, d), key' (..., S, d), with query'·key' = scores(query, key)."""
+        """Return query' (..., T, d) and key' (..., S, d), with query'·key' = scores(query, key)."""
         raise NotImplementedError(f"{type(self).__name__} has no lowered form")
 
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Draw the initial values of the parameters; without parameters nothing is done."""
+        """Set the parameters to their initial values. A function without parameters need not override this method."""
 
     @property
     def lowers(self) -> bool:
@@ -66,7 +69,7 @@ class Compatibility(nn.Module, ABC):
         return type(self).lower is not Compatibility.lower
 
     def lowered(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """`lower`, computed in fp32 or in the input's type if that is more precise, then cast to the input's type."""
+        """The result of `lower` in the input's type, computed in at least fp32 if `lower_upcasts`."""
         if not self.lower_upcasts:
             return self.lower(query, key)
         precise = torch.promote_types(query.dtype, torch.float32)
@@ -90,8 +93,8 @@ class DotProduct(Compatibility):
 class ScaledDotProduct(Compatibility):
     """f(q, k) = q·k / sqrt(d_k) (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
-    For independent N(0, 1) entries q·k has variance d_k. Divided by sqrt(d_k) the variance is 1 at every width, so that
-    the softmax does not saturate, nor lose its gradient, as d_k grows.
+    If the entries of q and k are independent and N(0, 1), q·k has variance d_k. After division by sqrt(d_k) the variance
+    is 1 at every width. The softmax therefore does not saturate as d_k grows, and keeps its gradient.
     """
 
     lower_upcasts = False
@@ -106,7 +109,7 @@ class ScaledDotProduct(Compatibility):
 class Bilinear(Compatibility):
     """f(q, k) = qᵀ M k, M (d_q, d_k) learned per head (Luong et al. 2015, arXiv 1508.04025, eq. 8, "general").
 
-    M starts as the identity / sqrt(d_k), cut to (d_q, d_k): at first this is the scaled dot product.
+    M starts as an identity matrix (d_q, d_k) divided by sqrt(d_k), so that training starts from the scaled dot product.
     """
 
     equal_widths = False
@@ -131,7 +134,7 @@ class Bilinear(Compatibility):
 class Cosine(Compatibility):
     """f(q, k) = s q·k / (|q||k|), and 0 if q or k is zero. The logarithm of the sharpness s > 0 is learned per head.
 
-    Henry et al. 2020, arXiv 2010.04245, eq. 5; their g is one number for all heads.
+    The formula is eq. 5 of Henry et al. 2020, arXiv 2010.04245, where all heads share one number g in place of s.
     """
 
     def __init__(self, n_head: int | None = None, sharpness: float = 10.0) -> None:
@@ -157,8 +160,8 @@ class Cosine(Compatibility):
 class Additive(Compatibility):
     """f(q, k) = w·tanh(A q + B k), with A (n, d_q), B (n, d_k) and w (n) learned per head.
 
-    Bahdanau et al. 2015, arXiv 1409.0473, appendix A.1.2. It has no lowered form, because the tanh of a sum is not a
-    product of a factor for q and a factor for k.
+    The formula is from Bahdanau et al. 2015, arXiv 1409.0473, appendix A.1.2. It has no lowered form, because the tanh of
+    a sum is not the dot product of a vector made from q and a vector made from k.
     """
 
     equal_widths = False
@@ -172,7 +175,7 @@ class Additive(Compatibility):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Queries and keys of unit variance give the tanh inputs of variance 1, and scores of nearly that variance."""
+        """If queries and keys have variance 1, the inputs of tanh have variance 1 and the scores about 0.4."""
         for parameter, width in ((self.of_query, 2), (self.of_key, 2), (self.weight, 1)):
             deviation = 1 / math.sqrt(width * parameter.shape[-1])
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
@@ -209,10 +212,11 @@ KEY = "attention.compatibility"
 
 
 def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
-    """One of COMPATIBILITIES, or the class at a dotted path, for n_head heads whose queries and keys are d_head wide.
+    """Build the function `name`: one of COMPATIBILITIES, or the dotted path of a class of the user's own.
 
-    A constructor is given those of n_head, d_head, d_query, d_key and n_hidden (the last four are d_head) that it names.
-    Raises UserError for a class of the user's own that may not be imported or that cannot be made like this.
+    It is built for n_head heads whose queries and keys have width d_head. The constructor may have the parameters n_head,
+    d_head, d_query, d_key and n_hidden, and receives those that it has; the last four all equal d_head.
+    Raises UserError if the class may not be imported, has no `scores`, or requires other arguments.
     """
     kind = own_class(KEY, name, Compatibility) if is_own(name) else BUILT_IN[name]
     offered = {"n_head": n_head, "d_head": d_head, "d_query": d_head, "d_key": d_head, "n_hidden": d_head}

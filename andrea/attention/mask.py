@@ -1,11 +1,11 @@
 """Masks: which keys a query may see, as a predicate on absolute positions.
 
 T queries, S keys. The keys stand at positions 0 .. S-1, query i at position start + i. By default start = S - T: the
-keys that outnumber the queries are cached and came earlier. Without a mask (None) every query sees every key.
+first S - T keys come from the cache and precede every query. Without a mask (None) every query sees every key.
 
-A mask of your own needs the predicate `visible` alone. Under each mask in this file, and under any conjunction of them,
-the keys that a query sees form an interval, and neither end of the interval decreases from one query to the next.
-`interval` returns it, and the fused kernel skips the keys outside.
+A mask of your own must define only `visible`. With the masks in this file, alone or combined by `&`, the keys that a
+query sees form an interval. Neither end of the interval decreases from one query to the next. `interval` returns the
+interval, and the fused kernel skips all keys outside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Interval = tuple[Tensor, Tensor]  # (first, stop): keys first .. stop-1 are visi
 
 
 class Mask(ABC):
-    """n_leading: number of leading dimensions of the mask's own tensors: 0, or as many as the query has."""
+    """Base class of masks. Under `one & other` a query sees the keys that both masks let it see.
+
+    n_leading: number of leading dimensions of the mask's own tensors: 0, or as many as the query has.
+    """
 
     n_leading = 0
 
@@ -29,7 +32,7 @@ class Mask(ABC):
         """query_position (T, 1), key_position (S,) -> bool, broadcastable to (..., T, S); True = visible."""
 
     def interval(self, query_position: Tensor, n_key: int) -> Interval | None:
-        """query_position (T,) -> the keys that each query sees; None if they need not form an interval."""
+        """The interval of keys that the queries at query_position (T,) see; None if the mask may leave gaps."""
         return None
 
     @property
@@ -80,7 +83,7 @@ class KeyPadding(Mask):
 @dataclass(frozen=True)
 class PackedDocuments(Mask):
     first: Tensor  # (..., S): first position of the document that each position belongs to
-    stop: Tensor  # (..., S): the position after its last one
+    stop: Tensor  # (..., S): the position after the document's last one
 
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         first, stop = self.interval(query_position[..., 0], len(key_position))
@@ -128,7 +131,10 @@ def causal() -> Mask:
 
 
 def sliding_window(width: int) -> Mask:
-    """A query sees `width` keys: the key at its own position and the width - 1 keys before. The mask is causal by itself."""
+    """A query sees `width` keys: the key at its own position and the width - 1 keys before, none after it.
+
+    Raises ValueError if the width is less than 1.
+    """
     if width < 1:
         raise ValueError(f"sliding_window({width}): the window holds the query's own position, so at least 1")
     return SlidingWindow(width)
@@ -137,8 +143,8 @@ def sliding_window(width: int) -> Mask:
 def key_padding(lengths: Tensor) -> Mask:
     """A query sees the first `lengths` keys; the others are padding.
 
-    lengths has the leading shape of the tensors that are masked, or one that broadcasts to it. For tensors (B, H, T, d)
-    with one length for each sequence: (B, 1).
+    lengths: an integer tensor that broadcasts to the leading shape of the query. If the query is (B, H, T, d), lengths
+    of shape (B, 1) give each sequence one length.
     """
     return KeyPadding(lengths)
 
@@ -146,7 +152,8 @@ def key_padding(lengths: Tensor) -> Mask:
 def packed_documents(documents: Tensor) -> Mask:
     """A query sees the keys of its own document. documents (..., S): the number of the document at each position.
 
-    A document is a run of equal numbers. For tensors (B, H, T, d): documents of shape (B, 1, S), see `documents_of`.
+    Consecutive equal numbers form one document. If the query is (B, H, T, d), documents must be (B, 1, S).
+    `documents_of` computes the numbers from tokens.
     """
     position = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)
     begins = documents != documents.roll(1, -1)
@@ -159,12 +166,12 @@ def packed_documents(documents: Tensor) -> Mask:
 
 
 def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
-    """tokens (..., S) -> the number of each token's document. An end-of-text token precedes every document."""
+    """The number (..., S) of the document that each of the tokens (..., S) is in. end_of_text begins each document."""
     return (tokens == end_of_text).cumsum(-1)
 
 
 def positions(n_query: int, start: int | Tensor, device: torch.device) -> Tensor:
-    """Positions of the queries among the keys, (..., T). start: a number, or one for each sequence, (..., 1)."""
+    """Positions (..., T) of the queries among the keys. start: an int, or a tensor (..., 1) with one per sequence."""
     return start + torch.arange(n_query, device=device)
 
 
@@ -176,7 +183,7 @@ def visible_keys(mask: Mask, n_query: int, n_key: int, start: int | Tensor, devi
 def visible_interval(
     mask: Mask | None, n_query: int, n_key: int, start: int | Tensor, device: torch.device
 ) -> Interval | None:
-    """(first, stop), broadcastable to (..., T): query i sees keys first[i] .. stop[i]-1. None if the mask has no intervals."""
+    """(first, stop), broadcastable to (..., T): query i sees keys first[i] .. stop[i]-1. None if the mask may leave gaps."""
     position = positions(n_query, start, device)
     if mask is None:
         return torch.zeros_like(position), torch.full_like(position, n_key)

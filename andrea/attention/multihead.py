@@ -1,4 +1,6 @@
-"""Multi-head attention (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2): project, place, attend, merge.
+"""Multi-head attention (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2).
+
+The steps are: project x to heads, encode positions, attend, and merge the heads.
 
 B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head; x (B, T, d_model).
 """
@@ -19,19 +21,19 @@ from andrea.attention.mask import Mask
 from andrea.attention.statistics import HeadStatistics, head_statistics
 
 PLAIN = DotProduct()
-Place = Callable[[Tensor], Tensor]  # puts positions into queries or keys (B, H, T, D)
+Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H, T, D)
 
 
 class SharedInputs(NamedTuple):
     """The inputs besides x that all layers of one forward pass share. A model makes them once per pass.
 
-    A NamedTuple, not a dataclass: FSDP searches tuples for the tensors whose gradients tell it that a layer's backward
-    pass is done.
+    This class is a NamedTuple because FSDP finds tensors inside tuples, but not inside dataclasses. FSDP needs a layer's
+    input tensors: their gradients show that the layer's backward pass is done.
     """
 
     first_value: Tensor | None = None  # (B, G, S, D): the first layer's values, for value_residual
-    place: Place | None = None  # applied to the lowered query and key: rotary positions
-    packing: Mask | None = None  # a mask of this batch, joined with the module's own
+    place: Place | None = None  # encodes rotary positions in the lowered query and key
+    packing: Mask | None = None  # a mask of this batch, combined with the module's own
 
 
 NOTHING_SHARED = SharedInputs()
@@ -40,14 +42,17 @@ NOTHING_SHARED = SharedInputs()
 class MultiHeadAttention(nn.Module):
     """Self-attention (no mask), causal self-attention (mask=causal()) or cross-attention (a context is given).
 
-    A query describes the information that a position needs, a key the information that a position offers, a value the
-    information itself.
+    A query describes the information that a position needs. A key describes the information that a position offers. A
+    value is this information.
     d_context: width of the vectors that keys and values are computed from; d_model if None.
     n_kv_head: number of key/value heads, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023, arXiv
     2305.13245); n_head if None.
-    qk_norm_epsilon: a number makes each head's queries and keys RMS-normalised (Henry et al. 2020, arXiv 2010.04245).
+    qk_norm_epsilon: epsilon of an RMS norm over each head's queries and keys (Henry et al. 2020, arXiv 2010.04245); no
+    norm if None.
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
-    2410.17897). The caller gives them: `layer(x, shared=SharedInputs(first_value=first_layer.values(its_x)))`.
+    2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(its_x)))`.
+    implementation: as in `attend`.
+    Raises ValueError if n_head does not divide d_model, or if n_kv_head does not divide n_head.
     """
 
     def __init__(
@@ -93,12 +98,12 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         statistics: bool = False,
     ) -> Tensor | tuple[Tensor, HeadStatistics]:
-        """x (B, T, d_model), context (B, S, d_context), x itself if None -> (B, T, d_model).
+        """Attend from x (B, T, d_model) to context (B, S, d_context), or to x if None. Returns (B, T, d_model).
 
-        cache: earlier keys and values. T and S then differ from step to step, so another implementation than the named
-        one may run.
-        statistics: return (output, HeadStatistics) instead. If the named implementation measures nothing, the one that
-        "auto" chooses runs.
+        cache: the keys and values of earlier tokens. T and S then differ from step to step, so "auto" chooses the
+        implementation, unless "reference" is named.
+        statistics: return (output, HeadStatistics) instead. If the named implementation returns no statistics, "auto"
+        chooses the implementation.
         """
         retrieved, measured = self.retrieve_and_measure(x, context, shared, cache, statistics)
         output = self.output(retrieved.transpose(1, 2).flatten(2))
@@ -118,7 +123,7 @@ class MultiHeadAttention(nn.Module):
     def retrieve_and_measure(
         self, x: Tensor, context: Tensor | None, shared: SharedInputs, cache: LayerCache | None, statistics: bool
     ) -> tuple[Tensor, HeadStatistics | None]:
-        """`retrieve`, and the statistics of the heads if they are asked for."""
+        """The result of `retrieve`, and the statistics of the heads; None in their place without `statistics`."""
         query, key, value, compatibility = self.project(x, context, shared)
         mask, start, implementation = self.mask_with(shared.packing), None, self.implementation
         if cache is not None:
@@ -136,7 +141,7 @@ class MultiHeadAttention(nn.Module):
         return retrieved, head_statistics(rows, mask, start, key.shape[-2])
 
     def mask_with(self, packing: Mask | None) -> Mask | None:
-        """The module's own mask, joined with that of the batch."""
+        """The module's own mask combined with the batch's mask `packing`; either may be None."""
         if packing is None or self.mask is None:
             return packing if self.mask is None else self.mask
         return self.mask & packing
@@ -146,8 +151,9 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
         """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores query and key.
 
-        If the compatibility function has a lowered form, query and key are returned lowered, with the plain dot product
-        as their function. Otherwise they are not lowered, and their function is the compatibility function itself.
+        If the layer's compatibility function has a lowered form, query and key are lowered, and the returned function is
+        the plain dot product. Otherwise query and key are not lowered, and the returned function is the layer's own.
+        Raises ValueError for rotary positions without a lowered form.
         """
         context = x if context is None else context
         query, key = self.heads(self.query(x)), self.heads(self.key(context))

@@ -1,4 +1,7 @@
-"""Key/value heads that several query heads share (Ainslie et al. 2023, arXiv 2305.13245)."""
+"""Key/value heads that several query heads share (Ainslie et al. 2023, arXiv 2305.13245).
+
+H query heads, G key/value heads (G divides H), T queries, S keys, d width of a head.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Measurements of attention heads: of each query, and summed over the queries of each head.
+"""Statistics of attention heads: of each query, and summed over the queries of each head.
 
-For query i with scores s_ij over the visible keys j and weights p_ij = softmax_j(s_ij): log-sum-exp ln Σ_j e^(s_ij),
-largest logit max_j s_ij, entropy -Σ_j p_ij ln p_ij, and the weights of two keys, the first one and the previous one.
-The entropy lies between 0 (one key has all the weight) and ln(visible keys) (uniform over all keys).
+Query i has scores s_ij over the visible keys j, and weights p_ij = softmax_j(s_ij). Its statistics are the log-sum-exp
+ln Σ_j e^(s_ij), the largest logit max_j s_ij, the entropy -Σ_j p_ij ln p_ij, and the weights of the first key and of the
+previous key. The entropy lies between 0 (one key has all the weight) and ln(visible keys) (all weights are equal).
 
-T queries, S keys, H heads, G key/value heads (G divides H), any leading dimensions in front. All values are fp32 or
-higher, in nats, and detached from the autograd graph. Implementations that measure return `AttentionStatistics`;
-`HeadStatistics` holds sums per head, which add up over micro-batches.
+B batch, T queries, S keys, H heads, G key/value heads (G divides H), any leading dimensions in front. All values are
+fp32 or higher, in nats, and detached from the autograd graph. An implementation of attention returns
+`AttentionStatistics`, one value per query. `HeadStatistics` holds sums per head, which can be added over micro-batches.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class AttentionStatistics:
     visible_keys: Tensor  # int64, broadcastable to (..., T)
 
     def per_head(self) -> dict[str, Tensor]:
-        """Of each head, shape (...): mean entropy, its share of the largest possible entropy, largest logit.
+        """For each head, shape (...): mean entropy, entropy as a share of the largest possible one, and largest logit.
 
-        Queries that see no key are left out of the means; a mean over no query is NaN.
+        Queries that see no key do not enter the entropies. If a head has only such queries, its entropies are NaN.
         """
         seeing = self.visible_keys > 0
         rows = seeing.expand_as(self.entropy_nats).sum(-1)
@@ -76,7 +76,10 @@ def statistics_of_pass(
     largest_logit: Tensor,
     entropy_nats: Tensor,
 ) -> AttentionStatistics:
-    """Statistics from the measurements (..., H, T) of a fused pass over lowered query (..., H, T, d) and key (..., G, S, d)."""
+    """Add the weights of the first and the previous key to the three values (..., H, T) that a fused kernel measures.
+
+    query (..., H, T, d) and key (..., G, S, d) are lowered.
+    """
     query, key = query.detach(), shared_by_group(key.detach(), query)
     n_query, n_key = query.shape[-2], key.shape[-2]
     position = positions(n_query, start, query.device)
@@ -133,7 +136,7 @@ class HeadStatistics(NamedTuple):
         return summed._replace(largest_logit=largest)
 
     def figures(self) -> dict[str, Tensor]:
-        """The logged figures of each head, fp32, in the shape of the sums; NaN for a head without any query to average."""
+        """The logged values of each head, fp32, in the shape of the sums; NaN where a head has no query to average over."""
         return {
             "entropy_nats": self.entropy / self.rows,
             "entropy_share": self.entropy / self.most_entropy,

@@ -1,1 +1,1 @@
-"""Every way attention is computed, one file each."""
+"""The implementations of attention, one file each."""

@@ -1,4 +1,4 @@
-"""One call of attention: everything that decides which implementation can serve it, and everything it needs to run.
+"""The arguments of one call of attention. They decide which implementations can compute the call.
 
 T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q (query), d_k (key) and d_v (value).
 """
@@ -14,7 +14,7 @@ from andrea.attention.compatibility import Compatibility
 from andrea.attention.mask import Mask
 from andrea.attention.statistics import AttentionStatistics
 
-Result = tuple[Tensor, AttentionStatistics | None]  # output (..., H, T, d_v); statistics where the case asks for them
+Result = tuple[Tensor, AttentionStatistics | None]  # output (..., H, T, d_v); no statistics if Case.statistics is False
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Case:
     """query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v), and how the queries attend to the keys.
 
     start: position of the first query among the keys; S - T if None.
-    statistics: whether the heads are measured as well.
-    compiled: whether torch.compile generates the code; if None, whether it is tracing at this moment.
+    statistics: whether to return statistics of the heads as well.
+    compiled: whether torch.compile compiles the call; if None, `choose` asks torch whether it is tracing now.
     """
 
     query: Tensor
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """The type a kernel of ours multiplies in: autocast's where autocast is on, as in torch's own attention."""
+        """The type in which our kernels multiply: the query's, or autocast's if autocast is on, as in torch's attention."""
         kind = self.query.device.type
         if torch.is_autocast_enabled(kind) and self.query.dtype != torch.float64:
             return torch.get_autocast_dtype(kind)
@@ -53,7 +53,7 @@ class Case:
         return self.compatibility.lowered(self.query, self.key)
 
     def check_shapes(self) -> None:
-        """Raises ValueError with the shapes that do not fit together."""
+        """Raise ValueError if shapes do not fit together. The message names these shapes."""
         query, key, value, mask = self.query, self.key, self.value, self.mask
         if self.compatibility.equal_widths and query.shape[-1] != key.shape[-1]:
             raise ValueError(
@@ -80,7 +80,7 @@ class Case:
 
 
 def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
-    """Why no fused kernel can serve the case, or None. measures: whether the kernel returns statistics."""
+    """The reason why a fused kernel cannot serve the case, or None. measures: whether it returns statistics."""
     if not case.compatibility.lowers:
         return f"{type(case.compatibility).__name__} has no lowered form, which every fused kernel needs"
     if case.statistics and not measures:
@@ -89,7 +89,7 @@ def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
 
 
 def refusal_without_cuda(case: Case) -> str | None:
-    """Why a kernel of torch's that exists for CUDA alone cannot serve the case, or None."""
+    """The reason why torch's CUDA-only kernels cannot serve the case, or None."""
     if case.query.device.type != "cuda":
         return f"it needs a CUDA card, got device={case.query.device.type}"
     return None

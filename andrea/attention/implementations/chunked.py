@@ -1,7 +1,7 @@
 """The additive function without its (T, S, n) tensor of hidden values.
 
-The readable line, `Additive.scores`, keeps tanh(A q_i + B k_j) of every pair for the backward pass. Here the queries
-are processed in chunks, and the backward pass computes each chunk's tanh again: only A q, B k and w are kept.
+`Additive.scores` keeps tanh(A q_i + B k_j) of every pair (i, j) for the backward pass. Here the queries are processed in
+chunks. Only A q, B k and w are kept, and the backward pass computes the tanh of each chunk again.
 T queries, S keys, hidden width n.
 """
 
@@ -18,7 +18,7 @@ from andrea.attention.implementations.case import Case, Result
 from andrea.attention.implementations.reference import Intermediates, attend_reference, result_of
 from andrea.attention.mask import Mask
 
-HIDDEN_AT_A_TIME = 2**22  # numbers in a chunk's (..., chunk, S, n): 16 MiB in fp32
+HIDDEN_AT_A_TIME = 2**22  # entries in the (..., rows, S, n) tensor of one chunk: 16 MiB in fp32
 
 
 def refusal(case: Case) -> str | None:
@@ -45,7 +45,7 @@ def additive_scores(compatibility: Additive, query: Tensor, key: Tensor) -> Tens
 
 
 class ScoresInChunks(torch.autograd.Function):
-    """score_ij = Σ_n w_n tanh(a_in + b_jn), of a (..., T, n), b (..., S, n) and w (..., n)."""
+    """score_ij = Σ_n w_n tanh(a_in + b_jn), for a (..., T, n), b (..., S, n) and w (..., n)."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, w: Tensor) -> Tensor:
@@ -54,7 +54,10 @@ class ScoresInChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With h = tanh(a_i + b_j) and g_ij = d_scores: dw = Σ_ij g_ij h, da_i = Σ_j g_ij w (1 - h²), db_j = Σ_i of the same."""
+        """dw = Σ_ij g_ij h_ij, da_i = Σ_j e_ij and db_j = Σ_i e_ij.
+
+        Here g = d_scores, h_ij = tanh(a_i + b_j) and e_ij = g_ij w (1 - h_ij²).
+        """
         a, b, w = ctx.saved_tensors
         d_a, d_b = [], torch.zeros_like(b)
         d_w = torch.zeros((*d_scores.shape[:-2], w.shape[-1]), dtype=w.dtype, device=w.device)
@@ -68,7 +71,7 @@ class ScoresInChunks(torch.autograd.Function):
 
 
 def chunks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, tanh(a_i + b_j) (..., rows, S, n)), chunk by chunk."""
+    """Yield (rows, tanh(a_i + b_j) for these rows i, (..., rows, S, n)) for each chunk."""
     numbers_in_a_row = max(1, b.numel())
     size = max(1, HIDDEN_AT_A_TIME // numbers_in_a_row)
     for begin in range(0, a.shape[-2], size):

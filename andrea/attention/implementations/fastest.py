@@ -1,4 +1,4 @@
-"""Which implementation is fastest on this card for this shape. It is measured, because the answer depends on both."""
+"""Measure which implementation is fastest for the shapes of a case on the GPU at hand."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WARM_UPS, REPEATS = 3, 10
 def measure(case: Case, n_batch: int) -> dict[str, float]:
     """Milliseconds of forward and backward pass together, by implementation, fastest first.
 
-    Attention has the heads, lengths, widths, type, device and mask of the case, and n_batch sequences. Its numbers are
-    random, and its function is the plain dot product, which every other function is lowered to.
-    An implementation that cannot serve the case is left out.
+    The tensors are random. They have n_batch sequences, and otherwise the shapes, type, device and mask of the case. The
+    compatibility function is the plain dot product, because every other function is lowered to it. Implementations that
+    cannot serve the case are left out.
     """
     shapes = [(n_batch, *each.shape[1:]) for each in (case.query, case.key, case.value)]
     shapes.append((*shapes[0][:-1], case.value.shape[-1]))
@@ -34,7 +34,7 @@ def measure(case: Case, n_batch: int) -> dict[str, float]:
     for name in CANDIDATES:
         if refusal(name, plain) is not None:
             continue
-        # Training with our kernel measures the heads at every step, so that cost is part of its time.
+        # Training with triton computes statistics at every step, so their cost is part of its time.
         how = {"compatibility": plain.compatibility, "mask": case.mask, "statistics": name == "triton"}
 
         def run(name: str = name, how: dict = how) -> None:
@@ -44,13 +44,13 @@ def measure(case: Case, n_batch: int) -> dict[str, float]:
 
         try:
             milliseconds[name] = median_milliseconds(run)
-        except (RuntimeError, *kernel_errors()):  # no kernel for this type, width or card
+        except (RuntimeError, *kernel_errors()):  # no kernel for this type, width or GPU
             continue
     return dict(sorted(milliseconds.items(), key=lambda item: item[1]))
 
 
 def median_milliseconds(run: Callable[[], None]) -> float:
-    """Of one call, on the CUDA device."""
+    """Median time of one call on the CUDA device."""
     for _ in range(WARM_UPS):
         run()
     times = []

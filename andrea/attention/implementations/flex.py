@@ -1,4 +1,4 @@
-"""torch's FlexAttention on lowered queries and keys (He et al. 2024, arXiv 2412.05496): it skips blocks that no query sees.
+"""torch's FlexAttention on lowered queries and keys (He et al. 2024, arXiv 2412.05496). It skips fully masked blocks.
 
 H query heads, G key/value heads (G divides H), T queries, S keys.
 """
@@ -54,11 +54,11 @@ def block_mask_of_positions(mask: Mask, n_query: int, n_key: int, start: int, de
 def block_mask_of_batch(
     mask: Mask, lead: torch.Size, n_query: int, n_key: int, start: int | torch.Tensor, device: torch.device
 ):
-    """The BlockMask, for each sequence and head, of a mask that depends on the batch. lead: (..., H) of the query."""
+    """The BlockMask of a mask that may differ between sequences and heads. lead: (..., H) of the query."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     interval = visible_interval(mask, n_query, n_key, start, device)
-    if interval is None:  # the visible keys are no interval: read the written-out mask
+    if interval is None:  # the mask may leave gaps, so FlexAttention reads the written-out mask
         table = as_batch_of_heads(visible_keys(mask, n_query, n_key, start, device).expand(*lead, n_query, n_key))
         n_batch, n_head = table.shape[:2]
         sees = lambda b, h, i, j: table[b, h, i, j]  # noqa: E731

@@ -1,6 +1,6 @@
 """Our kernel for CPUs (kernels/attend.cpp): causal attention in bf16, forward and backward.
 
-H query heads, G key/value heads (G divides H), T queries and as many keys, D the width of a head.
+H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from andrea.attention.implementations.case import Case, Result, as_batch_of_head
 from andrea.attention.kernels.native import library, native_attention
 from andrea.attention.mask import Causal
 
-D_STEP = 16  # the kernel takes head widths that are multiples of it
+D_STEP = 16  # the width of a head must be a multiple of this number
 
 
 def refusal(case: Case) -> str | None:

@@ -1,6 +1,7 @@
-"""Attention as the textbook writes it, with every intermediate by name: any device, any compatibility function, autograd.
+"""The textbook formula of attention, with names for all intermediate results.
 
-It is written for reading, not for speed. Every other implementation is tested against it.
+This implementation serves every device and every compatibility function, and supports every kind of autograd. It is
+written to be read, not to be fast. Every other implementation is tested against it.
 T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q, d_k, d_v; any leading dimensions in front.
 """
 
@@ -29,7 +30,7 @@ class Intermediates:
 
 
 def refusal(case: Case) -> None:
-    """The readable path serves every case."""
+    """Always None, because this implementation serves every case."""
     return None
 
 
@@ -40,7 +41,7 @@ def run(case: Case) -> Result:
 
 
 def result_of(made: Intermediates, case: Case) -> Result:
-    """The output, and the statistics of the written-out scores where the case asks for them."""
+    """The output, and the statistics of the scores if the case requires statistics."""
     if not case.statistics:
         return made.output, None
     return made.output, statistics_of_scores(made.scores, made.weights, case.first_position)
@@ -55,9 +56,10 @@ def attend_reference(
     start: int | Tensor,
     scores_of: Scores | None = None,
 ) -> Intermediates:
-    """output_i = Σ_j softmax_j(mask(f(q_i, k_j))) v_j, of query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v).
+    """output_i = Σ_j softmax_j(mask(f(q_i, k_j))) v_j (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
-    A query that sees no key gets an output of zeros. start: position of the first query among the keys.
+    query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v). The softmax is computed in fp32 or higher. A query
+    that sees no key gets an output of zeros. start: position of the first query among the keys.
     scores_of: computes the scores in place of `compatibility.scores`.
     """
     key, value = shared_by_group(key, query), shared_by_group(value, query)

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention on lowered queries and keys: torch's choice of kernel, or the one that is named.
+"""torch's scaled_dot_product_attention on lowered queries and keys, with torch's choice of kernel or a named kernel.
 
 H query heads, G key/value heads (G divides H), T queries, S keys.
 """

@@ -1,4 +1,4 @@
-"""Our Triton kernel (kernels/fused.py): any mask of intervals, and statistics from the same pass.
+"""Our Triton kernel (kernels/fused.py). It supports every mask that defines `interval`, and returns statistics.
 
 B batch, H query heads, G key/value heads (G divides H), T queries, S keys.
 """
@@ -18,7 +18,7 @@ from andrea.attention.statistics import statistics_of_pass
 
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# kernels/fused.py has both backward passes. bench/attention.py measures which is faster on a card.
+# kernels/fused.py can compute dQ with or without atomic additions. bench/attention.py measures which way is faster.
 ATOMICS_ARE_FASTER = False
 
 
@@ -53,7 +53,7 @@ def refusal(case: Case) -> str | None:
 
 
 def kernel_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that a kernel raises which does not fit the card."""
+    """The exceptions raised when a kernel does not compile or does not fit the GPU."""
     if not has_triton():
         return ()
     from andrea.attention.kernels.fused import KernelError
@@ -94,7 +94,7 @@ def run(case: Case) -> Result:
 
 
 def of_heads(end: Tensor, lead: torch.Size) -> Tensor:
-    """One end of the intervals, broadcastable to (..., T), made broadcastable to (B, H, T)."""
+    """Reshape an end of the intervals that broadcasts to (..., T), so that it broadcasts to (B, H, T)."""
     if len(lead) > 2:
         end = end.expand(*lead, end.shape[-1])
     return as_batch_of_heads(end[..., None])[..., 0]

@@ -1,12 +1,13 @@
 // Causal attention in bf16 on a CPU, forward and backward, for processors that multiply pairs of bf16 (AVX512-BF16).
 //
-// B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the width of a head. A block of
-// QUERIES queries is multiplied with all its visible keys at once. Its scores (QUERIES, T) stay in the processor's cache,
-// and the softmax reads them twice: once for the maximum, once for the rest. The backward pass computes the scores again
-// (Dao 2023, arXiv 2307.08691, algorithm 2).
+// B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head. A block of
+// QUERIES queries is multiplied by all its visible keys at once. Its scores (QUERIES, T) stay in the processor's cache. The
+// softmax reads the scores twice: first for their maximum, then for the exponentials and their sum. The backward pass
+// computes the scores again (Dao 2023, arXiv 2307.08691, algorithm 2).
 //
-// Every product is C = A B or C += A B, with A in rows of bf16 and B packed in pairs: packed[k / 2][n][k % 2] = B[k][n]. One
-// instruction then multiplies a pair of A, the same for 16 columns, by 16 pairs of B, and adds to 16 sums in fp32.
+// Every matrix product is C = A B or C += A B. A is stored in rows of bf16. B is packed in pairs:
+// packed[k / 2][n][k % 2] = B[k][n]. One instruction multiplies one pair of A by the pairs of 16 columns of B, and adds the
+// products to 16 sums in fp32.
 
 #include <algorithm>
 #include <cmath>
@@ -29,7 +30,7 @@ float number(BF16 x) {
     return value;
 }
 
-// 16 numbers rounded to bf16 (nearest, ties to even): their bits, in the upper half of each lane.
+// Round 16 numbers to bf16 (nearest, ties to even). The upper half of each lane holds the bits.
 __m512i rounded(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -97,7 +98,8 @@ void product(
         strip<1, ADD>(a, a_step, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
 }
 
-// x (n, D), rows `step` apart -> pairs of columns: packed[d / 2][row][d % 2], `capacity` rows, zeros after n.
+// Pack pairs of columns of x (n, D), whose rows lie `step` numbers apart: packed[k / 2][row][k % 2] = x[row][k]. Rows
+// n .. capacity-1 are zero.
 void pack_transposed(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* packed) {
     for (int64_t row = 0; row < capacity; ++row)
         for (int64_t pair = 0; pair < d / 2; ++pair) {
@@ -107,13 +109,13 @@ void pack_transposed(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t 
         }
 }
 
-// x (n, D) -> pairs of rows: packed[row / 2][d][row % 2], zeros after n; capacity is even.
+// Pack pairs of rows of x (n, D): packed[row / 2][k][row % 2] = x[row][k]. Rows n .. capacity-1 are zero; capacity is even.
 void pack(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* packed) {
     for (int64_t row = 0; row < capacity; ++row)
         for (int64_t k = 0; k < d; ++k) packed[2 * ((row / 2) * d + k) + row % 2] = row < n ? x[row * step + k] : 0;
 }
 
-// x (n, D) -> its transpose (D, capacity), zeros after n
+// Transpose x (n, D) to (D, capacity). Columns n .. capacity-1 are zero.
 void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* turned) {
     for (int64_t k = 0; k < d; ++k)
         for (int64_t row = 0; row < capacity; ++row) turned[k * capacity + row] = row < n ? x[row * step + k] : 0;
@@ -121,14 +123,14 @@ void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capaci
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Which of the 16 columns from `column` on the query may see: those up to its own position.
+// One bit for each of the 16 keys from position `column`: 1 if the query sees the key, up to the query's own position.
 __mmask16 visible(int64_t column, int64_t query) {
     const int64_t n = query + 1 - column;
     return n >= LANES ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1);
 }
 
-// One query head, block by block: q, out (T, D) with rows q_step and out_step apart, lse (T). scores, weights and block are
-// working memory.
+// The output of one query head, block by block. q and out are (T, D) with rows q_step and out_step apart; lse is (T).
+// scores, weights and block are working memory.
 void forward(
     const BF16* q, int64_t q_step, const BF16* keys, const BF16* values, BF16* out, int64_t out_step, float* lse,
     int64_t n_token, int64_t capacity, int64_t d, std::vector<float>& scores, std::vector<BF16>& weights,
@@ -167,7 +169,7 @@ void forward(
 
 }  // namespace
 
-// `steps` holds three strides of each tensor (B, H, T, D), in the order of the arguments: of batch, head and token.
+// `steps` holds the strides of batch, head and token of each tensor (B, H, T, D), in the order of the arguments.
 
 extern "C" int multiplies_bf16() { return 1; }
 
@@ -193,6 +195,8 @@ extern "C" void attend_forward(
     }
 }
 
+// With P = e^(scores - lse) and dP = d_out Vᵀ, the gradient of the scores is dS = P (dP - own), where own is the sum of
+// out · d_out over a row. Then d_q = dS K, d_k = dSᵀ Q and d_v = Pᵀ d_out.
 extern "C" void attend_backward(
     const BF16* q, const BF16* k, const BF16* v, const BF16* out, const float* lse, const BF16* d_out, BF16* d_q, BF16* d_k,
     BF16* d_v, const int64_t* steps, int64_t n_batch, int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d) {

@@ -5,18 +5,18 @@ plain dot product is the score. Nothing of size T × S is ever stored.
 
 Forward (Dao 2023, arXiv 2307.08691, algorithm 1). One program computes BLOCK_M queries of one head and loops over blocks
 of keys. For each query it carries the running maximum m, the denominator l = Σ e^(s-m) and the weighted sum of values z.
-With statistics it carries one more sum, c = Σ e^(s-m) (s-m). The entropy is ln l - c / l, which is not a difference of
-large numbers. Exponentials are computed in base 2, as the hardware does: the fused multiply-add that subtracts m also
-multiplies s by log2(e). c is kept in those units.
+With statistics it carries one more sum, c = Σ e^(s-m) (s-m). The entropy is ln l - c / l, which does not subtract large
+numbers from each other. Exponentials are computed in base 2, as the hardware does: the fused multiply-add that subtracts
+m also multiplies s by log2(e). The sum c is kept in base 2 too.
 
 Backward (the same paper, algorithm 2). The weights P are computed again from the log-sum-exp. For dK and dV one program
-computes BLOCK_N keys and loops over the queries of every head that shares them. There are two ways to compute dQ:
-deterministic, in a second kernel whose programs compute BLOCK_M queries each, with every sum in a fixed order; or in the
-first kernel with atomic additions, which saves two matrix products but sums in any order.
+computes BLOCK_N keys and loops over the queries of every head that shares them. There are two ways to compute dQ. The
+deterministic way is a second kernel, in which each program computes BLOCK_M queries and adds in a fixed order. The other
+way is atomic additions in the first kernel. It saves two matrix products, but the order of its additions varies.
 
-Masks have three modes: NONE; CAUSAL, by arithmetic on positions; INTERVAL, where query i sees the keys first[i] ..
-stop[i]-1 and neither end decreases in i. In every mode, blocks without a visible pair are skipped, and blocks in which
-every pair is visible are computed without a mask.
+A mask has one of three modes. NONE: every query sees every key. CAUSAL: the kernel computes visibility from positions.
+INTERVAL: query i sees the keys first[i] .. stop[i]-1, and neither end decreases in i. In every mode, blocks without a
+visible pair are skipped, and blocks in which every pair is visible are computed without a mask.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 
 DESCRIPTORS_FROM = 90  # lowest compute capability with a tensor memory accelerator, which reads by descriptor
-KernelError = triton.errors.TritonError  # raised for tiles that do not fit the card or do not compile
+KernelError = triton.errors.TritonError  # raised for tiles that do not fit the GPU or do not compile
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 90, 100).
 
     These are the largest tiles without register spills according to bench/kernel_resources.py. bench/attention.py --tune
-    times them on a card. Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and
-    ignores it with 8.
+    measures their speed on a GPU. Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4
+    warps, and ignores warp specialisation with 8.
     """
     if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
         if width <= 32:
@@ -176,8 +176,8 @@ def head_of(source, b, h, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
 
 @triton.jit
 def log2_weight(s, base, PRECISION: tl.constexpr):
-    """(s - base) log2(e). For 16-bit inputs one fused multiply-add. In full fp32 the difference is computed first, because
-    it is exact where the weight is large."""
+    """(s - base) log2(e). For 16-bit inputs this is one fused multiply-add. In full fp32 the difference is computed first,
+    because the difference is exact where the weight is large."""
     if PRECISION == "ieee":
         return (s - base) * LOG2_E
     else:
@@ -297,8 +297,8 @@ def delta_kernel(
 
 @triton.jit
 def load_row_sums(lse, delta, rows, T):
-    """Log-sum-exp and delta of the rows. A log-sum-exp of +inf makes the weights zero: for rows that see no key, or that
-    lie outside."""
+    """Log-sum-exp and delta of the rows. Rows that see no key, and rows beyond T, get a log-sum-exp of +inf, which makes
+    their weights zero."""
     log_sum = tl.load(lse + rows, mask=rows < T, other=float("-inf"))
     return tl.where(log_sum == float("-inf"), float("inf"), log_sum), tl.load(delta + rows, mask=rows < T, other=0.0)
 
@@ -345,7 +345,7 @@ def keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys of one key/value head; with ATOMIC_DQ also their part of dQ."""
+    """dK and dV of BLOCK_N keys of one key/value head; with ATOMIC_DQ also the contribution of these keys to dQ."""
     groups, n_block = H // GROUP, tl.cdiv(S, BLOCK_N)
     block, bg = tl.program_id(0) % n_block, tl.program_id(0) // n_block
     b, g = (bg // groups).to(tl.int64), (bg % groups).to(tl.int64)
@@ -383,8 +383,9 @@ def keys_kernel(
                     q_t, dz_t, dq_t, start, T, S, low, full_low,
                     D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
                 )  # fmt: skip
-            # The keys of a block beyond the last key are zero, so their weights would be e^-lse. With atomics these
-            # would reach dQ, so every block is masked. Without, they reach only rows of dK and dV that are not stored.
+            # Keys beyond the last one are zeros, so without a mask their weights would be e^-lse. With ATOMIC_DQ these
+            # weights would enter dQ, so every block is masked. Without ATOMIC_DQ they enter only rows of dK and dV that
+            # are not stored.
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                 q_t, dz_t, dq_t, start, T, S, full_low, high,
@@ -470,7 +471,7 @@ def padded(width: int) -> int:
 
 
 def capability_of(tensor: Tensor) -> int:
-    """Compute capability times ten: 80, 90, 100, …; under the interpreter the oldest."""
+    """Compute capability times ten: 80, 90, 100, …; under the interpreter 80."""
     if tensor.device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(tensor.device)
@@ -487,8 +488,7 @@ def described(
     """Both tensors as descriptors of tiles of `block` rows, and True; or both unchanged, and False.
 
     Descriptors need a tensor memory accelerator (Hopper and later), 16-bit numbers, and addresses and strides that are
-    multiples of 16 bytes. They save up to a third of the registers, as the compiler reports, because no thread computes
-    addresses.
+    multiples of 16 bytes. They save up to a third of the registers, because threads compute no addresses.
     """
     tensors = (one, other)
     aligned = all(
@@ -508,7 +508,7 @@ def described(
 
 def shape_constants(query: Tensor, value: Tensor) -> dict:
     d_qk, d_v = query.shape[-1], value.shape[-1]
-    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # the latter has no effect on 16-bit inputs
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # tf32 has no effect on 16-bit inputs
     return {"D_QK": d_qk, "D_V": d_v, "PADDED_QK": padded(d_qk), "PADDED_V": padded(d_v), "PRECISION": precision}
 
 
@@ -527,7 +527,7 @@ def rows_first(tensor: Tensor) -> Tensor:
 
 
 def launch(kernel, n_program: int, like: Tensor, *arguments, **options) -> None:
-    """Launch n_program programs on the card of `like`; triton by itself launches on the current card."""
+    """Launch n_program programs on the GPU that holds `like`. Triton alone would launch on the current GPU."""
     with torch.cuda.device_of(like):
         kernel[(n_program,)](*arguments, **options, enable_fp_fusion=True)
 
@@ -551,10 +551,10 @@ def fused_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output (B, H, T, Dv), and log-sum-exp, largest logit and entropy in nats, (B, H, T) each in fp32.
 
-    query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have one type. Without `statistics` the largest logit and
-    the entropy are empty. Query i sees the keys first[i] .. stop[i]-1 (int32, broadcastable to (B, H, T), equal strides,
-    non-decreasing in i), or with `causal` the keys 0 .. start + i, or all keys. deterministic: how the backward pass
-    computes dQ.
+    query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have the same type. Without `statistics` the largest logit
+    and the entropy are empty. If first and stop are given, query i sees the keys first[i] .. stop[i]-1; both are int32,
+    broadcastable to (B, H, T), have equal strides and do not decrease in i. With `causal` query i sees the keys
+    0 .. start + i, otherwise all keys. deterministic: whether the backward pass computes dQ without atomic additions.
     """
     query, key, value = rows_first(query), rows_first(key), rows_first(value)
     n_batch, n_head, n_query = query.shape[:3]
@@ -665,7 +665,7 @@ def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[T
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """The tensor with size 1 in each of the dimensions B and H that `expand` has repeated."""
+    """Undo `expand` in the dimensions B and H: an expanded dimension gets size 1 again."""
     for dim in (0, 1):
         if tensor.stride(dim) == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -684,7 +684,7 @@ def keep_for_backward(ctx, inputs, output) -> None:
 
 
 def backward(ctx, d_output, *of_statistics):
-    """Statistics are detached, so the gradients of all results but the output are dropped."""
+    """Only the output has a gradient, because the statistics are detached."""
     query, key, value, output, lse, first, stop = ctx.saved_tensors
     gradients = fused_attention_backward(d_output, query, key, value, output, lse, first, stop, *ctx.options)
     return *gradients, None, None, None, None, None, None

@@ -1,6 +1,6 @@
-"""The functions of attend.cpp as differentiable operators of torch.
+"""The functions of attend.cpp as differentiable torch operators.
 
-B sequences, H query heads, G key/value heads (G divides H), T queries and as many keys, D the width of a head.
+B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ native_attention.register_autograd(differentiate, setup_context=keep)
 
 
 def like(x: Tensor) -> Tensor:
-    """An empty tensor (B, H, T, D) with the memory layout (B, T, H, D), which a model's projections write and read."""
+    """An empty tensor (B, H, T, D) with the memory layout (B, T, H, D), the layout of a model's projections."""
     n_batch, n_head, n_token, d_head = x.shape
     return x.new_empty(n_batch, n_token, n_head, d_head).transpose(1, 2)
 
@@ -91,7 +91,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def steps_of(*tensors: Tensor) -> ctypes.Array:
-    """The strides of batch, head and token of each tensor, one after the other."""
+    """The strides of batch, head and token of each tensor, in one array."""
     steps = [step for tensor in tensors for step in tensor.stride()[:3]]
     return (ctypes.c_int64 * len(steps))(*steps)
 
