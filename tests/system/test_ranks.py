@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -193,6 +194,25 @@ def test_after_a_rank_was_killed_the_restarted_run_equals_the_uninterrupted_one(
     )  # torchrun may end the other rank before it notices that it lost its peer
     assert_same_run(run, alone)
     assert not newest_whole(run).is_sharded  # at its end a run is in the single-folder format
+
+
+@pytest.mark.slow
+def test_a_rank_whose_peer_was_killed_says_so_and_exits_with_code_6(place: Path, words) -> None:
+    """The ranks run without torchrun, which may end the other rank before it notices that its peer is gone."""
+    command = [os.sys.executable, str(ROOT / "train.py"), *words("peerless", *LONG, "parallel=ddp")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = []
+    for rank in ("0", "1"):
+        place_of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=os.environ | address | place_of_rank, **streams))
+    wait_until(has_saved_after(place / "runs" / "peerless", 0), processes[0])
+    processes[1].kill()
+    code, out = finished(processes[0])
+    assert code == 6 and out.count("error: another rank was lost: ") == 1, out
+    finished(processes[1])
 
 
 @pytest.mark.slow
