@@ -6,6 +6,7 @@ n matrices of one shape, R rows and C columns each; S ranks share one copy of th
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -80,6 +81,8 @@ class FullySharded(Parallel):
         for block in self.model.blocks:
             fully_shard(block, mesh=self.mesh, mp_policy=block_precision, offload_policy=offload)
         register_fsdp_forward_method(self.model.blocks[0], "values")
+        # `values` returns a view. The warning is about views that are changed in place, which no layer does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self.wrapped = fully_shard(loss, mesh=self.mesh, offload_policy=offload)
         self.local_parameters = {
             name: nn.Parameter(parameter.to_local().detach()) for name, parameter in self.model.named_parameters()
