@@ -30,7 +30,7 @@ from common import (
     serve,
 )
 
-from andrea.attention import causal
+from andrea.attention import Case, DotProduct, causal
 from andrea.attention.implementations.fastest import measure
 from andrea.config import ModelConfig
 from andrea.runtime.device import WEIGHT_DTYPE, autocast, choose_precision, keep_freed_memory
@@ -102,8 +102,11 @@ def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
     """As the trainer chooses: on a card the fastest, measured."""
     if chosen.attention != "auto" or not chosen.device.startswith("cuda"):
         return chosen.attention
-    shape = (chosen.batch, config.n_head, config.n_kv_head or config.n_head, config.sequence_length, config.d_head)
-    times = measure(*shape, WEIGHT_DTYPE[precision], torch.device(chosen.device), causal())
+    n_head = config.n_head, config.n_kv_head or config.n_head
+    heads = [(1, n, config.sequence_length, config.d_head) for n in n_head]
+    options = {"dtype": WEIGHT_DTYPE[precision], "device": chosen.device, "requires_grad": True}
+    query, key = (torch.empty(shape, **options) for shape in heads)
+    times = measure(Case(query, key, key, DotProduct(), causal()), chosen.batch)
     print("attention, ms forward and backward:", {name: round(time, 3) for name, time in times.items()}, flush=True)
     return next(iter(times), "auto")
 
