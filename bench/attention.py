@@ -52,13 +52,14 @@ def contenders(backward: list[str]) -> dict[str, Attend]:
 
 def by_address(q, k, v) -> torch.Tensor:
     """Our kernel without tensor descriptors: what they are worth."""
-    from andrea.attention.kernels import fused
 
-    before, fused.DESCRIPTORS_FROM = fused.DESCRIPTORS_FROM, 10**6
+    from andrea.attention.kernels import attend_triton
+
+    before, attend_triton.DESCRIPTORS_FROM = attend_triton.DESCRIPTORS_FROM, 10**6
     try:
         return ours(q, k, v, "two_pass", False)
     finally:
-        fused.DESCRIPTORS_FROM = before
+        attend_triton.DESCRIPTORS_FROM = before
 
 
 def as_it_trains(q, k, v) -> torch.Tensor:
@@ -71,7 +72,7 @@ CASE = {"compatibility": DotProduct(), "mask": causal()}
 
 def ours(q, k, v, way: str, wanted: bool) -> torch.Tensor:
     """The operator itself, with what the kernel measures and nothing beside it."""
-    from andrea.attention.kernels.fused import fused_attention
+    from andrea.attention.kernels.attend_triton import fused_attention
 
     return fused_attention(q, k, v, None, None, True, 0, wanted, way == "two_pass")[0]
 
@@ -200,19 +201,22 @@ def show(row: dict, chosen: argparse.Namespace) -> None:
 
 
 def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
-    """Every tile that fits, for each of the three kernels alone: what `tuning` in kernels/fused.py should say."""
-    from andrea.attention.kernels import fused
+    """Every tile that fits, for each of the three kernels alone: what `tuning` in kernels/attend_triton.py should say."""
 
-    card = fused.tuning(fused.padded(width), DTYPES[chosen.dtype], 90)
-    rows, own = [], fused.tuning
+    from andrea.attention.kernels import attend_triton
+
+    card = attend_triton.tuning(attend_triton.padded(width), DTYPES[chosen.dtype], 90)
+    rows, own = [], attend_triton.tuning
     try:
         for kernel in ("forward", "keys", "queries"):
             for m, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3)):
                 too_small, too_large = kernel == "forward" and m < 64, kernel != "forward" and m * n > 128 * 64
                 if too_small or too_large or time.monotonic() > chosen.until:
                     continue
-                blocks = fused.Blocks(m, n, warps, stages)
-                fused.tuning = lambda *_, changed={kernel: blocks}: fused.Tuning(**(vars(card) | changed))
+                blocks = attend_triton.Blocks(m, n, warps, stages)
+                attend_triton.tuning = lambda *_, changed={kernel: blocks}: attend_triton.Tuning(
+                    **(vars(card) | changed)
+                )
                 try:
                     row = tuned_row(width, length, chosen)
                 except Exception as error:  # a tile that does not fit
@@ -223,7 +227,7 @@ def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
             for row in best[:5]:
                 print(f"tuned d {width} T {length} {kernel}: {row}", flush=True)
     finally:
-        fused.tuning = own
+        attend_triton.tuning = own
     return rows
 
 

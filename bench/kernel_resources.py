@@ -24,13 +24,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from andrea.attention.kernels import fused
-from andrea.attention.kernels.fused import Blocks, padded, tuning
+from andrea.attention.kernels import attend_triton
+from andrea.attention.kernels.attend_triton import Blocks, padded, tuning
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.kernels import cross_entropy
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MODES = {"none": fused.NONE.value, "causal": fused.CAUSAL.value, "interval": fused.INTERVAL.value}
+MODES = {
+    "none": attend_triton.NONE.value,
+    "causal": attend_triton.CAUSAL.value,
+    "interval": attend_triton.INTERVAL.value,
+}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program may take
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy"}
@@ -41,10 +45,10 @@ def kernels(width: int, dtype: str, target: int, mode: str, statistics: bool) ->
     """name -> (function, tiles, its own constants), as `fused_attention` would launch them."""
     tuned = tuning(padded(width), TYPES[dtype], target)
     return {
-        "forward": (fused.forward_kernel, tuned.forward, {"STATISTICS": statistics, "MODE": MODES[mode]}),
-        "keys": (fused.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, "MODE": MODES[mode]}),
-        "keys, atomic dQ": (fused.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, "MODE": MODES[mode]}),
-        "queries": (fused.queries_kernel, tuned.queries, {"MODE": MODES[mode]}),
+        "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "MODE": MODES[mode]}),
+        "keys": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, "MODE": MODES[mode]}),
+        "keys, atomic dQ": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, "MODE": MODES[mode]}),
+        "queries": (attend_triton.queries_kernel, tuned.queries, {"MODE": MODES[mode]}),
     }
 
 
@@ -55,7 +59,9 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
         "PADDED_QK": padded(width), "PADDED_V": padded(width), "GROUP": 1,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", "DESCRIPTORS": target >= 90 and dtype != "fp32",
     }  # fmt: skip
-    described = {"q": blocks.m, "dz": blocks.m} if function is fused.keys_kernel else {"k": blocks.n, "v": blocks.n}
+    described = (
+        {"q": blocks.m, "dz": blocks.m} if function is attend_triton.keys_kernel else {"k": blocks.n, "v": blocks.n}
+    )
     signature, attributes = {}, {}
     for position, name in enumerate(function.arg_names):
         if name in constants:

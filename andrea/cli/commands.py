@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from andrea.cli.command_line import configure
-from andrea.cli.words import to_key_value
+from andrea.cli.key_value import to_key_value
 from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig
 
 
@@ -52,7 +52,7 @@ def compare(argv: list[str]) -> int:
     config = configure(CompareConfig, "compare", to_key_value(argv, positional="runs"))
     predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
 
-    from andrea.insight.compare.compare import compare
+    from andrea.insight.compare.command import compare
 
     return compare(config, predicted)
 

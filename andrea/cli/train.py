@@ -28,7 +28,7 @@ def train_one(argv: list[str]) -> FinishedRun:
 
 def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     """Train, from the checkpoint that `resume` finds if there is one."""
-    from andrea.insight.lens.small_lens import small_lens
+    from andrea.insight.lens.training_lens import small_lens
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
     from andrea.training.planning.dry_run import describe

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from andrea.generation.kernels.native import NAMES, Matrix, function, library
+from andrea.generation.kernels.decode_cpp import NAMES, Matrix, function, library
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import address
 

@@ -24,7 +24,7 @@ from andrea.attention import (
 )
 from andrea.attention.mask import Causal
 from andrea.config import UserError
-from andrea.generation.kernels.native import ACTIVATIONS, Layer, Shape, function
+from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Shape, function
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_native, has_onednn
 from andrea.model.gpt import GPT
 from andrea.model.layers import MLP, RMSNorm, SwiGLU, gelu, relu_squared, softcap

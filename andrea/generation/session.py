@@ -15,7 +15,7 @@ from andrea.checkpoint import Checkpoint, locate
 from andrea.checkpoint.model import load_model
 from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
-from andrea.generation.kernels.native import library
+from andrea.generation.kernels.decode_cpp import library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.own_parts import allowing

@@ -14,7 +14,7 @@ from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
-from andrea.training.stopping import StopRequests
+from andrea.training.stop_requests import StopRequests
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from andrea.training.health.health import make_health
 from andrea.training.loss.compiled import make_loss
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.make import make_model, make_parallel
+from andrea.training.parallel.model import make_model, make_parallel
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.saver import make_saver
 from andrea.training.parallel.strategy import Parallel
@@ -36,7 +36,7 @@ from andrea.training.records.records import Records, open_loggers
 from andrea.training.records.run_folder import new_run_folder, run_folder_locked, write_config
 from andrea.training.resume import restore, run_folder_of, starting_weights
 from andrea.training.step import TrainingStep
-from andrea.training.stopping import StopRequests
+from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
 from andrea.training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from andrea.training.optimizer.schedule import rate_at
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep, Update
-from andrea.training.stopping import StopRequests
+from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
 
 

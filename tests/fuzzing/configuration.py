@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from andrea.cli.command_line import compose, lay_over, read
+from andrea.cli.key_value import to_key_value
 from andrea.cli.sweep import read_values, split
-from andrea.cli.words import to_key_value
 from andrea.config import CompareConfig, DashboardConfig, LensConfig, RunConfig, SampleConfig, parse
 from andrea.training.planning.dry_run import describe as describe_plan
 from andrea.training.planning.length import with_length_and_name

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.generation.engine import Window, step
-from andrea.generation.kernels import native
+from andrea.generation.kernels import decode_cpp
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_onednn, quantised
 from andrea.generation.packing import NativeAttention, NativeRMSNorm, PackedGPT, pack
 from andrea.model.gpt import GPT
@@ -37,7 +37,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def there_is_a_compiler():
-    assert native.library() is not None, "g++ makes the kernels that are tested here; install it"
+    assert decode_cpp.library() is not None, "g++ makes the kernels that are tested here; install it"
 
 
 def judge(ours: Tensor, readable: Tensor, exact: Tensor) -> None:
@@ -269,7 +269,7 @@ def fresh_library():
 
 
 def forget():
-    native.library.cache_clear()
+    decode_cpp.library.cache_clear()
     compiled_library.cache_clear()
 
 
@@ -278,7 +278,7 @@ def forget():
 def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    assert native.library() is None
+    assert decode_cpp.library() is None
     request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
     for dtype in DTYPES:
         engine = Engine(make_model(), TOKENIZER, dtype=dtype)
@@ -293,6 +293,6 @@ def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeyp
 def test_a_cache_that_cannot_be_written_is_done_without(fresh_library, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert native.library() is not None
+    assert decode_cpp.library() is not None
     layer = NativeLinear(draw(5, 3), None)
     torch.testing.assert_close(layer(draw(1, 3)), draw(1, 3) @ draw(5, 3).mT)

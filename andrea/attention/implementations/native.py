@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
-from andrea.attention.kernels.native import library, native_attention
+from andrea.attention.kernels.attend_cpp import library, native_attention
 from andrea.attention.mask import Causal
 
 D_STEP = 16  # the width of a head must be a multiple of this number

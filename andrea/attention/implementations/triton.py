@@ -1,4 +1,4 @@
-"""Our Triton kernel (kernels/fused.py). It supports every mask that defines `interval`, and returns statistics.
+"""Our Triton kernel (kernels/attend_triton.py). It supports every mask that defines `interval`, and returns statistics.
 
 B batch, H query heads, G key/value heads (G divides H), T queries, S keys.
 """
@@ -18,7 +18,7 @@ from andrea.attention.statistics import statistics_of_pass
 
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# kernels/fused.py can compute dQ with or without atomic additions. bench/attention.py measures which way is faster.
+# kernels/attend_triton.py can compute dQ with or without atomic additions. bench/attention.py measures which way is faster.
 ATOMICS_ARE_FASTER = False
 
 
@@ -56,13 +56,13 @@ def kernel_errors() -> tuple[type[Exception], ...]:
     """The exceptions raised when a kernel does not compile or does not fit the GPU."""
     if not has_triton():
         return ()
-    from andrea.attention.kernels.fused import KernelError
+    from andrea.attention.kernels.attend_triton import KernelError
 
     return (KernelError,)
 
 
 def run(case: Case) -> Result:
-    from andrea.attention.kernels.fused import fused_attention
+    from andrea.attention.kernels.attend_triton import fused_attention
 
     query, key = case.lowered()
     mask, start = case.mask, case.first_position

@@ -19,7 +19,7 @@ from andrea.training.float8 import check_float8
 from andrea.training.heads import measures_every_step
 from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
 from andrea.training.planning.micro_batch import micro_batches_that_fit
-from andrea.training.planning.sharing import choose_sharing
+from andrea.training.planning.parallel import choose_sharing
 
 
 @dataclass(frozen=True)

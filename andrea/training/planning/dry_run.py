@@ -11,10 +11,10 @@ from andrea.runtime.device import choose_device, choose_precision
 from andrea.training.float8 import check_float8
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, CARD_BYTES, GIB, USABLE_SHARE, Placement, free_bytes
+from andrea.training.planning.measured_pace import measured_pace
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
-from andrea.training.planning.pace import measured_pace
-from andrea.training.planning.sharing import sharing_that_fits
+from andrea.training.planning.parallel import sharing_that_fits
 from andrea.training.records.format import format_duration
 
 

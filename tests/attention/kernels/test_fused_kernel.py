@@ -12,7 +12,7 @@ from andrea.attention.implementations import triton as path
 
 pytestmark = pytest.mark.untraced
 
-fused = pytest.importorskip("andrea.attention.kernels.fused", reason="triton is not installed")
+fused = pytest.importorskip("andrea.attention.kernels.attend_triton", reason="triton is not installed")
 if not fused.triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)
 

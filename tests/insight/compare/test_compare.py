@@ -9,9 +9,9 @@ import pytest
 from run_folders import make_eight_runs, make_run
 
 from andrea.cli.command_line import configure
-from andrea.cli.words import to_key_value
+from andrea.cli.key_value import to_key_value
 from andrea.config import CompareConfig, RunConfig, UserError
-from andrea.insight.compare.compare import compare
+from andrea.insight.compare.command import compare
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from andrea.insight.lens.effects import ablate_heads, next_log_probabilities
 from andrea.insight.lens.page.facts import Source
 from andrea.insight.lens.page.measurements import measure, small_maps
 from andrea.insight.lens.page.page import LensPage
-from andrea.insight.lens.small_lens import small_lens
 from andrea.insight.lens.token_text import visible_text
 from andrea.insight.lens.trace import trace_layers
+from andrea.insight.lens.training_lens import small_lens
 
 
 def test_small_maps_keep_the_strongest_cell() -> None:

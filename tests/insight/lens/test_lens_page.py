@@ -15,8 +15,8 @@ from andrea.insight.lens.effects import ablate_heads
 from andrea.insight.lens.page.facts import Source
 from andrea.insight.lens.page.measurements import measure
 from andrea.insight.lens.page.page import LensPage
-from andrea.insight.lens.small_lens import small_lens
 from andrea.insight.lens.trace import trace_layers
+from andrea.insight.lens.training_lens import small_lens
 from andrea.model.gpt import GPT
 
 CHROMIUM = Path("/usr/bin/chromium")

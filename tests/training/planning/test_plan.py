@@ -13,7 +13,7 @@ from andrea.training.planning.dry_run import describe, on_cards
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, GIB, USABLE_SHARE, Placement
 from andrea.training.planning.micro_batch import TOKENS_IN_PASS_ON_CPU, memory_of, micro_batches_that_fit
-from andrea.training.planning.sharing import sharing_that_fits
+from andrea.training.planning.parallel import sharing_that_fits
 
 V = 31
 WIDTH = len("  python and libraries ")  # of the names in a dry run's lines
