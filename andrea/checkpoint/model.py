@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.folder import Checkpoint
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
 from andrea.model.gpt import GPT
+from andrea.runtime.own_parts import is_own, source_sha256
 from andrea.text.tokenizer import Tokenizer
 
 WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -19,6 +22,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
 
     Raises Damaged when configuration, weights and tokenizer disagree. Memory for the model is allocated only after the
     names and shapes of all weights have been compared.
+    A class of the user's own whose source file changed after the training is named on standard error.
     """
     written = checkpoint.state.get("tokenizer", tokenizer.identity)
     model_config, attention_config = configs_of(checkpoint)
@@ -32,6 +36,8 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     check_tensors(checkpoint, tensors, model, tokenizer)
     model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
     model.load_state_dict(tensors)
+    for change in changed_own_parts(checkpoint, model_config, attention_config):
+        print(f"changed since training: {change}", file=sys.stderr)
     return model.eval().requires_grad_(False)
 
 
@@ -60,3 +66,19 @@ def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], model: GPT
     for name, tensor in tensors.items():
         if tensor.dtype not in WEIGHT_TYPES:
             raise Damaged(f"{checkpoint.path} is damaged: {name} is {tensor.dtype}, no type of weights")
+
+
+def own_parts(model: ModelConfig, attention: AttentionConfig) -> dict[str, str | None]:
+    """Dotted path of each class of the user's own -> sha256 of its module's source file; None where it has no file."""
+    named = {"attention.compatibility": attention.compatibility, "model.mlp": model.mlp}
+    return {path: source_sha256(key, path) for key, path in named.items() if is_own(path)}
+
+
+def changed_own_parts(checkpoint: Checkpoint, model: ModelConfig, attention: AttentionConfig) -> list[str]:
+    """A line for each class of the user's own whose source file is not the one that the checkpoint was trained with."""
+    before, now = checkpoint.state.get("own_parts", {}), own_parts(model, attention)
+    return [
+        f"{path}: its source file (sha256 {str(before[path])[:12]} → {str(sha256)[:12]})"
+        for path, sha256 in now.items()
+        if path in before and before[path] != sha256
+    ]

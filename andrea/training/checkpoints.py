@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from andrea.checkpoint import Checkpoint, checkpoints_of, step_name
+from andrea.checkpoint import checkpoints_of, step_name
+from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, to_plain
-from andrea.runtime.own_parts import is_own, source_sha256
 from andrea.text.corpus import Corpus
 from andrea.training.health.health import Health
 from andrea.training.optimizer.loss_scale import LossScale
@@ -76,22 +76,6 @@ class RunCheckpoints:
             self.save()
 
 
-def own_parts(config: RunConfig) -> dict[str, str | None]:
-    """Dotted path of each class of the user's own -> sha256 of its module's source file; None where it has no file."""
-    named = {"attention.compatibility": config.attention.compatibility, "model.mlp": config.model.mlp}
-    return {path: source_sha256(key, path) for key, path in named.items() if is_own(path)}
-
-
-def changed_own_parts(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
-    """A line for each class of the user's own whose source file is not the one that the checkpoint was trained with."""
-    before, now = checkpoint.state.get("own_parts", {}), own_parts(config)
-    return [
-        f"{path}: its source file (sha256 {str(before[path])[:12]} → {str(sha256)[:12]})"
-        for path, sha256 in now.items()
-        if path in before and before[path] != sha256
-    ]
-
-
 def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
     """What a resumed run is compared with; open_loggers adds wandb's run id."""
     return {
@@ -99,6 +83,6 @@ def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[st
         "data": corpus.fingerprint,
         "tokenizer": corpus.tokenizer.identity,
         "ranks": ranks.size,
-        "own_parts": own_parts(config),
+        "own_parts": own_parts(config.model, config.attention),
         "wandb_id": None,
     }

@@ -19,11 +19,11 @@ from andrea.checkpoint import (
     newest_whole,
     read_checkpoint,
 )
+from andrea.checkpoint.model import changed_own_parts
 from andrea.config import RunConfig, UserError, with_current_keys
 from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
-from andrea.training.checkpoints import changed_own_parts
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.parallel.saver import Saver
 from andrea.training.progress import Progress
@@ -66,7 +66,7 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
 
 def show_resume(checkpoint: Checkpoint, changes: list[str], config: RunConfig) -> None:
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
-    for change in changes + changed_own_parts(checkpoint, config):
+    for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
 
 

@@ -140,10 +140,16 @@ def test_trained_saved_resumed_sampled_and_in_the_lens(train, place: Path, scrip
     assert type(loaded.model.blocks[0].mlp).__name__ == "Gated" and len(loaded.generate("a", max_new_tokens=3)) > 0
 
 
-def test_a_changed_module_is_named_on_resume(train, place: Path, capsys) -> None:
+def test_a_changed_module_is_named_by_every_command_that_loads_it(train, place: Path, script, capsys) -> None:
     assert train(*SHORT, *OWN) == 0
     (place / "my_module.py").write_text((place / "my_module.py").read_text() + "\n# another line\n")
     forget_module()
+    words = ["checkpoint=own", "device=cpu", "trust=true"]
+    named = "changed since training: my_module.Gated: its source file (sha256 "
+    code, _, err = run_script(script("sample"), [*words, "max_new_tokens=2"], capsys)
+    assert code == 0 and named in err
+    assert andrea_main(["lens", *words, "prompt=import", "out=lens.html"]) == 0 and named in capsys.readouterr().err
+    assert andrea.load("own", trust=True) and named in capsys.readouterr().err
     assert train(*SHORT, *OWN, "resume=auto", "train.steps=3") == 0
     assert "changed my_module.Gated: its source file (sha256 " in capsys.readouterr().out
 
