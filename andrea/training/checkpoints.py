@@ -1,4 +1,4 @@
-"""When a run saves and what its checkpoints hold besides tensors."""
+"""Saves a run's checkpoints and assembles their `state.json`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from andrea.training.records.records import Records
 
 @dataclass
 class RunCheckpoints:
-    """facts: what state.json holds besides progress: configuration, data fingerprint, wandb id, ranks."""
+    """Saves the checkpoints of one run. facts: the result of `checkpoint_facts`, written to each state.json."""
 
     folder: Path  # of the run
     saver: Saver
@@ -34,18 +34,18 @@ class RunCheckpoints:
 
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step if checkpoints_of(self.folder) else None
-        self.damaged = ""  # which tensor was not finite when it was to be saved, for the message that ends the run
+        self.damaged = ""  # names a tensor with a non-finite value, for the message that ends the run
 
     @property
     def path(self) -> Path:
-        """Where the checkpoint of the current step is, or will be."""
+        """The folder of the current step's checkpoint, which may not exist yet."""
         return self.folder / "checkpoints" / step_name(self.progress.step)
 
     def is_saved(self) -> bool:
         return self.saved_step == self.progress.step
 
     def is_finite(self) -> bool:
-        """Whether weights and optimizer state are finite on all ranks; every rank must call."""
+        """Whether weights and optimizer state are finite on all ranks. Every rank must call this."""
         parallel, device = self.saver.parallel, self.scale.factor.device
         kept = parallel.local_parameters | self.saver.optimizer.state_tensors()
         finite = torch.stack([tensor.detach().isfinite().all().to(device) for tensor in kept.values()])
@@ -56,11 +56,11 @@ class RunCheckpoints:
         return False
 
     def check(self) -> None:
-        """Raises StorageFailed where a checkpoint still being written has failed by now."""
+        """Raises StorageFailed if a checkpoint could not be written in the background."""
         self.saver.check()
 
     def save(self) -> None:
-        """Write a checkpoint, mark it where it is the best so far, remove the oldest; every rank must call."""
+        """Write a checkpoint, mark it if it is the best so far, and remove the oldest. Every rank must call this."""
         progress = self.progress
         self.records.working("saving")
         self.records.flush()
@@ -77,7 +77,7 @@ class RunCheckpoints:
 
 
 def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
-    """What a resumed run is compared with; open_loggers adds wandb's run id."""
+    """Facts that checkpoints record, to check a resumed run against. `open_loggers` fills in wandb's run id."""
     return {
         "config": to_plain(config),
         "data": corpus.fingerprint,

@@ -1,4 +1,4 @@
-"""How a run ends: save what may be saved, say why and what to type next, return the exit code."""
+"""The end of a run: save a checkpoint, print the reason and the next command, return the exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from andrea.training.stop_requests import StopRequests
 
 @dataclass(frozen=True)
 class Endings:
-    """The three ways a run ends without an exception; every rank calls them."""
+    """The three ways in which a run ends without an exception. Every rank must call them."""
 
     config: RunConfig
     progress: Progress
@@ -29,7 +29,7 @@ class Endings:
     stopping: StopRequests
 
     def conclude(self) -> int:
-        """Done, out of time or interrupted. Exit code 0, or 128 + the signal."""
+        """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal if interrupted."""
         config, progress, checkpoints, console = self.config, self.progress, self.checkpoints, self.records.console
         step, done = self.evaluator.step, progress.step == config.steps
         if not done and self.stopping.agreed == "stopped":
@@ -58,7 +58,10 @@ class Endings:
         return 0 if done else self.stopping.exit_code
 
     def stop_not_finite(self, figures: dict[str, float]) -> int:
-        """Nothing that is not finite has been saved. figures: of the step that was not. Exit code 3."""
+        """End a run whose loss, gradient or weights are not finite, without saving them. Returns exit code 3.
+
+        figures: number, loss and gradient norm of the last step that was read.
+        """
         checkpoints, optimizer = self.checkpoints, self.config.optimizer
         checkpoints.saver.wait()
         saved = checkpoints_of(checkpoints.folder)
@@ -72,7 +75,7 @@ class Endings:
         return 3
 
     def stop_failed(self, findings: list[str]) -> int:
-        """Health found a failure and was asked to stop the run. Exit code 4."""
+        """Save and end a run that the health checks have judged as failed. Returns exit code 4."""
         progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
         checkpoints.save_if_new()
         checkpoints.saver.wait()

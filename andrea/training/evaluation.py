@@ -25,17 +25,17 @@ from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep
 
 SAMPLE_TEMPERATURE = 0.8
-SECOND_SAMPLES = 4  # times as many texts are written before samples that seem to have failed are reported
-LENS_TOKENS = 40  # of held-out text, shown where no prompt is given
+SECOND_SAMPLES = 4  # times as many samples are judged if the first ones suggest a failure
+LENS_TOKENS = 40  # length of the default prompt, taken from held-out text
 DrawLens = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> a page of HTML
 
 
 @dataclass
 class Evaluator:
-    """Shares the training step's model and loss; every rank calls every method, rank 0 gets the answers.
+    """Measures the model of the training step. Every rank calls every method; only rank 0 gets all results.
 
-    What is measured of the model is kept until the next step: the whole model gathered from all ranks, the samples, the
-    heads. draw_lens: draws the page of a fixed prompt; None: no page is wanted.
+    Results are cached until the next step: the gathered model, the samples and the head statistics.
+    draw_lens: draws the lens page of a fixed prompt, or None for no page.
     """
 
     config: RunConfig
@@ -54,15 +54,16 @@ class Evaluator:
         self.forget()
 
     def forget(self) -> None:
-        """The model has changed: what was measured of it is of no more use."""
+        """Drop the cached results, because the model has changed."""
         self.gathered: tuple[GPT | None] | None = None
         self.heads: HeadStatistics | None = None
         self.samples: list[dict[str, str]] = []
 
     def evaluate(self, size_ratios: Tensor | None, whole: bool = False) -> dict[str, Any]:
-        """Validation figures and health's; size_ratios: Update.size_ratios of the step just made.
+        """Validation losses and health figures.
 
-        whole: over the whole held-out split, whatever train.eval_tokens says; so is the last evaluation of a run.
+        size_ratios: `Update.size_ratios` of the last step. whole: evaluate the whole held-out split instead of
+        train.eval_tokens tokens. The last evaluation of a run always does so.
         """
         by_source = self.validate(whole)
         total = summary(*(sum(part[key] for part in by_source.values()) for key in ("nats", "tokens", "bytes")))
@@ -73,11 +74,11 @@ class Evaluator:
         return figures | self.judge(by_source, size_ratios)
 
     def validate(self, whole: bool) -> dict[str, dict[str, float]]:
-        """The `summary` of each source; the ranks share its windows."""
+        """The validation `summary` of each source. The ranks divide its windows among themselves."""
         most_tokens = None if whole or self.progress.step == self.config.steps else self.config.train.eval_tokens
         self.records.working("evaluating")
         by_source = {}
-        # Compiled code is specialised to one gradient mode: with gradients enabled, the training graph serves here too.
+        # torch.compile specialises code to the gradient mode: keep gradients enabled to reuse the training graph.
         with torch.set_grad_enabled(self.config.compile != "off"), self.parallel.sync_gradients(last=False):
             for source in self.corpus.sources:
                 batches = validation_batches(
@@ -96,7 +97,7 @@ class Evaluator:
         return by_source
 
     def judge(self, by_source: dict[str, dict[str, float]], size_ratios: Tensor | None) -> dict[str, Any]:
-        """Health's figures; findings that begin or end are given to the loggers as alerts."""
+        """The health figures. Findings that begin or end are sent to the loggers as alerts."""
         model = self.model()
         if model is None:
             return {}
@@ -113,12 +114,12 @@ class Evaluator:
         return figures
 
     def failed(self) -> list[str]:
-        """The findings for which all ranks stop; health judges on rank 0."""
+        """The findings, judged on rank 0, for which the run stops. Empty unless health.on_failure=stop."""
         stops = self.config.health.on_failure == "stop"
         return self.ranks.from_rank_0(lambda: self.health.failed() if stops else [])
 
     def measure_heads(self) -> dict[str, Any]:
-        """What each head does on the held-out probe."""
+        """The attention figures on the probe: over all heads, and of each head."""
         model = self.model()
         if model is None:
             return {}
@@ -135,22 +136,22 @@ class Evaluator:
         if model is not None and self.draw_lens is not None and self.lens_prompt:
             self.records.page("lens", self.draw_lens(model, self.corpus.tokenizer, self.lens_prompt))
 
-    # ------------------------------------------------------------------------------- kept until the next step
+    # ------------------------------------------------------------------------------- cached until the next step
 
     def model(self) -> GPT | None:
-        """The model with all its weights, on rank 0; None on the others."""
+        """The model with all its weights on rank 0; None on the other ranks."""
         if self.gathered is None:
             self.gathered = (self.parallel.gathered_model(),)
         return self.gathered[0]
 
     def measured_heads(self, model: GPT) -> HeadStatistics:
-        """(L, H), over the held-out probe."""
+        """The statistics (L, H) of H heads in each of L layers, on the probe."""
         if self.heads is None:
             self.heads = probe(model, self.probe_tokens.to(model.embedding.weight.device))
         return self.heads
 
     def written_samples(self, model: GPT, count: int) -> list[dict[str, str]]:
-        """At least `count` samples, {"prompt", "text"}; none where train.sample_tokens is 0."""
+        """At least `count` samples with the keys "prompt" and "text"; none if train.sample_tokens is 0."""
         if self.config.train.sample_tokens and len(self.samples) < count:
             self.records.working("writing samples")
             prompt = str(self.config.data.sample_prompt)
@@ -165,7 +166,7 @@ class Evaluator:
 
 
 def lens_prompt(config: RunConfig, corpus: Corpus) -> str:
-    """train.lens_prompt, or else the first held-out tokens."""
+    """The prompt of the lens page: train.lens_prompt, or the first held-out tokens if it is not set."""
     if config.train.lens_prompt is not None:
         return config.train.lens_prompt
     tokens = corpus.sources[0].val[: min(LENS_TOKENS, config.model.sequence_length - 1)].tolist()
@@ -178,21 +179,22 @@ def sums_over(
     bytes_of_token: Tensor,
     device: torch.device,
 ) -> tuple[float, int, int]:
-    """(nats, targets, bytes of the targets) over all batches of tokens and targets (B, T).
+    """Sums over all batches: loss in nats, number of targets, UTF-8 bytes of the targets.
 
-    bytes_of_token (V,) counts a token's UTF-8 bytes; end-of-text has none: it costs nats and adds no bytes.
+    batches: pairs of tokens and targets, B sequences of T tokens each, (B, T). bytes_of_token (V,): UTF-8 bytes of each
+    of the V tokens in the vocabulary. The end-of-text token adds to the loss but has no bytes.
     """
     nats, n_target, n_byte = [], 0, 0
     for tokens, targets in batches:
         scored = targets[targets != IGNORED_TARGET]
-        nats.append(nats_of(tokens.to(device), targets.to(device)).detach())  # read at the end: no card is waited for
+        nats.append(nats_of(tokens.to(device), targets.to(device)).detach())  # read at the end: no wait for the GPU
         n_target += scored.numel()
         n_byte += int(bytes_of_token[scored].sum())
     return sum(map(float, nats)), n_target, n_byte
 
 
 def summary(nats: float, tokens: int, bytes_: int) -> dict[str, float]:
-    """The loss in nats per token and in bits per byte; the second can be compared across tokenizers."""
+    """The loss in nats per token and in bits per byte. Only bits per byte can be compared across tokenizers."""
     return {
         "loss": nats / max(tokens, 1),
         "bpb": nats / math.log(2) / max(bytes_, 1),

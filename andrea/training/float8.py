@@ -1,13 +1,13 @@
-"""Matrix products of the blocks in 8-bit floating point, by torchao, on cards that multiply in it (Ada, Hopper and later).
+"""Matrix products of the blocks in 8-bit floating point, by torchao, on GPUs that support it (Ada, Hopper and later).
 
 A linear layer computes three products: y = x Wᵀ, dx = dy W and dW = dyᵀ x. Each operand is divided by its own largest
 magnitude and rounded: x and W to e4m3 (4 bits of exponent, 3 of mantissa), dy to e5m2 (Micikevicius et al. 2022,
 arXiv 2209.05433). Weights stay fp32, sums are computed in fp32, and all other operations stay bf16. Attention, embedding
 and head keep their own precision.
 
-Rounding costs a pass over each operand, so that the gain depends on the size of the matrices. Therefore 8 bits are off by
-default; `bench/gpu.sh` measures both. During training, samples, head statistics and lens pages also come from products in 8
-bits. A model loaded from the checkpoint is an ordinary one.
+Rounding needs an extra pass over each operand, so small matrices may gain nothing. Therefore 8-bit products are off by
+default; `bench/gpu.sh` measures the speed with and without them. Samples, head statistics and lens pages of a run in
+training also use 8-bit products. A model loaded from a checkpoint does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST_CAPABILITY = (8, 9)
 
 
 def check_float8(model: ModelConfig, device: torch.device, precision: str) -> None:
-    """Raises UserError where the model, the device or the precision does not allow 8-bit products."""
+    """Raises UserError if the model, the device or the precision does not allow 8-bit products."""
     if device.type != "cuda":
         raise UserError(f"float8=true needs a CUDA card, got device={device.type}; use float8=false")
     capability = torch.cuda.get_device_capability(device)
@@ -50,12 +50,12 @@ def check_float8(model: ModelConfig, device: torch.device, precision: str) -> No
 
 
 def to_float8(blocks: nn.Module) -> None:
-    """Make the linear layers inside multiply in 8 bits, in place. Parameters and their names do not change."""
+    """Convert the linear layers of `blocks` to 8-bit products, in place. Parameters and their names do not change."""
     import_quietly().convert_to_float8_training(blocks, module_filter_fn=lambda module, name: fits(module))
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether the module is a linear layer whose sizes 8-bit products allow."""
+    """Whether the module is a linear layer whose sizes are multiples of SIZE_MULTIPLE."""
     return isinstance(module, nn.Linear) and not (
         module.in_features % SIZE_MULTIPLE or module.out_features % SIZE_MULTIPLE
     )

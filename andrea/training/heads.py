@@ -1,8 +1,8 @@
-"""Measurements of the attention heads during training, and the figures of them that are logged.
+"""Measures the attention heads during training and computes the figures that are logged.
 
 L layers, H heads. The definitions of the figures are in andrea/attention/statistics.py. `attention/…` is measured on the
-probe, a fixed batch of held-out text, in fp32, so that runs on the same data can be compared whatever implementation
-trains them. `attention/step/…` is measured on the training step itself, where the implementation measures its heads.
+probe, a fixed batch of held-out text, in fp32, so that runs on the same data can be compared even if they train with
+different implementations. `attention/step/…` is measured in the training step itself, if `measures_every_step`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from andrea.model.gpt import GPT
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
 
-PROBE_TOKENS = 2048  # of the probe, at most; it has at least one sequence of each source
+PROBE_TOKENS = 2048  # in the probe, at most; but at least one sequence of each source
 
 
 def probe_batch(corpus: Corpus, sequence_length: int) -> Tensor:
-    """The probe: the first held-out sequences of every source, (B, T) int64, the same in every run on these data."""
+    """The probe, B sequences of T tokens, (B, T) int64: the first held-out sequences of every source."""
     each = max(1, PROBE_TOKENS // sequence_length // len(corpus.sources))
     return torch.cat([next(validation_batches(source.val, sequence_length, each))[0] for source in corpus.sources])
 
@@ -31,7 +31,7 @@ def probe_batch(corpus: Corpus, sequence_length: int) -> Tensor:
 def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
     """The statistics (L, H) of the heads over tokens (B, T), in the precision of the weights: fp32 during training.
 
-    One sequence at a time, because an implementation that cannot measure writes out its (H, T, T) scores.
+    Sequences are processed one at a time, because some implementations must materialise the scores (H, T, T).
     """
     heads = None
     for sequence in tokens.split(1):
@@ -42,7 +42,7 @@ def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
 
 
 def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float | None]:
-    """Figures over all layers and heads, as `group/…`: means, and the extreme where a single head matters."""
+    """Figures over all layers and heads, named `group/…`: means, and extremes where a single head matters."""
     figures = heads.figures()
     mean = {name: value.nanmean() for name, value in figures.items() if name != "largest_logit"}
     extremes = {
@@ -55,7 +55,7 @@ def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float 
 
 
 def heatmaps(heads: HeadStatistics) -> dict[str, list[list[float | None]]]:
-    """The figures of each head, as `attention/heads/…`: L rows of H numbers each."""
+    """The figures of each head, named `attention/heads/…`: L rows of H numbers each."""
     return {
         f"attention/heads/{name}": [[finite_or_none(number) for number in row] for row in value.tolist()]
         for name, value in heads.figures().items()
@@ -68,10 +68,13 @@ def lowest(values: Tensor) -> Tensor:
 
 
 def finite_or_none(number: float) -> float | None:
-    """None, which JSON writes as null, for a head's figure that no query counted for."""
+    """The number, or None (null in JSON) for the NaN of a head without counted queries."""
     return number if math.isfinite(number) else None
 
 
 def measures_every_step(attention: AttentionConfig) -> bool:
-    """Our kernel measures the heads in the pass that trains; QK-clip needs their largest logits whatever that costs."""
+    """Whether every training step measures the heads.
+
+    The Triton kernel does so at no extra pass. QK-clip needs each step's largest logits with any implementation.
+    """
     return attention.implementation == "triton" or attention.qk_clip is not None

@@ -1,4 +1,4 @@
-"""Where a run stands, and how it ended."""
+"""The progress of a run, and its result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class FinishedRun(NamedTuple):
-    """exit_code: 0, or why training stopped earlier (docs/runs.md). folder: the run's; None where only a plan was printed."""
+    """exit_code: see docs/runs.md. folder: of the run; None if only a plan was printed."""
 
     exit_code: int
     folder: Path | None
@@ -16,7 +16,7 @@ class FinishedRun(NamedTuple):
 
 @dataclass
 class Progress:
-    """Every field is saved in each checkpoint's state.json, under its own name."""
+    """Counts and best results of a run. Each checkpoint's state.json saves every field under its own name."""
 
     step: int = 0
     tokens: int = 0

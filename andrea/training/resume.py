@@ -1,4 +1,4 @@
-"""Resuming a run: which checkpoint, with which configuration, and which settings may change."""
+"""Resumes a run: finds its checkpoint, and merges its saved configuration with the command line."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.parallel.saver import Saver
 from andrea.training.progress import Progress
 
-# With another value of one of these it would be a different run.
+# Keys that a resumed run may not change: with other values it would be a different run.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",
          "train.tokens_per_step")  # fmt: skip
 # Settings of the command, not of the run: never taken from the saved configuration.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
-# Chosen for a number of ranks, and chosen again where the number is another.
+# Settings that depend on the number of ranks: taken from the command line if this number changes.
 OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 
 def find_resume(config: RunConfig) -> Checkpoint | None:
-    """The checkpoint that `resume` names, or None for a new run. Raises UserError where it names one that is not there."""
+    """The checkpoint that `resume` names, or None for a new run. Raises UserError if that checkpoint does not exist."""
     if not config.resume:
         return None
     if config.resume != "auto":
         found = locate(config.resume, Path(config.runs_dir), key="resume")
-        if torchrun.is_restart():  # the run has already continued from there
+        if torchrun.is_restart():  # the run may have written newer checkpoints since
             return newest_whole(run_folder_of(found)) or found
         return found
     folder = Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
     if folder is None or not folder.is_dir():
         return None
     found = newest_whole(folder)
-    if found is None and checkpoints_of(folder):  # a new run in this folder would remove what may still be repaired
+    if found is None and checkpoints_of(folder):  # a new run would remove checkpoints that may be repairable
         raise UserError(f"resume=auto: every checkpoint of {folder} is damaged; start a new run with another name=…")
     return found
 
@@ -60,7 +60,7 @@ def is_done(checkpoint: Checkpoint, steps: int) -> bool:
 
 
 def show_done(checkpoint: Checkpoint, steps: int) -> None:
-    consolidate(checkpoint.path)  # where the end of the run was interrupted
+    consolidate(checkpoint.path)  # in case the run was interrupted at its very end
     print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
 
 
@@ -71,9 +71,9 @@ def show_resume(checkpoint: Checkpoint, changes: list[str], config: RunConfig) -
 
 
 def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
-    """The weights of init_from; None for a new run, and for a resumed one, whose saver restores them.
+    """The weights of init_from, or None without it. None for a resumed run too: `restore` loads its weights.
 
-    Raises UserError where the checkpoint's data, tokenizer or shapes are not those of this run.
+    Raises UserError if the data of the resumed run, or the tokenizer or shapes of init_from, differ from this run's.
     """
     if checkpoint is not None:
         if checkpoint.state["data"] != corpus.fingerprint:
@@ -104,7 +104,7 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
 
 
 def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
-    """Put weights, optimizer state, loss scale and random state of the checkpoint in place."""
+    """Load weights, optimizer state, loss scale and random state from the checkpoint. Returns the run's progress."""
     state = checkpoint.state
     saver.restore(checkpoint)
     scale.load_state(state["loss_scale"])
@@ -119,17 +119,18 @@ def run_folder_of(checkpoint: Checkpoint) -> Path:
 def merge(
     saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any], other_ranks: bool = False
 ) -> tuple[dict, list[str]]:
-    """The saved configuration with the typed values laid over it, and a line for each key that changed.
+    """The saved configuration, overridden by the typed values, and one line for each changed key.
 
-    A typed group replaces the saved group key by key, except for what the saved run had resolved from `auto`. What was
-    chosen for its number of ranks is chosen again where that number is another (`other_ranks`).
+    A typed group replaces the saved group key by key; but for a key that is `auto` in the typed group, the saved value
+    stays. other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
+    Raises UserError if a key of FIXED changes.
     """
     saved = with_current_keys(RunConfig, saved)
     before, now = flatten(saved), flatten(composed)
-    before.pop("trust", None)  # holds for one command line, and is never read from a checkpoint
+    before.pop("trust", None)  # valid for one command line, never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
-    before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # groups since then
+    before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # newer groups
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:
@@ -148,7 +149,7 @@ def merge(
 
 
 def same(value: Any) -> Any:
-    """A form in which equal values are equal: a typed '1e-3' and a saved 0.001."""
+    """A form for comparing values: a typed '1e-3' and a saved 0.001 become equal."""
     try:
         return float(value) if not isinstance(value, (bool, dict, list)) and value is not None else json.dumps(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""From a configuration to a run: each part is made by the module that owns it, then the trainer takes over."""
+"""Assembles the parts of a run from its configuration, and starts the trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from andrea.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is known before anything is built. asked: the configuration with its `auto`; resolved: without."""
+    """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced."""
 
     asked: RunConfig
     resolved: Resolved
@@ -63,9 +63,9 @@ def start(
     watchdog: Watchdog,
     draw_lens: DrawLens | None = None,
 ) -> FinishedRun:
-    """Train, from `checkpoint` where one is given; every rank calls it. Raises UserError.
+    """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
 
-    draw_lens: draws the page shown at each evaluation. It is passed in, because insight may not be imported here.
+    draw_lens: draws the lens page at each evaluation. It is passed in, because training may not import insight.
     """
     console = Console(config.steps, quiet=not ranks.is_rank_0)
     machine = Machine.of_rank(config.device, ranks)
@@ -106,7 +106,7 @@ def make_model_and_loss(setup: RunSetup, weights: dict[str, Tensor] | None) -> t
 
 
 def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: nn.Module) -> Trainer:
-    """Everything else that a run needs; a resumed one is as it was at its checkpoint."""
+    """The trainer with all its parts, in the state of the checkpoint if the run is resumed."""
     device, folder, corpus, checkpoint, console = (
         setup.machine.device, setup.folder, setup.corpus, setup.checkpoint, setup.console
     )  # fmt: skip
@@ -138,7 +138,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
 
 
 def set_up_process(config: RunConfig, device: torch.device) -> None:
-    """Settings of torch and of the C library that hold for the whole process."""
+    """Apply settings of torch and of the C library that hold for the whole process."""
     choose_threads(config.threads)
     if device.type == "cpu":
         keep_freed_memory()

@@ -1,6 +1,6 @@
 """One training step: forward and backward over micro-batches, then the optimizer.
 
-N sequences in a step, T tokens each; a micro-batch is B of the N. L layers, H heads.
+N sequences of T tokens in a step: n of them on this rank, B in a micro-batch. L layers, H heads.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one optimizer step did, over all ranks; tensors on the device, which the host has not waited for."""
+    """Results of one optimizer step over all ranks, as device tensors that the host has not waited for."""
 
     loss: Tensor  # nats per token, 0-dim
     gradient_norm: Tensor  # before clipping, 0-dim
-    finite: Tensor  # 0-dim bool; where it is false, nothing was changed
+    finite: Tensor  # 0-dim bool; if false, the weights have not changed
     stop_flags: Tensor  # (2,): StopRequests.flags, summed
     heads: HeadStatistics | None  # (L, H), where every step measures them
-    size_ratios: Tensor | None  # (matrices,): size of the change over size of the weights, where it was asked for
+    size_ratios: Tensor | None  # (matrices,): norm of the change / norm of the weights, if measured
 
 
 @dataclass
 class TrainingStep:
     """One optimizer step over all ranks: `update(batch(step), rate)`.
 
-    loss_sum: tokens, targets (B, T) -> nats, 0-dim, and the heads' statistics where every step measures them.
+    loss_sum: tokens and targets (B, T) -> loss in nats, 0-dim, and the heads' statistics if every step measures them.
     """
 
     config: RunConfig
@@ -66,19 +66,19 @@ class TrainingStep:
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since they were last read
 
     def batch(self, step: int) -> Batch:
-        """The sequences of the step that follows `step` others."""
+        """This rank's sequences of the step that follows `step` earlier steps."""
         n = self.config.sequences_per_step
         first, count, _ = self.ranks.local_rows(n)
         tokens, targets = self.loader.batch(step * n + first, count)
-        if self.device.type == "cuda":  # a copy from pinned memory to the card need not be waited for
+        if self.device.type == "cuda":  # from pinned memory, the copy to the GPU is asynchronous
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return Batch(tokens, targets, self.loader.count_targets(step * n, n))
 
     def update(self, batch: Batch, rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool) -> Update:
-        """Forward, backward and the optimizer at `rate` times its peak rates.
+        """Forward pass, backward pass, and the optimizer step at `rate` times the peak learning rates.
 
-        The weights change only where loss and gradient are finite on all ranks. stop_flags: StopRequests.flags,
-        called as late as possible. measure_size: also measure how large the change of the weights is.
+        The weights change only if loss and gradient are finite on all ranks. stop_flags: StopRequests.flags, called as
+        late as possible. measure_size: also measure the size of the weights' change.
         """
         nats, heads = self.accumulate(batch)
         nats, *summed_flags = self.ranks.sum(torch.stack([nats, *stop_flags()])).unbind()
@@ -103,8 +103,8 @@ class TrainingStep:
     def accumulate(self, batch: Batch) -> tuple[Tensor, HeadStatistics | None]:
         """Forward and backward over this rank's micro-batches: their summed loss in nats, and the heads' statistics (L, H).
 
-        Gradients are summed over ranks in the last one. Where memory runs out, the micro-batch is halved and all of
-        them are run again.
+        Gradients are summed over ranks in the last micro-batch. If memory runs out, the micro-batch is halved and all
+        micro-batches are run again.
         """
         while True:
             try:
@@ -130,13 +130,13 @@ class TrainingStep:
             self.console.say(f"out of memory: the step is run again with train.micro_batch={self.micro_batch}")
 
     def take_clipped_heads(self) -> int:
-        """Heads clipped since the last call."""
+        """The number of heads that QK-clip has scaled since the last call."""
         clipped, self.clipped_heads = int(self.clipped_heads), torch.zeros_like(self.clipped_heads)
         return clipped
 
 
 def micro_batches(tokens: Tensor, targets: Tensor, size: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut (n, T) into pieces of exactly (size, T), as many as `rows` rows take; missing rows are filled without targets."""
+    """Cut (n, T) into enough pieces of exactly (size, T) for `rows` rows. Rows that are missing have no targets."""
     for start in range(0, rows, size):
         micro_tokens, micro_targets = tokens[start : start + size], targets[start : start + size]
         missing = (size - len(micro_tokens), tokens.shape[1])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 class StopRequests:
-    """What this process was asked, and what all ranks have agreed on.
+    """The stop requests of this process, and the decision that all ranks have agreed on.
 
-    max_minutes: counted from here on. waiting: shows a line on the terminal.
+    max_minutes: time limit, counted from the construction of this object. waiting: shows a line on the terminal.
     """
 
     def __init__(self, max_minutes: float | None, device: torch.device, waiting: Callable[[str], None]) -> None:
@@ -29,26 +29,26 @@ class StopRequests:
         return self.max_minutes is not None and time.monotonic() - self.started > 60 * self.max_minutes
 
     def flags(self) -> list[Tensor]:
-        """This rank's requests, to be summed over ranks: 1 for a signal, 1 for the time limit; 0-dim, on the device."""
+        """This rank's requests, to be summed over ranks: signal and time limit, each 0 or 1, 0-dim on the device."""
         requests = (self.signal is not None, self.out_of_time())
-        return [torch.full((), float(request), device=self.device) for request in requests]  # no copy to wait for
+        return [torch.full((), float(request), device=self.device) for request in requests]  # filled on the device
 
     def agree(self, summed_flags: Tensor) -> None:
-        """summed_flags (2,): `flags` summed over all ranks."""
+        """Decide whether and why all ranks stop. summed_flags (2,): `flags` summed over all ranks."""
         interrupted, out_of_time = summed_flags.tolist()
         self.agreed = self.agreed or ("interrupted" if interrupted else "stopped" if out_of_time else None)
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal where one was received by any rank, else 0: a run stopped by its time limit is no failure."""
+        """128 + the signal's number if any rank received a signal, else 0: reaching the time limit is not a failure."""
         return 128 + (self.signal or signal.SIGTERM) if self.agreed == "interrupted" else 0
 
     @contextmanager
     def signals_caught(self) -> Iterator[None]:
         """Ctrl-C and SIGTERM let the step finish and the run save; a second Ctrl-C ends the process at once.
 
-        A second SIGTERM changes nothing: a cluster sends it to torchrun and to its ranks, and torchrun forwards its own.
-        Python lets the main thread alone catch signals; in another thread none is caught.
+        A second SIGTERM is ignored: a cluster sends SIGTERM to torchrun and to its ranks, and torchrun forwards its
+        own. Only Python's main thread can catch signals; in another thread this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

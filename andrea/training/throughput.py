@@ -1,10 +1,10 @@
-"""How fast a run trains, over the steps since its last record."""
+"""Measures the training speed over the steps since the last record."""
 
 from __future__ import annotations
 
 
 class Throughput:
-    """peak_flops: of one device, in FLOP/s; None where it is not known, and no MFU is reported."""
+    """peak_flops: of one device, in FLOP/s. If it is None, no MFU (model FLOPs utilisation) is reported."""
 
     def __init__(self, tokens_per_step: int, flops_per_token: int, peak_flops: float | None, n_device: int) -> None:
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
@@ -24,7 +24,7 @@ class Throughput:
         return self.tokens_per_step / self.seconds_per_step
 
     def take_figures(self) -> dict[str, float]:
-        """The figures for a record; counting starts again."""
+        """The figures for a record. Resets the counts."""
         figures = {
             "train/tokens_per_second": self.tokens_per_second,
             "train/seconds_per_step": self.seconds_per_step,

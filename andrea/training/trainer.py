@@ -20,7 +20,7 @@ from andrea.training.throughput import Throughput
 
 
 class Due(NamedTuple):
-    """What follows a step."""
+    """Which actions follow a step."""
 
     record: bool
     evaluation: bool
@@ -92,10 +92,10 @@ class Trainer:
             return self.endings.conclude()
 
     def read_figures(self, wait: bool) -> bool:
-        """Read loss, norm and flags of the steps made; False where a step was not finite.
+        """Read loss, gradient norm and flags of completed steps. Returns False if a step was not finite.
 
-        Without `wait`, a card's newest step is left unread, because reading it would stall the card. An fp16 step that
-        only overflowed its loss scale is no failure: the scale has backed off and training goes on.
+        Without `wait`, the newest step on a GPU is left unread, because reading it would stall the GPU. An fp16 step
+        that only overflowed its loss scale is not a failure: the scale was halved and training goes on.
         """
         leave_newest = self.step.device.type != "cpu" and not wait
         while len(self.unread) > int(leave_newest):
@@ -114,7 +114,7 @@ class Trainer:
         self.records.console.step(self.progress.step, self.figures["loss"], rate, tokens_per_second, seconds_left)
 
     def training_figures(self, update: Update, rate: float) -> dict[str, float | None]:
-        """The record of the step just made; its speed is the mean since the last record."""
+        """The record of the last step. Its speed is the mean since the last record."""
         figures: dict[str, float | None] = {
             "train/loss": self.figures["loss"],
             "train/gradient_norm": self.figures["norm"],
@@ -130,7 +130,7 @@ class Trainer:
 
 
 def due_after(step: int, config: RunConfig) -> Due:
-    """What follows the step of this number, counted from 1."""
+    """The actions that follow step number `step`, counted from 1."""
     train, last = config.train, step == config.steps
 
     def every(steps: int | str) -> bool:

@@ -1,7 +1,7 @@
 """Checks of the attention heads. L layers, H heads.
 
-A single head may attend to one key (often the first token) or uniformly over all keys; a run has failed where nearly all
-heads do.
+In a healthy model some heads attend to one key (often the first token) or uniformly over all keys. A run has failed if
+nearly all heads do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttentionCheck(Check):
     def judge(self, evidence: Evidence) -> Judgement:
         config, findings = self.config, {}
         figures = evidence.heads.figures()
-        # (L * H,); a head that no query counted for is neither on one key nor uniform
+        # (L * H,); a head without counted queries (NaN) counts as neither on one key nor uniform
         entropy_share = figures["entropy_share"].flatten().nan_to_num(nan=0.5)
         on_one_key = float((entropy_share < config.one_key_entropy).double().mean())
         uniform = float((entropy_share > config.uniform_entropy).double().mean())

@@ -21,24 +21,24 @@ OPTIMIZER_REMEDY = "smaller optimizer steps"  # docs/health.md explains it; `opt
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table in docs/health.md."""
+    """A problem that a check can report. docs/health.md lists all of them in a table."""
 
     meaning: str
     fails_run: bool  # health.on_failure=stop ends the run for this finding
-    keys: tuple[str, ...]  # of `health`: the thresholds that decide about the finding
+    keys: tuple[str, ...]  # of `health`: the thresholds of the finding
     remedy: str
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one evaluation measured."""
+    """The measurements of one evaluation."""
 
     step: int
-    tokens: int  # trained on so far
+    tokens: int  # training tokens so far
     texts: Sequence[str]  # samples, without their prompts
     heads: HeadStatistics  # (L, H), over the held-out probe
     update_ratios: Tensor | None  # (matrices,): norm of the last update over norm of the weights
-    val: dict[str, dict[str, float]]  # source -> {"loss": nats per token, "tokens": how many were scored}
+    val: dict[str, dict[str, float]]  # source -> {"loss": nats per token, "tokens": number of scored tokens}
 
 
 class Judgement(NamedTuple):
@@ -47,9 +47,9 @@ class Judgement(NamedTuple):
 
 
 class Check(ABC):
-    """One kind of check. Each evaluation's evidence is judged once."""
+    """Base class of the health checks. `judge` is called once for each evaluation."""
 
-    FINDINGS: ClassVar[dict[str, Finding]]  # what the check may find, by name
+    FINDINGS: ClassVar[dict[str, Finding]]  # findings that the check can report, by name
 
     def __init__(self, run: RunConfig, history: StepHistory) -> None:
         self.run, self.config, self.history = run, run.health, history
@@ -58,12 +58,12 @@ class Check(ABC):
     def judge(self, evidence: Evidence) -> Judgement: ...
 
     def too_early(self, step: int) -> bool:
-        """Whether the model cannot be expected yet to have learned how frequent each token is."""
+        """Whether it is too early to expect that the model has learned the token frequencies."""
         return step < self.run.optimizer.warmup_steps + self.config.unigram_steps
 
 
 def optimizer_remedy(optimizer: OptimizerConfig) -> str:
-    """The keys that make this optimizer's steps smaller or safer: those that are switched off, and half the learning rate."""
+    """Settings for smaller or safer optimizer steps: those that are switched off now, and half the learning rate."""
     rate = "matrix_learning_rate" if optimizer.kind == "muon" else "learning_rate"
     switched_off = [
         setting

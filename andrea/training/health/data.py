@@ -14,17 +14,17 @@ from andrea.text.loader import Loader
 from andrea.training.health.check import Check, Evidence, Finding, Judgement
 from andrea.training.health.history import FEWEST_STEPS, StepHistory
 
-COUNTED_TOKENS = 1 << 22  # training tokens that are counted, at most, for the entropy of single tokens
+COUNTED_TOKENS = 1 << 22  # at most so many training tokens are counted for the unigram entropy
 COUNTED_PIECES = 16  # evenly spaced pieces of each source that are counted
 
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What is known of the training data before training."""
+    """Facts about the training data, known before training."""
 
-    shares: dict[str, float]  # source -> its share of the training tokens
-    lengths: dict[str, int]  # source -> its training tokens
-    unigram_nats: float  # entropy of single training tokens: the loss of a model that knows only how frequent each is
+    shares: dict[str, float]  # source -> its share of the tokens that training draws
+    lengths: dict[str, int]  # source -> number of its training tokens
+    unigram_nats: float  # unigram entropy: the loss of a model that knows only the token frequencies
 
     @classmethod
     def of(cls, corpus: Corpus, loader: Loader) -> DataSummary:
@@ -46,9 +46,9 @@ class DataSummary:
         )
 
     def weighted_loss(self, val: dict[str, dict[str, float]]) -> float:
-        """Validation loss (nats per token) with each source in its share of the training tokens.
+        """The mean of the sources' validation losses (nats per token), weighted by their shares of the training tokens.
 
-        This is the loss to compare with the training loss.
+        Only this mean can be compared with the training loss.
         """
         return sum(self.shares[name] * part["loss"] for name, part in val.items())
 
@@ -115,7 +115,7 @@ class DataCheck(Check):
         }
 
     def rising_source(self, evidence: Evidence) -> dict[str, str]:
-        """A source whose loss rises while that of every other source falls: it is forgotten for the others."""
+        """Finds a source whose validation loss rises while the loss of every other source falls."""
         comparable = len(evidence.val) > 1 and all(
             name in self.val and self.val[name]["tokens"] == part["tokens"] for name, part in evidence.val.items()
         )
@@ -142,7 +142,7 @@ class DataCheck(Check):
         }
 
     def overfitting(self, evidence: Evidence, train: float, val: float, epochs: float) -> dict[str, str]:
-        """Compares with the evaluation of the lowest validation loss, over equally many held-out tokens."""
+        """Compares this evaluation with the best earlier one. Both must cover equally many held-out tokens."""
         tokens, best = sum(part["tokens"] for part in evidence.val.values()), self.best
         if best is None or best["tokens"] != tokens or val < best["val"]:
             self.best = {"val": val, "train": train, "tokens": tokens, "step": evidence.step}
@@ -156,7 +156,7 @@ class DataCheck(Check):
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; its keys are part of the checkpoint's format."""
+        """The state that checkpoints save. Its keys are part of the checkpoint format."""
         return {"val": self.val, "best": self.best}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -164,9 +164,9 @@ class DataCheck(Check):
 
 
 def line_end(losses: Sequence[float]) -> tuple[float, float]:
-    """The last value of a straight line fitted to a falling series by least squares: (value, its standard error).
+    """The end of a straight line fitted to a series by least squares, and the standard error of this end value.
 
-    The mean of the series would be above the current loss of a falling series, which would look like a leak.
+    The mean of a falling training loss would lie above its current value, and would look like a leak.
     """
     time = np.arange(1 - len(losses), 1, dtype=np.float64)  # 0 is the newest
     spread = ((time - time.mean()) ** 2).sum()

@@ -1,7 +1,6 @@
-"""Detects problems of a training run: what is noted at each step, and what is judged at each evaluation.
+"""Detects problems of a training run. Each step is noted; at each evaluation, all checks judge the measurements.
 
-Each kind of check is a class in a file of its own: text, optimisation, loss, attention, data. The class lists its
-findings.
+Each check is a class in its own module, which also lists its findings.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Health:
     """The health of one run. A checkpoint keeps `state()`, so a resumed run is judged like an uninterrupted one."""
 
     def __init__(self, run: RunConfig, n_vocab: int, data: DataSummary, reference: ReferenceText | None) -> None:
-        """reference: figures of held-out text; None where the run writes no samples."""
+        """reference: figures of held-out text, or None if the run writes no samples."""
         self.history = StepHistory(run, data.unigram_nats)
         self.text = TextCheck(run, self.history, reference)
         self.data = DataCheck(run, self.history, data)
@@ -52,11 +51,14 @@ class Health:
         self.history.note(step, loss, norm)
 
     def needs_more_samples(self, texts: Sequence[str], step: int) -> bool:
-        """Whether these samples alone would be a finding: a small healthy model writes a loop in one sample of five."""
+        """Whether these samples suggest a failure, which more samples must confirm.
+
+        Even a healthy small model writes a loop in one sample of five.
+        """
         return bool(self.text.judge_samples(texts, step).findings)
 
     def judge(self, evidence: Evidence) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
-        """(figures to record, findings that begin: name -> message, findings that end: name -> step it began)."""
+        """Returns figures to record, findings that begin (name -> message), findings that end (name -> first step)."""
         figures: dict[str, float] = {}
         findings: dict[str, str] = {}
         for check in self.checks:
@@ -70,11 +72,11 @@ class Health:
         return figures | {f"health/findings/{name}": int(name in findings) for name in FINDINGS}, begun, ended
 
     def failed(self) -> list[str]:
-        """The findings of the last evaluation that mean that the run has failed."""
+        """The findings of the last evaluation for which the run counts as failed."""
         return [name for name in self.active if FINDINGS[name].fails_run]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; its keys are part of the checkpoint's format."""
+        """The state that checkpoints save. Its keys are part of the checkpoint format."""
         return self.history.state() | self.data.state() | {"active": self.active}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -84,7 +86,7 @@ class Health:
 
 
 def make_health(run: RunConfig, corpus: Corpus, loader: Loader, checkpoint: Checkpoint | None) -> Health:
-    """The health of a run on these data, with what it remembers from before `checkpoint`."""
+    """The health of a run, with the state that `checkpoint` saved if one is given."""
     reference = None
     if run.health.samples and run.train.sample_tokens:
         held_out = [source.val for source in corpus.sources]

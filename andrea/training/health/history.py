@@ -1,6 +1,6 @@
-"""What is noted at each training step, for the health checks of the next evaluation.
+"""Keeps the loss and gradient norm of recent training steps for the health checks.
 
-Every figure is a host number that the trainer has read anyway: no step waits for these notes.
+The trainer has already read both numbers from the device, so keeping them delays no step.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, final
 
 from andrea.config import RunConfig
 
-RECENT_STEPS = 50  # whose losses and gradient norms define the usual range
-LATEST_STEPS = 10  # whose median is the current loss
-FEWEST_STEPS = 20  # with fewer there is no usual range
-MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+RECENT_STEPS = 50  # losses and gradient norms of this many steps define the usual range
+LATEST_STEPS = 10  # the median loss of this many steps is the current loss
+FEWEST_STEPS = 20  # with fewer steps, the usual range is not known
+MAD_TO_DEVIATION = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 
 
 @final
@@ -28,7 +28,7 @@ class StepHistory:
         self.norms: deque[float] = deque(maxlen=RECENT_STEPS)  # of the gradient before clipping, newest last
         self.interval = {"steps": 0, "loss_spikes": 0, "gradient_spikes": 0, "clipped": 0}  # since the last evaluation
         self.worst: dict[str, list[float]] = {}  # kind of spike -> [step, value, limit] of the highest since then
-        self.learned = False  # the current loss has once been below unigram_nats
+        self.learned = False  # whether the current loss has ever been below unigram_nats
 
     def note(self, step: int, loss: float, norm: float) -> None:
         """Note a step's training loss (nats per token) and gradient norm, both finite."""
@@ -55,12 +55,12 @@ class StepHistory:
         return statistics.median(list(self.losses)[-LATEST_STEPS:])
 
     def begin_interval(self) -> None:
-        """Count spikes and clipped steps anew: an evaluation has judged the last ones."""
+        """Reset the counts of spikes and clipped steps, after an evaluation has judged them."""
         self.interval = dict.fromkeys(self.interval, 0)
         self.worst = {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; its keys are part of the checkpoint's format."""
+        """The state that checkpoints save. Its keys are part of the checkpoint format."""
         return {
             "losses": list(self.losses),
             "norms": list(self.norms),

@@ -1,8 +1,8 @@
 """Finds the loop that a collapsed model repeats.
 
-A text is read as pieces: words, numbers, and runs of punctuation marks. A ruler (`=====`), `'''` or `],` is one piece,
-whatever its length, so that a list, a table or an underline does not count as a loop because it has many characters.
-N pieces in a text, P pieces in the unit of a loop.
+A text is split into pieces: words, numbers, and runs of punctuation marks. A run such as `=====`, `'''` or `],` is one
+piece, whatever its length, so that a long underline is not mistaken for a loop.
+N: number of pieces in a text. P: number of pieces in the unit that a loop repeats.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# No word or ruler is longer: a longer run is a loop without blanks, and is split into its characters.
+# Words and underlines are not longer. A longer piece is a loop without blanks, and is split into its characters.
 LONGEST_PIECE_CHARACTERS = 100
 PIECE = re.compile(r"[^\W_]+|(?:[^\w\s]|_)+|\s{101,}")
-# Values besides numbers. The last five are the marks of '', "", [], () and {} in a list, as `split_pieces` sorts them.
+# Values besides numbers. The last five are '', "", [], () and {} with a comma, in the form that `split_pieces` returns.
 LITERALS = {"true", "false", "none", "null", "nan", "',", '",', ",[]", "(),", ",{}"}
-TABLE_REPETITION = (
-    0.9  # share of a text that a loop of values must cover: a shorter one is a table, as in `[0, 0, 0, 0]`
-)
+# A loop of values must cover this share of a text. Below it, the loop may be a table, such as `[0, 0, 0, 0]`.
+TABLE_REPETITION = 0.9
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop that covers most of a text."""
+    """The repeated part of a text."""
 
     share: float  # of the text's pieces, in 0..1
     unit: tuple[str, ...]  # the P pieces that are repeated
 
     def covers(self, repetition: float) -> bool:
-        """Whether the loop covers more than `repetition` of the text; for a table of values, TABLE_REPETITION."""
+        """Whether the loop covers more than `repetition` of the text; a table must cover at least TABLE_REPETITION."""
         return self.share > (max(repetition, TABLE_REPETITION) if self.is_table else repetition)
 
     @property
     def is_table(self) -> bool:
-        """Whether the unit holds values only: real text repeats values too."""
+        """Whether the unit consists of values. Tables in real text repeat values too."""
         words = [piece for piece in self.unit if is_word(piece)]
         return all(map(is_value, words)) and any(map(is_value, self.unit))
 
@@ -62,7 +61,7 @@ def is_value(piece: str) -> bool:
 
 
 def split_pieces(text: str) -> list[str]:
-    """Words in lower case, numbers, and for each run of marks its different marks, sorted."""
+    """Words in lower case, numbers, and runs of marks. A run is reduced to its different marks, sorted."""
     pieces: list[str] = []
     for piece in PIECE.findall(text):
         if len(piece) > LONGEST_PIECE_CHARACTERS:
@@ -75,12 +74,12 @@ def split_pieces(text: str) -> list[str]:
 
 
 def find_loop(pieces: Sequence[str]) -> Loop:
-    """The loop with a unit of at most N / 3 pieces that covers most of the pieces.
+    """The loop that covers the largest share of the pieces. Its unit has at most N / 3 pieces.
 
-    A loop of P pieces covers every stretch of at least P + 2 pieces that each equal the piece P before, and the P pieces
-    in front of the stretch. A list or a table with different entries has no such stretch, however similar its rows are.
-    A stray word ends one stretch of a loop and leaves the others. The share is of pieces or of their characters,
-    whichever is larger.
+    In a stretch of period P, at least P + 2 consecutive pieces equal the piece P places before them. A loop with a unit
+    of P pieces covers all stretches of period P, and the P pieces before each stretch. A list or a table with different
+    entries has no such stretch, even if its rows are similar. A stray word splits a stretch but does not hide the loop.
+    The share counts pieces or characters, whichever gives the larger value.
     """
     n_piece = len(pieces)
     number_of = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
@@ -99,5 +98,5 @@ def find_loop(pieces: Sequence[str]) -> Loop:
             share = max(covered.mean(), characters[covered].sum() / characters.sum())
             loops.append(Loop(float(share), tuple(pieces[longest : longest + period])))
     most = max((loop.share for loop in loops), default=0.0)
-    # A repeated word is a repeated pair too, so the shortest unit that covers nearly as much is the loop's.
+    # A repeated word is also a repeated pair, so choose the shortest unit that covers nearly as much as the best.
     return next((loop for loop in loops if loop.share >= 0.9 * most), NO_LOOP)

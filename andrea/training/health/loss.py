@@ -1,4 +1,4 @@
-"""Checks of the loss against two models that ignore the context: a uniform guess, and the frequencies of single tokens."""
+"""Compares the loss with two models that ignore the context: a uniform guess, and the token frequencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from andrea.training.health.history import LATEST_STEPS, StepHistory
 
 @final
 class LossCheck(Check):
-    """V tokens in the vocabulary."""
+    """Finds a loss that is no better than those of the two models. V: size of the vocabulary."""
 
     FINDINGS: ClassVar = {
         "loss_above_uniform": Finding(

@@ -1,4 +1,4 @@
-"""Figures of a text's repetition and variety, and the same figures of held-out text as the reference."""
+"""Measures the repetition and variety of a text, and of held-out text for comparison."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from andrea.training.health.loops import Loop, find_loop, is_value, is_word, spl
 FEWEST_PIECES = 16  # a text of fewer words and marks is not judged
 WINDOWS = 128  # of held-out text, evenly spaced
 VARIETY = ("distinct_1", "distinct_2", "distinct_3", "vocabulary", "compression")  # fields of TextFigures
-EXTREME = 0.01  # share of the windows that have less variety than `ReferenceText.lowest` says
+EXTREME = 0.01  # share of the windows whose variety is below `ReferenceText.lowest`
 
 
 @dataclass(frozen=True)
 class TextFigures:
-    """Figures of one text. Little variety and high compression mean repetition."""
+    """Figures of one text. Low variety and high compression mean repetition."""
 
     loop: Loop
     distinct_1: float  # different pieces, as a share of all
     distinct_2: float  # different pairs of neighbours, as a share of all
     distinct_3: float  # different triples, as a share of all
     vocabulary: float  # different tokens, as a share of the vocabulary
-    compression: float  # UTF-8 bytes over the bytes that zlib makes of them
+    compression: float  # compression ratio of zlib on the UTF-8 bytes
     tokens: int
-    tabular: bool  # more values than words: a table, whose few words tell nothing of its variety
+    tabular: bool  # more values than words: a table, too few words to judge their variety
 
     @classmethod
     def of(cls, text: str, tokenizer: Tokenizer) -> TextFigures | None:
-        """None for a text of fewer than FEWEST_PIECES pieces."""
+        """The figures of `text`, or None if it has fewer than FEWEST_PIECES pieces."""
         pieces = split_pieces(text)
         if len(pieces) < FEWEST_PIECES:
             return None
@@ -50,7 +50,7 @@ class TextFigures:
 
 
 def distinct(pieces: Sequence[str], n: int) -> float:
-    """Different runs of n pieces as a share of all runs of n pieces (distinct-n, Li et al. 2016, arXiv 1510.03055)."""
+    """Distinct-n: different n-grams of pieces as a share of all n-grams (Li et al. 2016, arXiv 1510.03055)."""
     runs = list(zip(*(pieces[start:] for start in range(n)), strict=False))
     return len(set(runs)) / len(runs)
 
@@ -64,7 +64,7 @@ class ReferenceText:
 
     @classmethod
     def of(cls, streams: Sequence[TokenStream | np.ndarray], tokenizer: Tokenizer, n_token: int) -> ReferenceText:
-        """WINDOWS windows of n_token tokens, equally many of each stream and evenly spaced over it."""
+        """The figures of about WINDOWS windows of n_token tokens. Each stream gives equally many, evenly spaced."""
         each = -(-WINDOWS // len(streams))
         starts = [(stream, np.linspace(0, max(0, len(stream) - n_token), each).astype(int)) for stream in streams]
         texts = [tokenizer.decode(stream[s : s + n_token]) for stream, begins in starts for s in begins]
@@ -72,7 +72,7 @@ class ReferenceText:
         return cls(tuple(window for window in figures if window is not None), tokenizer)
 
     def lowest(self, name: str) -> float:
-        """The figure below which only EXTREME of the windows lie; for `compression`, above which."""
+        """The EXTREME quantile of a figure over the windows; for `compression`, where high is poor, 1 - EXTREME."""
         values = [getattr(window, name) for window in self.windows]
         return float(np.quantile(values, 1 - EXTREME if name == "compression" else EXTREME))
 
@@ -80,10 +80,10 @@ class ReferenceText:
         return float(np.median([getattr(window, name) for window in self.windows]))
 
     def looping_share(self, repetition: float) -> float:
-        """Share of the windows that are loops, in 0..1."""
+        """Share of the windows, in 0..1, whose loop covers more than `repetition` of the text."""
         return float(np.mean([each.loop.covers(repetition) for each in self.windows]))
 
     def relative_variety(self, text: TextFigures, name: str) -> float:
-        """A figure of variety over the lowest of the windows: below 1, the text is less varied than real text."""
+        """A figure of `text` / `lowest`; the inverse for `compression`. Below 1, it is less varied than real text."""
         ratio = getattr(text, name) / self.lowest(name)
         return 1 / ratio if name == "compression" else ratio

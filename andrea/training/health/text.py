@@ -47,7 +47,7 @@ class TextCheck(Check):
     }
 
     def __init__(self, run: RunConfig, history: StepHistory, reference: ReferenceText | None) -> None:
-        """reference: None where the run writes no samples."""
+        """reference: None if the run writes no samples."""
         super().__init__(run, history)
         self.reference = reference
 
@@ -57,7 +57,7 @@ class TextCheck(Check):
         return Judgement(figures, {name: f"{message}; {remedy}" for name, message in findings.items()})
 
     def judge_samples(self, texts: Sequence[str], step: int) -> Judgement:
-        """The judgement without remedies. No findings before the model knows more than how frequent each token is."""
+        """The judgement without remedies. No findings before the model has learned more than token frequencies."""
         if self.reference is None:
             return Judgement({}, {})
         judgement = judge_texts(texts, self.reference, self.config)
@@ -67,7 +67,7 @@ class TextCheck(Check):
 
 
 def judge_texts(texts: Sequence[str], reference: ReferenceText, config: HealthConfig) -> Judgement:
-    """Figures and findings of samples. Empty where fewer than half of the samples are long enough to judge."""
+    """Figures and findings of samples. Empty if fewer than half of the samples are long enough to judge."""
     judged = [figures for text in texts if (figures := TextFigures.of(text, reference.tokenizer)) is not None]
     if not judged or len(judged) < len(texts) / 2 or not reference.windows:
         return Judgement({}, {})
@@ -83,10 +83,10 @@ def judge_texts(texts: Sequence[str], reference: ReferenceText, config: HealthCo
 
 
 def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: HealthConfig) -> dict[str, str]:
-    """The most frequent kind of loop, where more samples are loops than real text would give.
+    """The most frequent kind of loop, if `failing_share` of the samples loop, and more than chance explains.
 
-    Of n real texts, of which a share r are loops, more than n (r + 3 √(r (1 - r) / n)) hardly ever are: the mean of the
-    binomial distribution plus three standard deviations.
+    A share r of the held-out windows are loops, so the number of loops in n real texts is binomial. Chance explains at
+    most its mean plus three standard deviations: n (r + 3 √(r (1 - r) / n)).
     """
     looping = [each.loop for each in judged if each.loop.covers(config.repetition)]
     real = reference.looping_share(config.repetition)
@@ -106,9 +106,9 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
 
 
 def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText, config: HealthConfig) -> dict[str, str]:
-    """Text that is no loop, but has far less variety than real text by some measure: a few words in any order.
+    """Finds samples that do not loop but have far less variety than real text, such as a few words in random order.
 
-    A sample that ended early has few different tokens because it has few tokens, so it is left out.
+    Short samples are left out, because few tokens have little variety. So are tables.
     """
     long = [each for each in judged if each.tokens >= reference.median("tokens") / 2 and not each.tabular]
     rows = [{name: reference.relative_variety(each, name) for name in VARIETY} for each in long]

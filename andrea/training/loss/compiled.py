@@ -1,4 +1,4 @@
-"""The loss as training calls it: wrapped for the ranks, and compiled before the first step."""
+"""Makes the loss module that training calls: wrapped for the ranks, and compiled before the first step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from andrea.training.records.console import Console
 def make_loss(
     parallel: Parallel, config: RunConfig, device: torch.device, console: Console, may_run_uncompiled: bool
 ) -> tuple[nn.Module, RunConfig]:
-    """The module that returns a micro-batch's nats, and the config with `compile` as it turned out.
+    """The module that computes the loss of a micro-batch, and the config with the `compile` setting that worked.
 
-    Compiling happens here, so that it is not counted as training time. Where it fails and `compile` was left auto
-    (may_run_uncompiled), the run goes on without it and says so.
+    Compiling happens here, so that it is not counted as training time. If it fails and may_run_uncompiled is true
+    (compile was auto), the console says so and training continues without it.
     """
     recompute = config.train.activation_checkpointing
     micro_loss = MicroBatchLoss(

@@ -1,4 +1,4 @@
-"""Cross-entropy as a sum in nats: the caller divides once, by the number of targets over all micro-batches and ranks.
+"""Cross-entropy as a sum in nats. The caller divides once, by the number of targets over all micro-batches and ranks.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """

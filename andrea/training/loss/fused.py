@@ -1,8 +1,8 @@
-"""Head, soft cap and cross-entropy fused, so that all logits are never in memory at once.
+"""Fuses head, soft cap and cross-entropy, so that the full logits are never in memory.
 
-N tokens, d = d_model, V vocabulary. Rows are processed in chunks. For each chunk the logits are computed, then their loss
-and their gradient, and the gradient is multiplied out at once. Only the gradients of hidden (N, d) and of the head (V, d)
-remain, which the backward pass scales. The readable twin is
+N tokens, d = d_model, V vocabulary. Rows are processed in chunks. Each chunk computes its logits, their loss and their
+gradient. This gradient is multiplied at once into the gradients of hidden (N, d) and of the head (V, d), so that only
+these two are kept. The backward pass scales them. The readable twin is
 `andrea.training.loss.cross_entropy.loss_sum_from_hidden`. The idea is from Liger Kernel (Hsu et al. 2024,
 arXiv 2410.10989, section 3.2).
 """
@@ -19,7 +19,8 @@ from andrea.model.layers import softcap
 from andrea.text.loader import IGNORED_TARGET
 
 # Logits in a chunk. Smaller chunks add to the head's gradient more often; larger ones need more memory. The Triton kernel
-# needs the logits once, in the precision of the products; compiled code twice; eager code five times, in fp32.
+# holds one copy of the logits, in the precision of the products. Compiled code holds two; eager code holds five, in
+# fp32.
 LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 27, 1 << 26, 1 << 24
 
 
@@ -30,7 +31,8 @@ def fused_cross_entropy(
 
     hidden (..., d), weight (V, d), targets (...) int64, IGNORED_TARGET where nothing is to be predicted. cap: the soft cap, or
     None. dtype: of the matrix products, fp32 or bf16; everything else, and the gradient of the head, is fp32. fp16 is
-    refused: its small gradients would vanish, because the loss scale is applied after this function.
+    not
+    allowed: its small gradients would vanish, because the loss scale is applied after this function.
     """
     assert dtype != torch.float16, "fp16 gradients need the loss scale: use the readable path"
     rows, row_targets = hidden.flatten(0, -2), targets.flatten()
@@ -77,7 +79,7 @@ def cross_entropy_in_chunks(
 
 
 def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
-    """Rows in a chunk of about n_logit logits. Chunks are of equal size: a small last one would cost as much time."""
+    """Rows in a chunk of at most about n_logit logits. Chunks have equal size: a small last one would take as long."""
     n_chunk = -(-n_row * n_vocab // n_logit)
     return -(-n_row // max(1, min(n_chunk, n_row)))
 
@@ -85,7 +87,7 @@ def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
 def torch_loss_of_chunk(
     logits: Tensor, targets: Tensor, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision; torch.compile fuses it."""
+    """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision. Eager or compiled."""
     z = logits.float() if cap is None else softcap(logits, cap)
     has_target = targets != IGNORED_TARGET
     log_sum_exp = z.logsumexp(1)
@@ -103,7 +105,7 @@ def torch_loss_of_chunk(
 def triton_loss_of_chunk(
     logits: Tensor, targets: Tensor, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same with our Triton kernel, which overwrites the logits with their gradient."""
+    """Like `torch_loss_of_chunk`, with the Triton kernel, which overwrites the logits with their gradient."""
     from andrea.training.loss.kernels.cross_entropy import cross_entropy_of_rows
 
     return cross_entropy_of_rows(logits, targets, cap or 0.0, gradients).sum(), logits if gradients else None

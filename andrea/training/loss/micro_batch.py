@@ -17,10 +17,9 @@ from andrea.training.loss.fused import fused_cross_entropy
 
 
 def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tensor:
-    """`loss_sum_from_hidden` as training computes it: without holding all logits, except in fp16.
+    """The same sum as `loss_sum_from_hidden`, computed without holding all logits, except in fp16.
 
-    The small gradients of fp16 need the loss scale, which multiplies the loss after the fused path has computed its
-    gradients.
+    In fp16 small gradients need the loss scale. The fused path would apply it too late, after computing the gradients.
     """
     if precision == "fp16":
         return loss_sum_from_hidden(model, hidden, targets)
@@ -28,10 +27,10 @@ def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: st
 
 
 class MicroBatchLoss(nn.Module):
-    """Forward pass and loss in the run's precision; with the heads' statistics where every step measures them.
+    """Forward pass and loss in the run's precision, with the heads' statistics if `observing`.
 
-    `forward_in_precision` is compiled, or `call_block` and `head_loss` are. Autocast is entered outside of them, because
-    torch does not cache compiled code that enters it.
+    Either `forward_in_precision` is compiled, or `call_block` and `head_loss` are. Autocast is entered outside the
+    compiled code, because torch does not cache compiled code that enters autocast.
     """
 
     def __init__(self, model: GPT, device: torch.device, precision: str, observing: bool, recompute: bool) -> None:

@@ -1,6 +1,6 @@
 """The loss scale that keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, section 3.2).
 
-torch's GradScaler makes the host wait for its flag before every update; this one stays on the device.
+Unlike torch's GradScaler, it stays on the device: the host does not wait for an overflow flag before each update.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 GROWTH_INTERVAL = 2000  # finite steps until the scale doubles
-SMALLEST_SCALE = 1.0  # an overflow below this scale is not due to fp16's range: the run itself has failed
+SMALLEST_SCALE = 1.0  # an overflow at a smaller scale is not caused by fp16's range: the run has failed
 
 
 class LossScale:
-    """A power of two that multiplies the loss in fp16. Inactive in other precisions: exactly 1, and never changed."""
+    """A power of two that multiplies the loss in fp16. In other precisions it is inactive and always 1."""
 
     def __init__(self, device: torch.device, active: bool) -> None:
         self.active = active
@@ -35,7 +35,7 @@ class LossScale:
             self.finite_steps = torch.where(grow, 0.0, self.finite_steps)
 
     def may_back_off(self) -> bool:
-        """Whether the scale can explain an overflow, so that a smaller one may cure it. Waits for the device."""
+        """Whether an overflow may be due to the scale, so that a smaller scale may avoid it. Waits for the device."""
         return self.active and float(self.factor) >= SMALLEST_SCALE
 
     def state(self) -> list[float]:

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum.
 
-n matrices of one shape, R rows and C columns each. Over several ranks each rank updates its own rows, and `Parallel`
-orthogonalises whole matrices.
+n matrices of one shape, with R rows and C columns each. Each rank updates its own rows; `Parallel` assembles whole
+matrices for the orthogonalisation.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from andrea.training.parallel.strategy import Parallel
 
 @dataclass
 class Stack:
-    """Matrices of one shape and one factor of the learning rate, which are updated together."""
+    """Matrices that are updated together: they have the same shape and the same learning-rate factor."""
 
     names: list[str]
-    matrices: list[nn.Parameter]  # n of (rows kept here, C)
-    momentum: Tensor  # (n, rows kept here, C)
+    matrices: list[nn.Parameter]  # n matrices of (rows on this rank, C)
+    momentum: Tensor  # (n, rows on this rank, C)
     n_row: int  # R
     n_column: int  # C
     rate_factor: float
 
 
 class Muon:
-    """Momentum, orthogonalised by Newton–Schulz, for the matrices of one shape at a time."""
+    """Momentum, orthogonalised by Newton–Schulz iteration, for one `Stack` of matrices at a time."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Muon:
         bf16: bool,
         parallel: Parallel,
     ) -> None:
-        """rate_factors: by name, the factor of peak_rate; weight decay is relative to peak_rate itself, without the factor.
+        """rate_factors: parameter name -> factor on peak_rate. Weight decay uses peak_rate without the factor.
 
         bf16: orthogonalise in bf16, else in fp32.
         """
@@ -72,7 +72,7 @@ class Muon:
             del change  # free its memory before the next stack
 
     def direction(self, stack: Stack, finite: Tensor) -> Tensor:
-        """Update the momentum; its Nesterov form, orthogonalised: (n, rows kept here, C), fp32."""
+        """Update the momentum. Returns its Nesterov form, orthogonalised, (n, rows on this rank, C) fp32."""
         gradient = torch.stack([matrix.grad for matrix in stack.matrices])
         momentum = stack.momentum
         momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
@@ -87,8 +87,8 @@ class Muon:
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """Approximately the nearest (semi-)orthogonal matrices to (n, R, C): singular values of about 0.7 to 1.2.
 
-    Quintic Newton–Schulz iteration with the coefficients of Jordan et al. (2024), which trade exactness for a steep slope
-    at zero.
+    Quintic Newton–Schulz iteration with the coefficients of Jordan et al. (2024). They are chosen for fast growth of
+    small singular values, not for convergence to exactly 1.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     is_wide = matrices.size(-2) <= matrices.size(-1)

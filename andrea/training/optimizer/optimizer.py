@@ -1,9 +1,9 @@
 """Muon for the matrices of the blocks, AdamW for all other parameters; each parameter is in exactly one group.
 
-A step takes `finite`, a 0-dim bool tensor on the device. Where it is false neither weights nor state change, and the host
-never waits for it. Over several ranks each rank updates its own rows of the parameters (`parallel.local_parameters`, plain
-tensors). All operations are elementwise, except the gradient norm and Muon's orthogonalisation, for which `parallel`
-combines the ranks.
+A step takes `finite`, a 0-dim bool tensor on the device. If it is false, neither weights nor state change; the host
+never waits for its value. Each rank updates its own rows of the parameters (`parallel.local_parameters`, plain
+tensors). Only the gradient norm and Muon's orthogonalisation need other ranks, through `parallel`; all other operations
+are elementwise.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ GROUP_OF_NAME = (
     (re.compile(r"position\.weight"), "head"),
     (re.compile(r"blocks\.\d+\.attention\.\w+\.weight"), "matrix"),
     (re.compile(r".*(norm\.weight|\.bias|\.value_mix)"), "vector"),
-    (re.compile(r"blocks\.\d+\.attention\.compatibility\..+"), "vector"),  # learned per head: not one matrix
+    (re.compile(r"blocks\.\d+\.attention\.compatibility\..+"), "vector"),  # one entry per head: not a matrix for Muon
 )
-OF_MLP = re.compile(r"blocks\.\d+\.mlp\..+")  # of any names, in a user's own MLP: matrices are the 2-dim ones
+OF_MLP = re.compile(r"blocks\.\d+\.mlp\..+")  # a user's own MLP may use any names: its 2-dim parameters are matrices
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str | None:
@@ -39,9 +39,10 @@ def group_of(name: str, parameter: nn.Parameter) -> str | None:
 
 
 def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
-    """Parameters by group and name: each in exactly one group, vectors (1-dim) in "vector", matrices in the others.
+    """Parameters by group and name. Each parameter is in exactly one group.
 
-    Of a compatibility function every parameter is in "vector", of an MLP of the user's own all but the 2-dim ones.
+    1-dim parameters are in "vector", matrices in the other groups. All parameters of a compatibility function are in
+    "vector" too, and so are the parameters of a user's own MLP that are not 2-dim.
     """
     groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in ("embedding", "head", "matrix", "vector")}
     for name, parameter in parameters.items():
@@ -55,7 +56,7 @@ def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str,
 
 
 class Optimizer:
-    """AdamW for embedding, head and vectors; Muon, or AdamW as well, for the matrices of the blocks."""
+    """AdamW for embedding, head and vectors; Muon or AdamW for the matrices of the blocks."""
 
     def __init__(self, parallel: Parallel, config: OptimizerConfig, bf16: bool) -> None:
         """bf16: Muon orthogonalises in bf16."""
@@ -80,7 +81,7 @@ class Optimizer:
         return list(self.names)
 
     def clip(self) -> Tensor:
-        """Scale all gradients so that their global norm is at most clip_norm; returns the norm before, 0-dim."""
+        """Scale all gradients so that their global norm is at most clip_norm. Returns the unclipped norm, 0-dim."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = self.parallel.norm_over_shards(nn.utils.get_total_norm(gradients))
         if self.clip_norm is not None:
@@ -88,18 +89,18 @@ class Optimizer:
         return norm
 
     def step(self, rate: float, finite: Tensor) -> None:
-        """One update at `rate` times the peak rates, or none where the 0-dim flag `finite` is false."""
-        finite = finite.to(self.parameters[0].device)  # another device only where parameters are offloaded to the CPU
+        """Update at `rate` times the peak learning rates; change nothing if the 0-dim flag `finite` is false."""
+        finite = finite.to(self.parameters[0].device)  # they differ only if parameters are offloaded to the CPU
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * rate
-        # torch's fused kernels read this attribute: where it is 1 they change neither weights, moments nor step counts
+        # If this attribute is 1, torch's fused kernels change neither weights, moments nor step counts.
         self.adamw.found_inf = (~finite).to(torch.float32)
         self.adamw.step()
         if self.muon is not None:
             self.muon.step(rate, finite)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The whole state, by the name `parameter/quantity`."""
+        """The optimizer's state, named `parameter/quantity`."""
         tensors = {
             f"{self.names[parameter]}/{quantity}": value
             for parameter, quantities in self.adamw.state.items()
@@ -122,7 +123,7 @@ class Optimizer:
         return shapes
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state_tensors`: the state of every parameter, and nothing else."""
+        """Load the result of `state_tensors`, which must hold the state of every parameter and nothing else."""
         remaining = dict(tensors)
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
@@ -141,9 +142,9 @@ class Optimizer:
 def adamw_groups(
     groups: dict[str, dict[str, nn.Parameter]], transfer: Transfer, config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """torch's parameter groups: parameters that share peak rate, weight decay and epsilon.
+    """The parameter groups of torch's AdamW: the parameters of a group share peak rate, weight decay and epsilon.
 
-    Weight decay applies to matrices, and to embedding and head where AdamW is the only optimizer.
+    Weight decay applies to matrices. It also applies to embedding and head if AdamW is the only optimizer.
     """
     peak_rates = {
         "embedding": config.embedding_learning_rate or config.learning_rate,

@@ -12,11 +12,11 @@ from andrea.training.parallel.strategy import Parallel
 
 @torch.no_grad()
 def clip_logits(parallel: Parallel, largest_logit: Tensor, threshold: float, finite: Tensor) -> Tensor:
-    """Multiply W_Q and W_K of each head by sqrt(threshold / largest logit) where that is below 1.
+    """Multiply W_Q and W_K of each head by sqrt(threshold / largest logit), if this factor is below 1.
 
-    largest_logit (L, H): of the step just made. Heads that share a key are scaled together, by the largest of their
-    logits. Returns the number of heads that were scaled, 0-dim. Nothing changes where the 0-dim flag `finite` is false;
-    the host does not wait for it.
+    largest_logit (L, H): of the last step. Heads that share a key are scaled together, by the largest of their logits.
+    Returns the number of scaled heads, 0-dim. If the 0-dim flag `finite` is false, nothing changes; the host does not
+    wait for its value.
     """
     n_clipped = torch.zeros((), device=largest_logit.device)
     for layer, (block, layer_logits) in enumerate(zip(parallel.model.blocks, largest_logit, strict=True)):

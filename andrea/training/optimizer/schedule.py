@@ -10,9 +10,9 @@ from andrea.config import OptimizerConfig
 def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
     """The fraction of the peak rate in the update that makes step `step` + 1 of `steps`; 0 <= step < steps.
 
-    Warm-up is linear: min(1, (step + 1) / warmup_steps). After it comes either the cosine of Loshchilov & Hutter (2017,
-    arXiv 1608.03983, eq. 5), or the peak, which falls linearly over the last `decay_fraction` of the run. Both end at
-    `final_fraction`.
+    Warm-up is linear: min(1, (step + 1) / warmup_steps). After it, the rate either follows the cosine of Loshchilov &
+    Hutter (2017, arXiv 1608.03983, eq. 5), or stays at its peak and then falls linearly over the last `decay_fraction`
+    of the run. Both end at `final_fraction`.
     """
     warmup = min(config.warmup_steps, steps)
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0

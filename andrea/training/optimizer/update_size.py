@@ -1,4 +1,4 @@
-"""How far one optimizer step moves the weights: for each matrix, the norm of the update over the norm of the weights."""
+"""The size of an optimizer step: for each matrix, the norm of the update divided by the norm of the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLED_WEIGHTS = 1 << 14  # weights of each matrix that are compared, at most
 
 @torch.no_grad()
 def sampled_weights(parallel: Parallel) -> list[Tensor]:
-    """Copies of at most SAMPLED_WEIGHTS evenly spaced weights of each matrix, (n,) each; if sharded, of this rank's rows."""
+    """Copies of at most SAMPLED_WEIGHTS evenly spaced weights of each matrix: those in this rank's rows, (n,) each."""
     sampled = []
     for name, part in parallel.local_parameters.items():
         shape = parallel.shapes[name]

@@ -29,7 +29,7 @@ class DataParallel(Parallel):
 
     @contextlib.contextmanager
     def sync_gradients(self, last: bool) -> Iterator[None]:
-        # DDP averages over ranks; the trainer multiplies the loss by their number, so that gradients are sums.
+        # DDP averages over ranks. The training step multiplies the loss by the number of ranks, so gradients are sums.
         with contextlib.nullcontext() if last else self.wrapped.no_sync():
             yield
 
@@ -38,7 +38,7 @@ class DataParallel(Parallel):
     ) -> Tensor:
         """Each rank computes its share of the n matrices; then every rank gathers all of them."""
         n, size, rank = len(local_matrices), self.ranks.size, self.ranks.rank
-        share = -(-n // size)  # matrices on a rank; the stack is padded with zeros to a multiple
+        share = -(-n // size)  # matrices per rank; the stack is zero-padded to share * size
         padded = torch.cat([local_matrices, local_matrices.new_zeros(share * size - n, *local_matrices.shape[1:])])
         results_here = function(padded[rank * share : (rank + 1) * share]).contiguous()
         results = torch.empty_like(padded)

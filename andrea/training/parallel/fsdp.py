@@ -36,7 +36,7 @@ class FullySharded(Parallel):
     With config.shard_ranks S below the number of ranks (for example the ranks of one machine), each group of S ranks
     shares one copy of the model, and gradients are also summed over the copies (HSDP).
 
-    make_model: an unsharded model of the same shapes, for `gathered_model`.
+    make_model: makes an unsharded model of the same shapes, for `gathered_model`.
     """
 
     is_sharded = True
@@ -65,8 +65,9 @@ class FullySharded(Parallel):
         self.shard_group = shard_mesh.get_group()
 
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
-        """With "on" as with "blocks", each block and the loss are compiled on their own: parameters are gathered between
-        them, outside compiled code.
+        """compile_mode "on" acts like "blocks": each block and the loss are compiled separately.
+
+        Between them parameters are gathered, which must happen outside compiled code.
         """
         if compile_mode != "off":
             for block in self.model.blocks:
@@ -122,7 +123,7 @@ class FullySharded(Parallel):
     ) -> Tensor:
         """Each rank receives all rows of its share of the matrices, computes, and sends every rank its rows back."""
         (n, rows_here, columns), size = local_matrices.shape, self.n_shard
-        share, most = -(-n // size), -(-n_row // size)  # matrices of a rank; rows of a shard
+        share, most = -(-n // size), -(-n_row // size)  # matrices per rank; rows per shard
         padded = local_matrices.new_zeros(size, share, most, columns)
         padded.view(size * share, most, columns)[:n, :rows_here] = local_matrices
         received = torch.empty_like(padded)  # (rank that keeps the rows, matrix, its rows, C)
@@ -136,7 +137,7 @@ class FullySharded(Parallel):
 
     @torch.no_grad()
     def gathered_model(self) -> GPT | None:
-        """A copy of the model, gathered parameter by parameter; in CPU memory where parameters are offloaded to it."""
+        """A copy of the model on rank 0, gathered parameter by parameter; in CPU memory if parameters are offloaded."""
         self.wrapped.reshard()  # after an evaluation the parameters outside the blocks are still gathered
         weights = {}
         for name, parameter in self.model.named_parameters():

@@ -1,4 +1,4 @@
-"""The model of a run, shared among its ranks."""
+"""Makes the model of a run, and the `Parallel` that shares it among the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from andrea.training.parallel.strategy import Parallel, SingleProcess
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, weights: dict[str, Tensor] | None, fresh: bool) -> GPT:
-    """On the CPU, with `weights`, or newly initialised where it is fresh; else its weights come from a checkpoint later."""
+    """The model on the CPU, with `weights` if given, else newly initialised if `fresh`.
+
+    Otherwise its weights are meaningless until a checkpoint is loaded.
+    """
     model = blank_model(config, tokenizer)
     if weights is not None:
         model.load_state_dict(weights)
@@ -37,7 +40,7 @@ def blank_model(config: RunConfig, tokenizer: Tokenizer) -> GPT:
 def make_parallel(
     sharing: str, config: RunConfig, ranks: Ranks, device: torch.device, model: GPT, tokenizer: Tokenizer
 ) -> Parallel:
-    """sharing: none, ddp or fsdp."""
+    """Shares the model among the ranks. sharing: none, ddp or fsdp."""
     if sharing == "fsdp":
         dtype = WEIGHT_DTYPE[config.precision]
         return FullySharded(model, ranks, config.parallel, device, dtype, lambda: blank_model(config, tokenizer))

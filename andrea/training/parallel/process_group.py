@@ -1,4 +1,4 @@
-"""Joining and leaving torch.distributed's process group, with torchrun's restarts taken into account."""
+"""Joins and leaves torch.distributed's process group, also after torchrun has restarted the ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from andrea.training.parallel.watchdog import StoreWatchdog, Watchdog
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")  # set by torchrun, or by another launcher
 RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
-# The watchdog limits how long a collective may take, and names the rank that the others wait for.
+# Very long: the watchdog ends a stuck run much earlier, and names the rank that the others wait for.
 COLLECTIVE_TIMEOUT = datetime.timedelta(days=1)
-ADDRESS_KEY = "andrea/rank-0-store"  # in torchrun's store: where rank 0 of the newest start opened its own store
+ADDRESS_KEY = "andrea/rank-0-store"  # in torchrun's store: address of the store that rank 0 opened at the last start
 LOST_CONTACT = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Timed out|remote process exited", re.IGNORECASE
 )
@@ -36,7 +36,7 @@ LOST_CONTACT = re.compile(
 def join_ranks(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
     """Join the process group that torchrun describes in the environment; yields this process's ranks and watchdog.
 
-    A process that torchrun did not start gets one rank and a watchdog that does nothing. Raises RankLost where another
+    A process that torchrun did not start gets one rank and a watchdog that does nothing. Raises RankLost if another
     rank is gone.
     """
     if not all(name in os.environ for name in TORCHRUN_VARIABLES):
@@ -61,7 +61,7 @@ def join_ranks(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
 
 
 def print_traceback_and_exit(*error: Any) -> None:
-    """An excepthook that ends the process at once: Python's own exit waits for threads that wait for other ranks."""
+    """An excepthook that ends the process at once. A normal exit would wait for threads that wait for other ranks."""
     sys.__excepthook__(*error)
     sys.stderr.flush()
     os._exit(1)
@@ -70,15 +70,16 @@ def print_traceback_and_exit(*error: Any) -> None:
 def open_stores(ranks: Ranks) -> tuple[dist.Store, dist.Store]:
     """The store of the process group, and the store in which the watchdogs exchange their status.
 
-    torchrun keeps one store over all restarts, and entries that ranks of an earlier start left there are taken for new
-    ones (pytorch issue 135712): the ranks then wait for dead processes. So rank 0 opens a store of its own for each start
-    and writes its address to torchrun's store. The other ranks try the address until the store that answers holds the
-    random word of this start. The watchdogs need a store that outlives rank 0: torchrun's own, under that random word.
+    torchrun keeps one store over all restarts. In it, ranks take entries of an earlier start for new ones and wait for
+    dead processes (pytorch issue 135712). Therefore rank 0 opens a new store at each start, and writes its address and
+    a random word to torchrun's store. The other ranks try the address until the store that answers holds this random
+    word. The watchdogs need a store that outlives rank 0: they use torchrun's store, with the random word as prefix of
+    their keys.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # another launcher: rank 0 serves the only store
         store = dist.TCPStore(host, port, ranks.size, is_master=ranks.is_rank_0, timeout=RENDEZVOUS_TIMEOUT)
-        # A client waits for one answer at a time: the watchdog's thread needs its own.
+        # A client handles one request at a time, so the watchdog's thread needs its own client.
         second_client = dist.TCPStore(host, port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
         return dist.PrefixStore("group", store), dist.PrefixStore("status", second_client)
     torchrun_store = dist.TCPStore(host, port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
@@ -104,7 +105,7 @@ def open_stores(ranks: Ranks) -> tuple[dist.Store, dist.Store]:
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address in the network in which it reaches `host`."""
+    """The address of this machine's network interface that reaches `host`."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect(address)
@@ -119,6 +120,6 @@ def raising_rank_lost() -> Iterator[None]:
     except RuntimeError as error:
         is_distributed = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
         if is_distributed or LOST_CONTACT.search(str(error)):
-            message = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without the line of torch's source
+            message = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without torch's source location
             raise RankLost(message.partition(". This is typically")[0]) from error
         raise

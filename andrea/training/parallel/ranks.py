@@ -1,4 +1,4 @@
-"""`Ranks`: the processes of one run, and the collectives that the rest of the training code needs.
+"""`Ranks`: the processes of one run, and the collectives that the training code needs.
 
 A rank is one process of the run. Rank 0 chooses names, prints, logs and writes the files that exist once. Figures are
 reduced over ranks: sums, minima and maxima are the same on every rank afterwards.
@@ -25,13 +25,13 @@ class LocalRows(NamedTuple):
     """The rows of a batch that one rank works on."""
 
     first: int
-    count: int  # 0 where there are fewer rows than ranks
+    count: int  # may be 0 if there are fewer rows than ranks
     most_on_a_rank: int
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the processes of the run. With one process, every method returns its input."""
+    """This process's rank among the processes of the run. With one process, the collectives return their input."""
 
     rank: int = 0
     size: int = 1
@@ -48,7 +48,7 @@ class Ranks:
         return self.rank == 0
 
     def from_rank_0(self, work: Callable[[], Result]) -> Result:
-        """Do `work` on rank 0 alone and return its result on every rank. All ranks must call.
+        """Do `work` on rank 0 alone and return its result on every rank. All ranks must call this.
 
         Raises, on every rank, the UserError that `work` raised on rank 0.
         """
@@ -66,7 +66,7 @@ class Ranks:
         return message[0]
 
     def rank_0_first(self, work: Callable[[], Result]) -> Result:
-        """Do `work` on rank 0, then on all others, which find the files that rank 0 made. All ranks must call."""
+        """Do `work` on rank 0, then on all others, so that they find the files of rank 0. All ranks must call this."""
         if not self.is_rank_0:
             self.from_rank_0(lambda: None)
             return work()
@@ -101,7 +101,7 @@ class Ranks:
         return sums._replace(largest_logit=self.maximum(measured.largest_logit))
 
     def local_rows(self, count: int) -> LocalRows:
-        """This rank's part of `count` rows: consecutive rows, and no rank has more than one more than another."""
+        """This rank's part of `count` rows. Parts are consecutive, and their sizes differ by at most one row."""
         each, left = divmod(count, self.size)
         return LocalRows(
             first=self.rank * each + min(self.rank, left),

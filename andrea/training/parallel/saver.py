@@ -1,9 +1,8 @@
-"""Saving a run of one rank or of many ranks: the checkpoint folder is complete and readable alike, whoever writes it.
+"""Saves a run of one rank or of many ranks. Checkpoints of both kinds are read in the same way.
 
-`WholeSaver`: rank 0 writes the whole model while the run waits. `ShardedSaver`: every rank writes the rows that it keeps,
-in a thread of its own, while the run continues. A step waits only until the ranks have copied their rows. The checkpoint
-exists once the last file of the last rank is on the disk and rank 0 has renamed the folder; a crash before that leaves
-the checkpoints before it.
+`WholeSaver`: rank 0 writes the whole model while the run waits. `ShardedSaver`: every rank writes its own rows in a
+thread, while the run continues. A step waits only until the rows are copied. The checkpoint exists once all ranks have
+written their files and rank 0 has renamed the folder. After a crash before that, the older checkpoints remain.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.process_group import COLLECTIVE_TIMEOUT, raising_rank_lost
 
-# The thread's nice value: a tenth of a step's share of the processor. At 19 a save could take minutes.
+# The thread's nice value. At 10 it gets about a tenth of a step's CPU time; at 19 a save could take minutes.
 LOW_PRIORITY = 10
 Result = TypeVar("Result")
 
 
 class Saver(ABC):
-    """folder: the run's; keep: how many of the newest checkpoints stay, besides the best."""
+    """Writes and restores checkpoints. folder: of the run. keep: number of newest checkpoints kept besides the best."""
 
     def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
         self.folder, self.optimizer, self.tokenizer, self.keep = folder, optimizer, tokenizer, keep
@@ -46,14 +45,15 @@ class Saver(ABC):
 
     @abstractmethod
     def save(self, state: dict[str, Any], best: bool) -> None:
-        """Write a checkpoint of `state` and of the current weights and optimizer state; best: the best so far.
+        """Write a checkpoint of `state` and of the current weights and optimizer state.
 
-        Every rank must call. Raises StorageFailed, also for an earlier call whose writing has failed since.
+        best: whether it is the best so far. Every rank must call this. Raises StorageFailed if this checkpoint, or an
+        earlier one in the background, could not be written.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raises StorageFailed where the writing of an earlier call has failed."""
+        """Raises StorageFailed if an earlier checkpoint could not be written."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -61,14 +61,14 @@ class Saver(ABC):
 
     @abstractmethod
     def conclude(self) -> None:
-        """`wait`, and leave the newest and the best checkpoint in the single-file format."""
+        """`wait`, then convert the newest and the best checkpoint to the single-file format."""
 
     @abstractmethod
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load the checkpoint's weights and optimizer state, whole or sharded. Raises Damaged."""
 
     def mark_and_prune(self, path: Path, best: bool) -> None:
-        """After a checkpoint is written: note whether it is the best, and remove those that are no longer kept."""
+        """Mark the checkpoint at `path` if it is the best, and remove the checkpoints that are no longer kept."""
         if best or best_of(self.folder) is None:
             mark_best(self.folder, path.name)
         keep_newest(self.folder, self.keep)
@@ -82,13 +82,13 @@ class WholeSaver(Saver):
             self.mark_and_prune(path, best)
 
     def check(self) -> None:
-        """`save` has written everything."""
+        """Nothing to do: `save` has written everything."""
 
     def wait(self) -> None:
-        """`save` has written everything."""
+        """Nothing to do: `save` has written everything."""
 
     def conclude(self) -> None:
-        """`save` writes this format."""
+        """Nothing to do: `save` writes the single-file format."""
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.parallel.model.load_state_dict(checkpoint.model_tensors())
@@ -112,14 +112,14 @@ class ShardedSaver(Saver):
     def save(self, state: dict[str, Any], best: bool) -> None:
         self.wait()  # one save at a time
         tensors = self.tensors_of_this_rank()
-        if not self.copies:  # allocated once: the system hands out new memory more slowly than it copies
+        if not self.copies:  # allocated once: allocating memory takes longer than copying
             self.copies = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 for name, tensor in tensors.items()
             }
         for name, tensor in tensors.items():
             self.copies[name].copy_(tensor.detach())
-        state_now = copy.deepcopy(state)  # the run changes the objects in it while the thread writes
+        state_now = copy.deepcopy(state)  # the run changes the objects in `state` while the thread writes
         work = self.recording_failure(lambda: self.write(state_now, best))
         self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
@@ -127,9 +127,10 @@ class ShardedSaver(Saver):
             self.wait()
 
     def tensors_of_this_rank(self) -> dict[str, Tensor]:
-        """The tensors that this rank writes. Where several ranks keep the same rows, one of them writes each tensor.
+        """The tensors that this rank writes. Each row is written by one rank only.
 
-        With HSDP the copies of the model take turns. Step counts, which every rank keeps, are written by the first shard.
+        With HSDP several ranks keep the same rows: the copies of the model write the tensors in turn. The first shard
+        writes the step counts, which every rank keeps.
         """
         n_shard = self.parallel.n_shard
         n_copy, (copy_index, shard_index) = (
@@ -180,7 +181,7 @@ class ShardedSaver(Saver):
     # ---------------------------------------------------------------------------------------------- in the thread
 
     def recording_failure(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` for the thread, with low priority; an exception is kept in `failure`, for the run to raise."""
+        """Make `work` run with low priority and keep its exception in `failure`, for the main thread to raise."""
         card = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def recorded() -> None:
@@ -197,7 +198,7 @@ class ShardedSaver(Saver):
         return recorded
 
     def write(self, state: dict[str, Any], best: bool) -> None:
-        """Every rank writes its files; then rank 0 adds the others and renames the folder to its final name."""
+        """Every rank writes its files; then rank 0 adds the other files and renames the folder to its final name."""
         checkpoints = self.folder / "checkpoints"
         staging = self.on_rank_0(lambda: make_staging_folder(checkpoints, state["step"]))
         of_ranks: list[Files] = self.on_every_rank(lambda: self.write_files(staging))
@@ -223,7 +224,7 @@ class ShardedSaver(Saver):
         self.mark_and_prune(publish(self.folder / "checkpoints", staging, state, self.tokenizer, files), best)
 
     def on_every_rank(self, work: Callable[[], Result]) -> list[Result]:
-        """The results of `work` on all ranks, in their order. Raises, on every rank, a StorageFailed of any of them."""
+        """The results of `work` on all ranks, in rank order. If any rank fails, every rank raises its StorageFailed."""
         outcome: Result | StorageFailed
         try:
             outcome = work()

@@ -1,4 +1,4 @@
-"""`Parallel`: how the ranks of a run share the model and a training step, and the single process.
+"""`Parallel`: how the ranks of a run share the model and the work of a training step.
 
 Every rank computes gradients from its own rows of the step's batch. `SingleProcess` is one process, `DataParallel`
 (ddp.py) keeps the whole model on each rank, and `FullySharded` (fsdp.py) keeps a shard of each parameter on each rank.
@@ -24,12 +24,12 @@ from andrea.training.parallel.ranks import Ranks
 
 
 class Parallel(ABC):
-    """local_parameters: by name, the rows of each parameter that this rank keeps, as plain tensors.
+    """local_parameters: name -> this rank's rows of the parameter, as a plain tensor.
 
-    shapes: by name, the shape of the whole parameter.
+    shapes: name -> shape of the whole parameter.
     """
 
-    is_sharded = False  # whether a rank may keep less than the whole of a parameter
+    is_sharded = False  # whether a rank keeps only some rows of each parameter
 
     def __init__(self, model: GPT, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
@@ -45,14 +45,14 @@ class Parallel(ABC):
         """
 
     def uncompile(self, loss: MicroBatchLoss) -> None:
-        """Undo the compiling of `wrap`: remove the compiled methods, which hide those of the class."""
+        """Undo the compiling of `wrap`: delete the compiled functions, so that the class's methods are called again."""
         for module in (loss, *self.model.blocks):
             for name in ("forward", "forward_in_precision", "call_block", "head_loss"):
                 vars(module).pop(name, None)
 
     @abstractmethod
     def sync_gradients(self, last: bool) -> AbstractContextManager[None]:
-        """Context of one micro-batch: its backward pass sums gradients over ranks only in the step's last micro-batch."""
+        """Context of one micro-batch. Only the step's last micro-batch (`last`) sums the gradients over ranks."""
 
     @abstractmethod
     def apply_to_full_matrices(
@@ -60,11 +60,12 @@ class Parallel(ABC):
     ) -> Tensor:
         """This rank's rows of function(matrices).
 
-        local_matrices (n, rows kept here, C): this rank's rows of n matrices with R = n_row rows. function: takes a stack
-        (k, R, C) and returns one of the same shape; each matrix on its own. Ranks divide the matrices among them.
+        local_matrices (n, rows on this rank, C): this rank's rows of n matrices with R = n_row rows. function: maps a
+        stack (k, R, C) to a stack of the same shape, each matrix independently. The ranks divide the n matrices among
+        themselves.
         """
 
-    def set_local_gradients(self) -> None:  # noqa: B027 (nothing to do where these are the model's own parameters)
+    def set_local_gradients(self) -> None:  # noqa: B027 (nothing to do if these are the model's own parameters)
         """After the step's last backward pass: give each local parameter its rows of the summed gradient."""
 
     def norm_over_shards(self, local_norm: Tensor) -> Tensor:
@@ -107,8 +108,8 @@ def compile_loss(loss: MicroBatchLoss, compile_mode: str) -> MicroBatchLoss:
     """Compile `loss` in place.
 
     on: forward and loss as one graph, which DDP splits at the boundaries of its gradient buckets.
-    blocks: one graph that serves every block, and one for the loss. Compiling takes a fraction of the time, whatever the
-    depth; a step takes a few percent longer.
+    blocks: one graph for all blocks, and one for the loss. Compiling takes a fraction of the time and does not depend
+    on the number of blocks; a step takes a few percent longer.
     """
     if compile_mode == "on":
         loss.forward_in_precision = compile_graph(loss.forward_in_precision)

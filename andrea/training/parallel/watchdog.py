@@ -1,9 +1,10 @@
-"""A watchdog on each rank: where one rank stops making progress, the others say which one, and end.
+"""A watchdog on each rank: when one rank stops making progress, the others report which one, and end.
 
-Without it, all other ranks would wait for a stuck rank in silence. A thread on each rank writes to torchrun's store, again
-and again, which step the rank is in and that it is alive. When a rank has made no progress for the limit, its watchdog
-reads the status of all ranks. A rank whose status no longer changes has died or was stopped. If there is none, the rank
-that has made the fewest moves is the one that the others wait for.
+Without it, the other ranks would wait for a stuck rank without a message. A thread on each rank regularly writes the
+rank's status to torchrun's store: a heartbeat, the current step and the number of moves. A move is a call of `at` or
+`rest`. When a rank has made no move within the time limit, its watchdog reads the status of all ranks. A rank whose
+status no longer changes has died or was stopped. If there is no such rank, the others wait for the one with the fewest
+moves.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ class Watchdog:
     """The trainer reports its progress here. This base class, for a single process, does nothing."""
 
     def at(self, step: int, doing: str) -> None:
-        """The main thread has begun `doing`. From the first call on, the time until the next call is limited."""
+        """Report that the main thread begins `doing`. The time until the next call of `at` or `rest` is limited."""
 
     def rest(self, step: int, doing: str) -> None:
-        """The same, but without a limit of time until the next call of `at`."""
+        """Like `at`, but without a time limit until the next call."""
 
     def finish(self) -> None:
         """Stop watching."""
 
 
 class StoreWatchdog(Watchdog):
-    """status_store: outlives the ranks (it is torchrun's), and holds nothing of earlier starts."""
+    """Watches this rank and the next one. status_store: outlives the ranks, and holds no status of earlier starts."""
 
     def __init__(self, rank: int, size: int, status_store: dist.Store, minutes: float) -> None:
         self.rank, self.size, self.status_store, self.limit_s = rank, size, status_store, 60 * minutes
@@ -60,10 +61,10 @@ class StoreWatchdog(Watchdog):
     # ---------------------------------------------------------------------------------------------- in the thread
 
     def watch(self) -> None:
-        """Watch this rank and the next one. With two reads a beat the store can serve many ranks."""
+        """Watch this rank and the next one only, so that the store can serve many ranks."""
         beats, neighbour = 0, (self.rank + 1) % self.size
         neighbour_status, neighbour_changed_at = None, time.monotonic()
-        # The first status is written at once: a rank may die early.
+        # The first status is written at once, because a rank may die early.
         while beats == 0 or not self.finished.wait(self.interval_s):
             beats += 1
             try:
@@ -90,7 +91,7 @@ class StoreWatchdog(Watchdog):
         return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
     def diagnose(self, beats: int) -> str:
-        """Which ranks the others wait for, from two readings of every rank's status."""
+        """Name the ranks that the others wait for, from two readings of every rank's status."""
         earlier = self.read_status(range(self.size))
         for beat in range(3):
             time.sleep(self.interval_s)
@@ -106,7 +107,7 @@ class StoreWatchdog(Watchdog):
         return f"all ranks are stuck, {last_seen(now[self.rank])}: the network or a device hangs"
 
     def end(self, diagnosis: str) -> None:
-        """Print the diagnosis on one rank only, and end the process: nothing can wake the main thread."""
+        """Print the diagnosis on one rank only, and end the process, because nothing can wake the main thread."""
         if self.finished.is_set():
             return
         hint = "raise parallel.watchdog_minutes if it only takes longer"

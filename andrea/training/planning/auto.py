@@ -1,4 +1,4 @@
-"""What each `auto` of a configuration becomes on this machine; every choice carries its reason."""
+"""Chooses the value of each `auto` in a configuration for this machine, and gives the reason for each choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from andrea.training.planning.parallel import choose_sharing
 
 @dataclass(frozen=True)
 class Resolved:
-    """config: nothing left `auto`. sharing: none, ddp or fsdp. lines: what was chosen and why, for the terminal."""
+    """config: with the chosen values. sharing: none, ddp or fsdp. lines: choices and reasons, for the terminal."""
 
     config: RunConfig
     sharing: str
@@ -32,7 +32,7 @@ class Resolved:
 
 
 def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
-    """Resolve every `auto`; rank 0 resolves for all. Raises UserError for what this machine cannot do."""
+    """Choose a value for every `auto`, on rank 0 for all ranks. Raises UserError for settings that cannot work here."""
     device, ranks, n_vocab = machine.device, machine.ranks, corpus.tokenizer.n_vocab
     threads = choose_threads(config.threads)
     precision = choose_precision(config.precision, device)
@@ -74,7 +74,7 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
 
 
 def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placement: Placement) -> int:
-    """Sequences in one pass of a rank: as asked, or the most that are planned to fit; never more than the rank has."""
+    """Sequences in one pass: the configured number or, for `auto`, the most that the memory plan allows on a rank."""
     most = machine.ranks.local_rows(config.sequences_per_step)[2]
     if config.train.micro_batch != "auto":
         return min(config.train.micro_batch, most)
@@ -83,7 +83,7 @@ def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placem
 
 
 def with_intervals(config: RunConfig, micro_batch: int) -> TrainConfig:
-    """The `train` group with its length and the steps between evaluations, checkpoints, samples and measurements."""
+    """The `train` group with its length, and its intervals between evaluations, checkpoints, samples and so on."""
     train, quarter = config.train, max(1, -(-config.steps // 4))
     eval_every = quarter if train.eval_every == "auto" else train.eval_every
     return dataclasses.replace(
@@ -99,10 +99,10 @@ def with_intervals(config: RunConfig, micro_batch: int) -> TrainConfig:
 
 
 def choose_attention(config: RunConfig, device: torch.device) -> Choice:
-    """The implementation that training will use: on a card the fastest that serves the case, measured now."""
+    """The attention implementation for training. On a GPU, `auto` becomes the fastest one in a measurement made now."""
     model, dtype, n_token = config.model, WEIGHT_DTYPE[config.precision], config.model.sequence_length
     mask = make_mask(config.attention)
-    if not config.attention.across_documents:  # any documents do; here four of them
+    if not config.attention.across_documents:  # four documents, as an example
         mask = mask & packed_documents(torch.arange(n_token, device=device)[None, None] * 4 // n_token)
     compatibility = make_compatibility(config.attention.compatibility, model.n_head, model.d_head)
     n_kv_head = model.n_kv_head or model.n_head

@@ -1,4 +1,4 @@
-"""What a run will cost before it starts: parameters, FLOPs, memory by part, time; the text of `dry_run=true`."""
+"""The output of `dry_run=true`: a run's parameters, FLOPs, memory by part and time, before it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from andrea.training.records.format import format_duration
 
 
 def describe(config: RunConfig) -> str:
-    """The plan as lines of text. Raises UserError for what this machine cannot do."""
+    """The plan as lines of text. Raises UserError for settings that cannot work on this machine."""
     n_vocab, device = planned_vocabulary(config), choose_device(config.device)
     precision = choose_precision(config.precision, device)
     if config.float8:
@@ -75,7 +75,7 @@ def expected_time(config: RunConfig, tokens: int) -> str:
 
 
 def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
-    """How the run would be laid out on so many cards of 80 GB: sharing, micro-batch, GiB a card by part."""
+    """The layout of the run on `ranks` GPUs of 80 GB: sharing, micro-batch, and GiB per GPU by part."""
     precision = "bf16" if config.precision == "auto" else config.precision
     sharing = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks), CARD_BYTES)
     placement = Placement(CARD, precision, ranks, sharing.value == "fsdp" and ranks > 1)
@@ -89,6 +89,6 @@ def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
 
 
 def parts_in_gib(memory: Memory) -> dict[str, float]:
-    """The parts that are not empty. Activations and the optimizer step are not in memory at the same time."""
+    """GiB of each part that is not empty. Activations and the optimizer step are not in memory at the same time."""
     parts = dataclasses.asdict(memory)
     return {name.replace("_", " "): n_byte / GIB for name, n_byte in parts.items() if n_byte}

@@ -1,4 +1,4 @@
-"""How long a run is, and the name that follows from it: known before any data is prepared."""
+"""Computes the length and the name of a run, before any data is prepared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPT2_VOCABULARY = 50257  # tokens of tiktoken's gpt2, end-of-text included
 
 
 def planned_vocabulary(config: RunConfig) -> int:
-    """Tokens in the vocabulary: of the tokenizer that `tokenizer.path` names, or of the one that will be made."""
+    """The vocabulary size of the tokenizer in `tokenizer.path`, or of the tokenizer that the run will make."""
     if config.tokenizer.path:
         return configured_tokenizer(config.tokenizer).n_vocab
     if config.tokenizer.kind == "bpe":
@@ -23,9 +23,9 @@ def planned_vocabulary(config: RunConfig) -> int:
 
 
 def with_length_and_name(config: RunConfig) -> RunConfig:
-    """Fill in the steps, where FLOPs or tokens per parameter are given, and {model}, {tokens} and {seed} in the name.
+    """Compute the steps from train.flops or train.tokens_per_parameter, and fill {model}, {tokens}, {seed} in the name.
 
-    Raises UserError where train.steps contradicts them.
+    Raises UserError if train.steps is given too and differs.
     """
     train = config.train
     if train.tokens_per_parameter is not None or train.flops is not None:

@@ -1,4 +1,4 @@
-"""How fast earlier runs were, for the expected time of a run that has not started."""
+"""Reads the speed of earlier runs, to predict the time of a run that has not started."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from andrea.training.records.run_folder import read_lines
 
 
 def measured_pace(runs_dir: Path, model_name: str) -> tuple[float, str] | None:
-    """(tokens per second, run's name) of the newest run of this model on record, or None."""
+    """Median tokens per second and name of the newest run of this model, or None if there is no such run."""
     for folder in sorted(Path(runs_dir).glob("*/"), key=lambda path: path.stat().st_mtime, reverse=True):
         if not checkpoints_of(folder):
             continue
         try:
             state = read_small_json(checkpoints_of(folder)[-1] / "state.json")
             same_model = state["config"]["model"]["name"] == model_name
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: a resume would say so
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: reported on resume
             continue
         if not same_model:
             continue

@@ -1,4 +1,4 @@
-"""How much memory a training step needs, by part and at the peak, computed from a model on the meta device."""
+"""Computes how much memory a training step needs, by part and at the peak, without allocating the model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from andrea.training.loss.micro_batch import training_loss_sum
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the matrix products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
-PROGRAM_BYTES = 480 * 2**20  # resident besides the tensors of a run: interpreter, torch, this package
+PROGRAM_BYTES = 480 * 2**20  # resident memory without tensors: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
-COUNTED_CHUNKS = 3  # of the loss, where it has more: the others need no more memory
+COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
 COMPILED_SHARE = 0.6  # memory of compiled passes as a share of that of eager passes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device: what is kept from step to step, and the temporary memory of a step at its peak."""
+    """Bytes on one device: tensors kept from step to step, and the temporary memory of a step at its peak."""
 
     weights: int  # fp32
     gradients: int  # fp32
@@ -69,24 +69,21 @@ def plan_memory(
     """The peak of a training step on one device, by part.
 
     Kept from step to step: fp32 weights, fp32 gradients (all micro-batches after the first add to them) and the optimizer's
-    state. AdamW keeps two fp32 numbers a parameter; Muon one for the matrices of the blocks, AdamW's two for the rest. On
-    top comes the larger of two: the passes of one micro-batch (`pass_bytes`), or the temporaries of the optimizer's step
-    (`optimizer_step_bytes`). recompute: activation checkpointing.
+    state. AdamW keeps two fp32 numbers per parameter. Muon keeps one per parameter of the blocks' matrices, and AdamW
+    updates the other parameters. Temporary memory comes on top: the passes of one micro-batch (`pass_bytes`) or the
+    optimizer's step (`optimizer_step_bytes`), whichever needs more. recompute: activation checkpointing.
 
-    on_cpu: Python and libraries count, because they share the memory; the heads are measured one sequence at a time
-    without a kernel; compiled passes need a measured share of what eager ones need. On a card nothing has been measured
-    yet: compiled code is planned like eager code, which is an upper bound.
+    on_cpu: Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
+    without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
+    been
+    measured: compiled code is planned like eager code, which is an upper bound.
 
-    sharded: FSDP2 over `ranks` keeps 1/ranks of weights and optimizer state. Gradients are summed over ranks once a step;
-    until then each rank keeps them whole, in fp32. In addition, for a while: in the precision of the products, the
-    weights of two blocks and the buffer that receives the next one; one block's gradients in fp32 while they are
-    reduced; and in fp32 the embedding, head and final norm, with their gradients. Without `sharded` every rank needs what
-    one device needs (DDP's buckets are the gradients themselves).
+    sharded: with FSDP2, each of the `ranks` keeps 1/ranks of weights and optimizer state. Gradients are summed over
+    ranks once a step; until then each rank keeps all of them, in fp32. `gathered_bytes` adds the temporary buffers.
+    Without `sharded` every rank needs as much as a single device (DDP's buckets are the gradients themselves).
     """
-    if attention.implementation not in (
-        "reference",
-        "chunked",
-    ):  # the fused ones need their device; auto keeps as little
+    # A fused implementation runs on its own device only; `auto` keeps as little memory.
+    if attention.implementation not in ("reference", "chunked"):
         attention = dataclasses.replace(attention, implementation="auto")
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
@@ -115,19 +112,23 @@ def plan_memory(
 
 
 def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
-    """FSDP's temporary buffers: three blocks' weights and one block's gradients; weights and gradients outside the blocks."""
+    """FSDP2's temporary buffers.
+
+    In the precision of the products: the weights of two blocks, and the buffer that receives a third. In fp32: one
+    block's gradients while they are reduced, and the weights and gradients outside the blocks.
+    """
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     outside = sum(parameter.numel() for parameter in model.parameters()) - n_layer * block
     return (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
 
 
 def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
-    """The temporaries of Muon's step at their peak; stacks: how many matrices there are of each shape (rows, columns).
+    """The peak temporary memory of Muon's step. stacks: number of matrices of each shape (rows, columns).
 
-    A stack passes two moments. First it exists three times in fp32: gradient, new momentum, and the update that is
-    applied. Then once in fp32, and in the precision of the products: the normalised matrices, three terms of a
-    Newton–Schulz step and the Gram matrices. With several ranks each rank works on its share of the matrices and holds
-    that share four times more: as sent, as received, gathered, and as sent back.
+    A stack has two candidates for the peak. Either it exists three times in fp32: gradient, new momentum and update. Or
+    it exists once in fp32, and in the precision of the products there are the normalised matrices, three terms of a
+    Newton–Schulz step and the Gram matrices. With several ranks each rank works on its share of the matrices, and holds
+    this share four times more: as sent, as received, gathered, and as sent back.
     """
     product = (torch.bfloat16 if precision == "bf16" else torch.float32).itemsize
     most = 0
@@ -152,9 +153,10 @@ def pass_bytes(
 ) -> int:
     """The peak memory of the forward and backward pass of one micro-batch, without weights and gradients.
 
-    Counted by running both passes eagerly on fake tensors: activations kept for the backward pass, a chunk of logits in
-    several copies, the gradients of the loss, weights in low precision under autocast. observing: each head is measured
-    by the readable implementation, which materialises its scores. sharded: the blocks' matrices are in low precision.
+    Counted by running both passes eagerly on fake tensors. The count includes activations kept for the backward pass,
+    several copies of a chunk of logits, the gradients of the loss, and weights in low precision under autocast.
+    observing: the readable implementation measures each head, and materialises its scores. sharded: the blocks'
+    matrices are in low precision.
     """
     dtype = DTYPES[precision]
     with FakeTensorMode():
@@ -178,14 +180,12 @@ def pass_bytes(
 
 
 def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> Tensor:
-    """The loss of the first few chunks of rows, which need as much memory as the others, with the gradients of all rows."""
-    if precision == "fp16":  # which is not computed in chunks
+    """The loss of the first few chunks of rows, with memory for all gradients. Other chunks need no more memory."""
+    if precision == "fp16":  # fp16 is not computed in chunks
         return training_loss_sum(model, hidden, tokens, precision)
     rows, answers = hidden.flatten(0, 1), tokens.flatten()
     few = min(len(rows), COUNTED_CHUNKS * rows_in_chunk(len(rows), model.n_vocab, LOGITS_EAGER))
-    others = torch.empty_like(
-        rows[few:], dtype=DTYPES[precision]
-    )  # gradients of the other rows; the name keeps them alive
+    others = torch.empty_like(rows[few:], dtype=DTYPES[precision])  # stands for the gradients of the other rows
     nats = training_loss_sum(model, rows[:few], answers[:few], precision)
     del others
     return nats
@@ -193,7 +193,7 @@ def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> 
 
 @functools.lru_cache(maxsize=64)
 def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """The peak memory of measuring the heads on one sequence without a kernel, where the scores are materialised."""
+    """The peak memory of measuring the heads on one sequence without a kernel, which materialises the scores."""
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64)

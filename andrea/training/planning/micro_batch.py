@@ -1,4 +1,4 @@
-"""The micro-batch: the largest that is planned to fit in memory, and on a card the largest that was tried."""
+"""Chooses the micro-batch: the largest that the memory plan allows, and on a GPU the largest that fits when tried."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
 
 
 def micro_batches_that_fit(config: RunConfig, n_vocab: int, placement: Placement, capacity_bytes: float) -> list[int]:
-    """The divisors of a rank's sequences of a step that are planned to fit, largest first; 1 is always among them."""
+    """The divisors of a rank's sequences per step that the memory plan allows, largest first. Always includes 1."""
     sequences = -(-config.sequences_per_step // placement.ranks)
     most = sequences
     if placement.device.type == "cpu":
         most = max(1, min(most, TOKENS_IN_PASS_ON_CPU // config.model.sequence_length))
     smallest, largest = (memory_of(config, n_vocab, n, placement) for n in (1, most))
-    # The memory of a pass is the maximum over several moments, each linear in n, so that it is convex in n: between two
-    # counted sizes the chord lies above it. Counting is needed only where the chord says that a size does not fit.
+    # The memory of a pass is the maximum of functions that are linear in n, so it is convex in n. Therefore the chord
+    # between two counted sizes is an upper bound. A size is counted only if this bound does not fit.
     slope = (largest.activations - smallest.activations) / max(1, most - 1)
     fitting = [1]
     for n in (n for n in range(2, most + 1) if sequences % n == 0):
@@ -59,10 +59,10 @@ def micro_batches_that_fit(config: RunConfig, n_vocab: int, placement: Placement
 
 
 def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> int:
-    """The first of `candidates`, in falling order, with which try_one(n) does not run out of memory. Raises UserError.
+    """The first of `candidates` (largest first) for which try_one(n) does not run out of memory. Raises UserError.
 
-    try_one runs forward and backward of n sequences and leaves nothing behind. A first step holds no gradients and no
-    optimizer state yet, so try_one must set their bytes aside.
+    try_one runs the forward and backward pass of n sequences and frees its memory. There is no optimizer state before
+    the first step, so try_one must reserve memory for it.
     """
     for n_sequence in candidates:
         try:
@@ -78,10 +78,10 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
 
 
 def with_tried_micro_batch(config: RunConfig, parallel: Parallel, machine: Machine, console: Console) -> RunConfig:
-    """The config with the largest micro-batch that fits when tried, from the planned one downwards.
+    """The config with the largest micro-batch that fits when tried, starting with the planned one.
 
-    It is tried without torch.compile, which takes seconds and no less memory than compiled code. A sharded model cannot
-    be tried on one rank alone: its plan holds.
+    The trial runs without torch.compile: it takes seconds, and eager code needs at least as much memory as compiled
+    code. A sharded model cannot be tried on one rank alone, so it keeps its planned micro-batch.
     """
     if isinstance(parallel, FullySharded):
         return config

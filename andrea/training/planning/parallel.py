@@ -11,7 +11,7 @@ from andrea.training.planning.micro_batch import memory_of
 
 
 def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
-    """none, ddp or fsdp, for the ranks that torchrun started. Raises UserError for what they cannot do."""
+    """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
     chosen, shard_ranks = Choice(config.parallel.kind, "as asked"), config.parallel.shard_ranks
     if config.parallel.kind == "auto":
         if not ranks.started_by_torchrun:
@@ -30,9 +30,9 @@ def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: fl
 
 
 def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, free_bytes: float) -> Choice:
-    """ddp where the whole model, its gradients and optimizer state fit on each rank with one sequence, else fsdp.
+    """Chooses ddp if the model, its gradients and optimizer state fit on each rank with one sequence, else fsdp.
 
-    With one rank: none, where that fits.
+    A single rank gets none instead of ddp.
     """
     capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
     alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total

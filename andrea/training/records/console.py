@@ -1,4 +1,4 @@
-"""The console: a live line that follows training on a terminal, and lines that stay for evaluations, samples and alerts."""
+"""The console: a live progress line on a terminal, and permanent lines for evaluations, samples and alerts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFRESH_SECONDS = 0.25
 
 @final
 class Console(Logger):
-    """Prints a run's progress. Without a terminal (a pipe, a log file) every training record is a line that stays."""
+    """Prints a run's progress. Without a terminal (a pipe, a log file) every training record is a permanent line."""
 
     def __init__(self, steps: int, quiet: bool = False) -> None:
         """steps: of the whole run. quiet: print nothing, as on every rank but 0."""
@@ -30,7 +30,7 @@ class Console(Logger):
         self.bits_per_byte: float | None = None  # of the last evaluation
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.rich.print(line)
 
     def start(self) -> None:
@@ -40,7 +40,7 @@ class Console(Logger):
 
     @contextmanager
     def live_line(self) -> Iterator[None]:
-        """Within the context the live line is shown, on a terminal."""
+        """Context manager that shows the live line on a terminal."""
         self.start()
         try:
             yield
@@ -48,7 +48,7 @@ class Console(Logger):
             self.stop()
 
     def waiting(self, line: str) -> None:
-        """Show in the live line what takes a while between steps; without a terminal, nothing."""
+        """Show slow work between steps in the live line. Without a terminal, do nothing."""
         if self.live:
             self.live.update(line, refresh=True)
 
@@ -69,7 +69,7 @@ class Console(Logger):
         return f"step {step:>{len(str(self.steps))}}/{self.steps}"
 
     def record(self, record: dict[str, Any]) -> None:
-        """Print a line for an evaluation; for a training record too where there is no live line."""
+        """Print a line for an evaluation, and for a training record if there is no live line."""
         if "event" in record:
             return
         self.bits_per_byte = record.get("val/bpb", self.bits_per_byte)
@@ -93,7 +93,7 @@ class Console(Logger):
         self.say(f"sample at step {sample['step']}:\n{text}")
 
     def page(self, page: dict[str, Any]) -> None:
-        """Print nothing: the run folder has the page."""
+        """Print nothing, because the page is in the run folder."""
 
     def alert(self, alert: dict[str, Any]) -> None:
         self.say(f"health: step {alert['step']}: {alert['finding']}: {alert['message']}")

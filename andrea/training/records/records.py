@@ -1,4 +1,4 @@
-"""One place that every record passes on its way to the loggers."""
+"""Passes every record of a run to all loggers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Records:
     watchdog: Watchdog
 
     def working(self, doing: str) -> None:
-        """Something between two steps that takes a while: shown on a terminal, reported to the watchdog."""
+        """Announce slow work between two steps, on the terminal and to the watchdog."""
         self.watchdog.at(self.progress.step, doing)
         self.console.waiting(f"step {self.progress.step}: {doing} …")
 
@@ -53,7 +53,7 @@ class Records:
             logger.alert(self.progress.axes() | {"finding": finding, "begins": begins, "message": message})
 
     def flush(self) -> None:
-        """Put the run folder's files on the disk: a checkpoint must not outlive the records that led to it."""
+        """Flush the run folder's records to the disk: a checkpoint must not exist without the records before it."""
         for logger in self.loggers:
             if isinstance(logger, RunFolder):
                 logger.flush()
@@ -73,7 +73,7 @@ def open_loggers(
 ) -> list[Logger]:
     """The run folder first, then the console, then wandb.
 
-    facts: what checkpoints record; "wandb_id" is filled in, so that a resumed run is the same one in wandb.
+    facts: the result of `checkpoint_facts`. Its "wandb_id" is filled in, so that a resumed run continues its wandb run.
     """
     run_folder = RunFolder(folder)
     run_folder.cut_after(checkpoint.step if checkpoint else -1)
@@ -92,7 +92,7 @@ def open_loggers(
 
 
 def derived_facts(config: RunConfig, parallel: Parallel, facts: dict[str, Any]) -> dict[str, Any]:
-    """What wandb is given besides the configuration, to group and filter runs by."""
+    """Facts for grouping and filtering runs in wandb, in addition to the configuration."""
     return {
         "parameters": sum(shape.numel() for shape in parallel.shapes.values()),
         "flops_per_token": flops_per_token(config.model, config.attention, parallel.model.n_vocab),

@@ -30,7 +30,7 @@ from andrea.training.records.logger import Logger
 
 @final
 class RunFolder(Logger):
-    """Writes a run's records into its folder. Raises StorageFailed where the disk refuses."""
+    """Writes a run's records into its folder. Raises StorageFailed if writing fails."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,14 +57,14 @@ class RunFolder(Logger):
         self.flush()
 
     def flush(self) -> None:
-        """Force all records to the disk. Called before a checkpoint is written, so that it never has later data."""
+        """Flush all records to the disk. Called before a checkpoint is written, so that earlier records are safe."""
         for path in (self.metrics, self.samples, self.alerts):
             if path.exists():
                 with storing(path):
                     flush_to_disk(path)
 
     def cut_after(self, step: int) -> None:
-        """Remove the records of later steps, and the `event` lines: the run is about to continue from `step`."""
+        """Remove the records after `step` and all `event` records, because the run continues from `step`."""
         for path in (self.metrics, self.samples, self.alerts):
             kept = [record for record in read_lines(path) if record["step"] <= step and "event" not in record]
             with storing(path):
@@ -77,7 +77,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    r"""One line of JSON. A lone surrogate (from a prompt that was not UTF-8) has no bytes, so it is written as \udc80."""
+    r"""One line of JSON. A lone surrogate, which UTF-8 cannot encode, is escaped as in \udc80."""
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
@@ -95,7 +95,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def new_run_folder(config: RunConfig) -> Path:
-    """Where a new run goes. Raises UserError where a run of this name exists; one without a checkpoint may start again."""
+    """The folder of a new run. Raises UserError if a run of this name exists.
+
+    With resume=auto, a run without a checkpoint may start again in its folder.
+    """
     name = config.name or f"{config.model.name}-{config.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / name
     may_start_again = config.resume == "auto" and not checkpoints_of(folder)  # killed before its first checkpoint
@@ -106,7 +109,7 @@ def new_run_folder(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def run_folder_locked(folder: Path, checkpoint: Checkpoint | None, console: Console) -> Iterator[None]:
-    """Make the folder, lock it for this process, and remove what a crash left half-written. Raises UserError."""
+    """Make the folder, lock it for this process, and remove files that a crash left half-written. Raises UserError."""
     with contextlib.ExitStack() as held:
         try:
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -127,7 +130,7 @@ def run_folder_locked(folder: Path, checkpoint: Checkpoint | None, console: Cons
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """The resolved configuration, from which the run can be started again."""
+    """Write the resolved configuration, from which the run can be started again."""
     import yaml
 
     content = yaml.safe_dump(plain_text(to_plain(config)), sort_keys=False, allow_unicode=True)
@@ -136,7 +139,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
 
 
 def plain_text(value: Any) -> Any:
-    """Subclasses of str as plain str, in mappings and lists too: what YAML and JSON writers accept."""
+    """Convert subclasses of str to str, also in mappings and lists, because the YAML writer accepts only str."""
     if isinstance(value, dict):
         return {str(key): plain_text(entry) for key, entry in value.items()}
     if isinstance(value, list):

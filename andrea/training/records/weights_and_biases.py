@@ -25,7 +25,7 @@ CONTINUES = "training continues without it"
 
 @final
 class Wandb(Logger):
-    """One wandb run. All runs of a `runs_dir` keep their files in its one folder `wandb/`."""
+    """One wandb run. All runs of a `runs_dir` keep their wandb files in its folder `wandb/`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Wandb(Logger):
             with TolerateWandbErrors(offline_next if attempt == "online" else CONTINUES):
                 self.run = wandb.init(**about, mode=attempt, settings=settings)
                 break
-            self.disconnect()  # wandb's process has reserved the run's id, and would refuse it to a second attempt
+            self.disconnect()  # wandb's process has reserved the run's id: a second attempt would be rejected
         self.send(self.define_axes)
 
     def define_axes(self) -> None:
@@ -63,7 +63,7 @@ class Wandb(Logger):
         self.run.define_metric("*", step_metric="tokens")
 
     def send(self, call: Callable[[], None]) -> None:
-        """Make a call to wandb; skip the call where wandb has failed before."""
+        """Make a call to wandb, unless wandb has failed before."""
         if self.run is None:
             return
         with TolerateWandbErrors(CONTINUES) as attempt:
@@ -72,7 +72,7 @@ class Wandb(Logger):
             self.disconnect()
 
     def disconnect(self) -> None:
-        """End wandb's process now: at our own exit, the failed process would fail again and print a traceback."""
+        """End wandb's process now. Otherwise it would fail again when Python exits, and print a traceback."""
         import wandb
 
         self.run = None
@@ -119,7 +119,7 @@ class TolerateWandbErrors:
     """
 
     def __init__(self, consequence: str | None = None) -> None:
-        """consequence: what happens next, said in the line that reports the error; None: nothing is printed."""
+        """consequence: the second half of the line that reports the error, or None to print nothing."""
         self.consequence, self.failed = consequence, False
 
     def __enter__(self) -> TolerateWandbErrors:
@@ -133,7 +133,7 @@ class TolerateWandbErrors:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """The same text, list or mapping with each lone surrogate as U+FFFD: wandb refuses lone surrogates."""
+    """Replace each lone surrogate in a text, list or mapping by U+FFFD, because wandb rejects lone surrogates."""
     if isinstance(value, dict):
         return {replace_surrogates(key): replace_surrogates(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -142,7 +142,7 @@ def replace_surrogates(value: Any) -> Any:
 
 
 def figure_or_heatmap(name: str, value: Any) -> Any:
-    """A number as it is; layers × heads as an HTML page."""
+    """A number unchanged, or a table of layers × heads as an HTML page."""
     import wandb
 
     return wandb.Html(heatmap(name, value), inject=False) if isinstance(value, list) else value

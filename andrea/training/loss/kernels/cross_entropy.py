@@ -18,7 +18,7 @@ BLOCK, WARPS = 4096, 8  # BLOCK: columns that a program reads at once
 
 @triton.jit
 def capped(logit, cap, CAPPED: tl.constexpr):
-    """z = cap · tanh(logit / cap), fp32; tanh computed with the exponential that cannot overflow."""
+    """z = cap · tanh(logit / cap), fp32. tanh is computed from exp(-2 |logit| / cap), which cannot overflow."""
     z = logit.to(tl.float32)
     if CAPPED:
         decay = tl.exp(-2 * tl.abs(z) / cap)
