@@ -1,4 +1,4 @@
-"""Text from a trained model: choosing tokens (sampling), running the model (engine), `sample.py` (session)."""
+"""Text from a trained model: `sampling` chooses tokens, `engine` runs the model, `session` is the command `sample.py`."""
 
 from andrea.generation.engine import Engine, GeneratedToken, Request, next_logits_uncached, window_start
 from andrea.generation.sampling import Sampling, choose_tokens

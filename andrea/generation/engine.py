@@ -1,13 +1,13 @@
-"""Several texts at once: read the prompts (prefill), write them token after token (decode), stream them as text.
+"""Generate a batch of texts: read the prompts (prefill), generate token after token (decode), and yield the text.
 
 B texts, N tokens so far, T = sequence_length, V vocabulary, G tokens of lookahead.
 
-The window. The model sees at most T tokens. When it has seen T and needs one more, the first half of them is dropped
-and the rest is read again from position 0. Positions therefore stay below T, and a window is read again after every
-T / 2 tokens or so. `window_start` states the rule as a pure function; the uncached twin uses the same one.
+The window. The model sees at most T tokens. When T tokens are read and another one is needed, the first half of them is
+dropped, and the second half is read again from position 0. Positions therefore stay below T, and this second reading
+occurs once every T / 2 tokens or so. `window_start` states this rule as a pure function.
 
-Randomness. Token n of text i is chosen by the n-th random number of its own generator, whatever else is computed with
-it. So each text of a batch, with lookahead or without, equals the text that would be written alone.
+Randomness. Each text has its own random generator, whose n-th number chooses the text's n-th token. A text is therefore
+the same in any batch, with or without lookahead.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """The texts to write. Text i draws its random numbers from seed + i, whatever the number of texts.
+    """How many texts to generate, and how. The random generator of text i has the seed `seed + i`.
 
-    lookahead: tokens proposed by prompt lookup (speculation.py) and checked in one pass of the model; 0: none.
-    The texts are the same with and without, except for rounding.
+    lookahead: at most how many tokens prompt lookup (speculation.py) proposes for one pass of the model; 0 switches it
+    off. Except for rounding, the texts do not depend on it.
     """
 
     max_new_tokens: int
@@ -52,21 +52,21 @@ class Request:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One new token of one sample, and the text that can be shown since: empty while a character is unfinished."""
+    """One new token of one sample, and the text that can now be shown, "" while a character is incomplete."""
 
     sample: int
     token: int
     text: str
-    ended: Literal["end_of_text", "stop", "length"] | None  # why this token is the sample's last; None: more follow
+    ended: Literal["end_of_text", "stop", "length"] | None  # why the sample ends here; None if it goes on
 
 
 class GrowingText:
-    """One text of a batch while it is being written."""
+    """One text of a batch during generation."""
 
     def __init__(self, sample: int, prompt: list[int], tokenizer: Tokenizer, request: Request) -> None:
         self.sample = sample
         self.lookup = PromptLookup(prompt)
-        self.tokens = self.lookup.tokens  # the prompt's and the new ones
+        self.tokens = self.lookup.tokens  # the tokens of the prompt and the new ones
         self.generator = torch.Generator().manual_seed(request.seed + sample)
         self.stream = TextStream(tokenizer, request.stop)
         self.end_of_text = tokenizer.end_of_text
@@ -74,7 +74,7 @@ class GrowingText:
         self.has_ended = False
 
     def lookahead(self, most: int) -> list[int]:
-        """At most `most` tokens that may come next, always fewer than may still be written."""
+        """At most `most` proposed next tokens, and fewer than the number of tokens that remain to be generated."""
         return [] if self.has_ended else self.lookup.lookahead(min(most, self.tokens_left - 1))
 
     def append(self, token: int) -> GeneratedToken:
@@ -93,13 +93,13 @@ class GrowingText:
 
 
 class Engine:
-    """Writes text with a model.
+    """Generate text with a model.
 
-    dtype: None writes with the model itself, which may be in training. Otherwise its weights are converted once, into a
-    copy that is laid out for decoding where the device has such a layout.
-    int8: the copy's matrices are in 8 bits; the embedding and every activation are in `dtype`.
-    compiled: the decoding step runs through torch.compile: slower to start, faster afterwards on a card. On a card the
-    step is recorded as a CUDA graph, compiled or not.
+    dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type, packed
+    for fast decoding if the device has such a form (packing.py).
+    int8: store the matrices of the copy in 8 bits. The embedding and all activations keep the type `dtype`.
+    compiled: run the decoding step through torch.compile. The start is slower, but on a GPU each token is faster. On a
+    GPU the decoding step of a copy is recorded as a CUDA graph in either case.
     """
 
     def __init__(
@@ -117,16 +117,16 @@ class Engine:
         self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
         self.fixed_shapes = compiled or self.device.type == "cuda"
         self.step = compile_graph(step) if compiled else step
-        if self.device.type == "cuda" and dtype is not None:  # a model in training keeps the memory for its training
+        if self.device.type == "cuda" and dtype is not None:  # not in training, which needs the graphs' memory
             self.step = GraphedStep(self.step)
-        self.idle: dict[tuple, Window] = {}  # the last texts' window by shape: the next texts may reuse its memory
+        self.idle: dict[tuple, Window] = {}  # the window of the last texts, by shape, for reuse
         if dtype is not None:
             self.model = pack(self.model, int8, compiled)
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's tokens. Where the window has one more place, end-of-text stands first, as before every document.
+        """The prompt's tokens. end_of_text is put first, as before every document, unless the prompt fills the window.
 
-        Raises UserError when the prompt is longer than the model's window.
+        Raises UserError if the prompt is longer than the model's window.
         """
         tokens = self.tokenizer.encode(prompt)
         n_window = self.model.config.sequence_length
@@ -138,20 +138,20 @@ class Engine:
         return tokens if len(tokens) == n_window else [self.tokenizer.end_of_text, *tokens]
 
     def write(self, prompt: str, request: Request) -> list[str]:
-        """The samples' texts, without the prompt."""
+        """Generate the texts of `request.num_samples` samples; the prompt is not included."""
         texts = [""] * request.num_samples
         for generated in self.stream(self.encode(prompt), request):
             texts[generated.sample] += generated.text
         return texts
 
     def stream(self, prompt: list[int], request: Request) -> Iterator[GeneratedToken]:
-        """Continue the prompt, at least one token, `num_samples` times; yields each token as soon as it is chosen."""
+        """Continue the prompt, of at least one token, `num_samples` times. Yields each token as soon as it is chosen."""
         return self.stream_all([prompt] * request.num_samples, request)
 
     def stream_all(self, prompts: list[list[int]], request: Request) -> Iterator[GeneratedToken]:
-        """Continue each of the prompts, which may differ in length, in one batch: sample i continues prompt i.
+        """Continue all prompts in one batch; sample i continues prompt i. Prompts may differ in length.
 
-        Raises UserError when the model's scores are not finite.
+        Yields each token as soon as it is chosen. Raises UserError if the model's scores are not finite.
         """
         texts = [GrowingText(sample, prompt, self.tokenizer, request) for sample, prompt in enumerate(prompts)]
         history = padded_history(prompts, request.max_new_tokens).to(self.device)
@@ -172,14 +172,14 @@ class Engine:
                         text.tokens.append(tokens[text.sample])  # never shown; all texts keep one length
                 for text in growing:
                     yield text.append(tokens[text.sample])
-                # Where the lookahead holds the chosen token, the logits after it are the text's next.
+                # If the lookahead proposed the chosen token, the logits after this token are valid, and are used next.
                 right = [text for text in growing if lookaheads[text.sample][place : place + 1] == text.tokens[-1:]]
                 growing = [text for text in right if not text.has_ended]
                 place += 1
         self.idle[shape] = window
 
     def take_window(self, n_text: int, ragged: bool, max_lookahead: int) -> Window:
-        """A window for new texts: the idle one if it has this shape, else a new one, after the idle one is dropped."""
+        """A window for new texts. The idle window is reused if it has this shape, and released otherwise."""
         window = self.idle.pop((n_text, ragged, max_lookahead), None)
         self.idle.clear()
         if window is not None:
@@ -197,23 +197,23 @@ class Engine:
         growing: list[GrowingText],
         sampling: Sampling,
     ) -> list[int]:
-        """One token for each of the B texts, from logits (B, V). Those of `growing` texts enter history (B, N)."""
+        """Choose one token for each of the B texts from logits (B, V). Tokens of `growing` texts enter history (B, N)."""
         uniform = torch.zeros(len(texts))
         for text in growing:
             uniform[text.sample] = torch.rand((), generator=text.generator)
         seen = history[:, : max(len(text.tokens) for text in texts)]
         chosen = choose_tokens(logits, seen, sampling, uniform.to(self.device))
         tokens, rows = chosen.tolist(), [text.sample for text in growing]
-        if max(tokens[row] for row in rows) >= self.tokenizer.n_vocab:  # how `draw` answers scores that are not finite
+        if max(tokens[row] for row in rows) >= self.tokenizer.n_vocab:  # `draw` returns V if scores are not finite
             raise UserError("the model's scores of the next token are not finite: its weights are too large or damaged")
         history[rows, [len(text.tokens) for text in growing]] = chosen[rows]
         return tokens
 
 
 def padded_history(prompts: list[list[int]], n_new: int) -> Tensor:
-    """(B, longest prompt + n_new) int64: each prompt, padded with its own first token.
+    """The prompts (B, longest prompt + n_new) int64, each padded with its own first token.
 
-    The repetition penalty reads whole rows, so padding must not add a token that the text does not have.
+    The repetition penalty applies to all tokens of a row, so padding must not contain a token that is not in the text.
     """
     history = torch.tensor([[prompt[0]] for prompt in prompts]).repeat(1, max(map(len, prompts)) + n_new)
     for row, prompt in zip(history, prompts, strict=True):
@@ -222,9 +222,9 @@ def padded_history(prompts: list[list[int]], n_new: int) -> Tensor:
 
 
 class Window:
-    """The model's view of growing texts: the part of each that its key-value cache holds.
+    """The part of each text that the model sees, with its keys and values in a cache.
 
-    ragged: texts may differ in length. max_lookahead: the most tokens that a text's lookahead may have.
+    ragged: whether texts may differ in length. max_lookahead: the largest number of tokens in a lookahead.
     """
 
     def __init__(
@@ -238,14 +238,14 @@ class Window:
     ) -> None:
         self.model, self.step = model, step
         self.fixed_shapes, self.ragged, self.max_lookahead = fixed_shapes, ragged, max_lookahead
-        # A short lookahead may be padded to the width of the longest.
+        # The additional capacity is for padding: a short lookahead is padded to the width of the longest.
         capacity = model.config.sequence_length + max_lookahead * (ragged or fixed_shapes)
         self.cache = model.make_cache(n_text, capacity, fixed_shapes=fixed_shapes, ragged=ragged)
         self.n_text = n_text
         self.restart()
 
     def restart(self) -> None:
-        """Begin other texts; they overwrite what the cache holds of the last ones."""
+        """Begin new texts. They overwrite the old texts in the cache."""
         # The cache holds tokens starts[i] .. read[i] - 1 of text i.
         self.starts, self.read = [0] * self.n_text, [0] * self.n_text
 
@@ -253,10 +253,10 @@ class Window:
     def next_logits(
         self, texts: list[list[int]], lookaheads: list[list[int]] | None = None
     ) -> tuple[Tensor, list[list[int]]]:
-        """logits (B, 1 + G, V) after each text and after each token of its lookahead; and the lookaheads.
+        """Logits (B, 1 + G, V) after each text and after each token of its lookahead, and the lookaheads that were read.
 
-        Lookaheads come back shortened to what the window has places for; the longest has G tokens. Each text is the one
-        of the last call and at least one token more, or the same where the text has ended.
+        A lookahead is shortened if it does not fit the window; the longest one read has G tokens. Each text must continue
+        the text of the last call by at least one token, or be equal to it if the text has ended.
         """
         n_text, n_window = len(texts), self.model.config.sequence_length
         if n_text > 1 and not any(self.read) and len(texts[0]) <= n_window and all(text == texts[0] for text in texts):
@@ -280,19 +280,19 @@ class Window:
         return logits, lookaheads
 
     def slide(self, texts: list[list[int]]) -> None:
-        """Move each text's start to where its window begins now, and forget the lookahead tokens that were wrong."""
+        """Move the start of each text's window if necessary, and discard rejected lookahead tokens from the cache."""
         for index, text in enumerate(texts):
             start = window_start(len(text), self.model.config.sequence_length)
             if start != self.starts[index]:
                 self.starts[index] = self.read[index] = start
-                if self.ragged and len(text) - start > 1:  # read again apart: the other texts need one token each
+                if self.ragged and len(text) - start > 1:  # read separately: the other texts need one token
                     again = torch.tensor([text[start:-1]], device=self.device)
                     self.model(again, self.cache.of_sequence(index))
                     self.read[index] = len(text) - 1
             self.read[index] = min(self.read[index], len(text) - 1)
 
     def read_once(self, prompt: list[int]) -> Tensor:
-        """logits (1, 1, V) after a prompt that all texts share: read for the first of them, its cache copied to all."""
+        """Logits (1, 1, V) after a prompt that all texts share. It is read once, and its cache is copied to all texts."""
         logits = step(self.model, torch.tensor([prompt], device=self.device), self.cache.of_sequence(0))
         self.cache.copy_sequence(0, len(prompt))
         self.read = [len(prompt)] * len(self.read)
@@ -304,9 +304,9 @@ class Window:
 
 
 def step(model: GPT | PackedGPT, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
-    """logits (B, J, V) after the tokens at positions `at` (B, J) of `tokens` (B, N_new), or after the last (J = 1).
+    """Read new tokens (B, N_new) after the tokens in the cache, and append their keys and values to the cache.
 
-    The cache holds the keys and values of the tokens before, and those of `tokens` are appended to it.
+    Returns the logits (B, J, V) after the tokens with indices `at` (B, J), or after the last token (J = 1) if None.
     """
     hidden = model(tokens, cache)
     if at is None:
@@ -316,12 +316,15 @@ def step(model: GPT | PackedGPT, tokens: Tensor, cache: KeyValueCache, at: Tenso
 
 @torch.inference_mode()
 def next_logits_uncached(model: GPT, tokens: Tensor) -> Tensor:
-    """The readable twin of `Window.next_logits`: tokens (B, N) -> logits (B, V), everything computed again."""
+    """The readable form of `Window.next_logits`, without a cache: tokens (B, N) -> logits (B, V)."""
     start = window_start(tokens.shape[1], model.config.sequence_length)
     return model.logits(model(tokens[:, start:])[:, -1])
 
 
 def window_start(n_token: int, sequence_length: int) -> int:
-    """The first token of the window that predicts token n_token: 0 while all fit, then a multiple of half a window."""
+    """Index of the first token in the window that predicts token `n_token`.
+
+    The index is 0 while all tokens fit the window. After that it is a multiple of half the window's length.
+    """
     hop = (sequence_length + 1) // 2
     return hop * -(-max(0, n_token - sequence_length) // hop)

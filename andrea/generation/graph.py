@@ -1,4 +1,4 @@
-"""A decoding step recorded as a CUDA graph: one launch for each token instead of several hundred."""
+"""A decoding step recorded as a CUDA graph. Each token then needs one launch instead of several hundred."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from andrea.attention import KeyValueCache
 @dataclass
 class Recorded:
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]  # the graph reads these: new tokens, and the positions whose logits are needed
-    logits: Tensor  # the graph writes these
+    inputs: tuple[Tensor, ...]  # inputs of the graph: new tokens, and the indices whose logits are needed
+    logits: Tensor  # output of the graph
 
 
 class GraphedStep:
-    """`step` of engine.py, recorded at the second call with a cache and input shapes, and replayed from then on.
+    """`step` of engine.py as a CUDA graph. The second call with the same cache and shapes records it, later calls replay it.
 
-    The first call runs without recording: it compiles, chooses kernels and allocates memory, which a graph must not
-    record. The cache must have fixed shapes. The graph reads the cache's length, a tensor, and increases it itself.
+    The first call is not recorded, because it compiles, chooses kernels and allocates memory. The cache must have fixed
+    shapes. The graph itself reads and increases the cache's length, which is a tensor.
     """
 
     def __init__(self, step) -> None:
         self.step = step
         self.cache: KeyValueCache | None = None
-        self.recorded: dict[tuple, Recorded | None] = {}  # by input shapes; None after the first call
+        self.recorded: dict[tuple, Recorded | None] = {}  # by input shapes; None between the first and the second call
 
     def forget(self) -> None:
         """Release the recorded graphs, and with them the memory of their cache."""
@@ -45,7 +45,7 @@ class GraphedStep:
         if recorded is None:
             kept = tuple(each.clone() for each in inputs)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads, such as one that writes a checkpoint, may use the card meanwhile.
+            # thread_local: other threads, such as one that writes a checkpoint, may use the GPU during the recording.
             with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits = self.step(model, kept[0], cache, *kept[1:])
             recorded = self.recorded[shapes] = Recorded(graph, kept, logits)

@@ -1,9 +1,10 @@
-"""Linear layers for decoding, with weights laid out once: bf16, fp32 or int8, for our kernels or for oneDNN.
+"""Linear layers for decoding, with packed weights in bf16, fp32 or int8, for our kernels or for oneDNN.
 
-With one token a step a matrix is read once and used once, so the time is memory traffic. On a CPU our own kernels
-(kernels/decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices, which are half as long,
-at the same rate. Without a compiler, oneDNN's own layout at least saves torch a conversion at every call
-(bench/generate.py).
+Each decoding step uses every weight once, so its time is the time to read the weights from memory. On a CPU our own
+kernels (kernels/decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices, which have
+half as many bytes, at the same number of bytes per second. Without a compiler, weights in oneDNN's layout still save a
+conversion at every call. bench/generate.py measures this. Weights are (d_out, d_in), biases (d_out,), inputs
+(..., d_in).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from andrea.generation.kernels.decode_cpp import NAMES, Matrix, function, librar
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import address
 
-# The most products of a byte and an int8 whose sum surely fits the kernel's 32 bits.
+# The longest row for the int8 kernel: a sum of this many products of a byte and an int8 fits 32 bits.
 LONGEST_SUM = 2**31 // (127 * 255)
-# Up to this many rows a product is bound by reading its weights, and our kernels are faster than torch's.
+# Up to this number of rows the time of a product is that of reading its weights, and our kernels beat torch's.
 FEW_ROWS = 8
 
 
@@ -36,7 +37,7 @@ def has_onednn(weight: Tensor) -> bool:
 
 
 class NativeLinear(nn.Module):
-    """nn.Linear without gradients. Up to FEW_ROWS rows go through our kernel, more through torch's."""
+    """nn.Linear without gradients. Our kernel computes up to FEW_ROWS rows, torch's kernel more rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, pages: LargePages | None = None) -> None:
         super().__init__()
@@ -69,11 +70,11 @@ class NativeLinear(nn.Module):
 
 
 class OneDNNLinear(nn.Module):
-    """nn.Linear without gradients, its weight in oneDNN's layout."""
+    """nn.Linear without gradients, with the weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        # These are the operators that torch.compile uses for frozen weights; the layout is for products of 1 row.
+        # torch.compile uses the same operators for frozen weights. The layout is for products of 1 row.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
         self.bias = None if bias is None else bias.detach()
 
@@ -82,9 +83,9 @@ class OneDNNLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """nn.Linear without gradients, with weights of 8 bits: weight ≈ int8 (d_out, d_in) · scale (d_out,), rounded to nearest.
+    """nn.Linear without gradients, with 8-bit weights: weight ≈ int8 (d_out, d_in) · scale (d_out,), rounded to nearest.
 
-    Our kernel rounds x to 16-bit integers, which is finer than bf16; torch's products take x as it is.
+    Our kernel rounds x to 16-bit integers, which is more precise than bf16. Torch's products do not round x.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, native: bool, pages: LargePages | None = None) -> None:
@@ -93,7 +94,7 @@ class Int8Linear(nn.Module):
         self.weight = self.weight if pages is None else pages.place(self.weight)
         self.sums = self.weight.sum(1, dtype=torch.int32)
         self.bias = None if bias is None else bias.detach()
-        self.dtype = weight.dtype  # of inputs and outputs
+        self.dtype = weight.dtype  # type of inputs and outputs
         fits = native and weight.shape[1] <= LONGEST_SUM
         self.kernel = function("linear", weight.dtype) if fits else None
         self.matrix = self.descriptor()
@@ -127,7 +128,7 @@ class Int8Linear(nn.Module):
         return functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
 
     def written_out(self, x: Tensor) -> Tensor:
-        """`readable` for few rows, in a form that torch.compile turns into one reading of each weight, in 8 bits."""
+        """`readable` for few rows, in a form for torch.compile: the compiled code reads each 8-bit weight once."""
         rows = x.flatten(0, -2).float()
         y = ((self.weight.float()[:, None] * rows).sum(-1) * self.scale[:, None]).mT  # (rows, d_out)
         y = y.to(x.dtype).unflatten(0, x.shape[:-1])
@@ -135,7 +136,7 @@ class Int8Linear(nn.Module):
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (d_out, d_in) -> int8 of the same shape, and scales (d_out,) fp32. The largest number of a row becomes ±127."""
+    """weight (d_out, d_in) -> int8 of the same shape, and scales (d_out,) fp32. The largest weight of a row becomes ±127."""
     weight = weight.float()
     scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale

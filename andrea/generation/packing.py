@@ -1,6 +1,6 @@
-"""A GPT laid out for decoding: linear layers with packed weights, and our kernels for norms, attention and whole blocks.
+"""A GPT packed for decoding: linear layers with packed weights, and our kernels for norms, attention and whole blocks.
 
-B texts, H query heads, G key/value heads, D = d_head.
+B texts, T new tokens, H query heads, G key/value heads, D = d_head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # weight (d_out, d_in
 
 
 class NativeRMSNorm(nn.Module):
-    """RMSNorm without gradients. Up to FEW_ROWS rows go through our kernel, more through torch's."""
+    """RMSNorm without gradients. Our kernel computes up to FEW_ROWS rows, torch's kernel more rows."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -58,9 +58,9 @@ class NativeRMSNorm(nn.Module):
 
 
 class NativeAttention(nn.Module):
-    """Causal attention of one new token: one product for query, key and value, then one kernel.
+    """Causal attention of one new token: one matrix product for query, key and value, then one kernel.
 
-    Any other call goes to the module that is replaced, whose projections share the packed weights.
+    For any other call the replaced module runs. Its projections share the packed weights.
     """
 
     def __init__(self, attention: MultiHeadAttention, position: Position, make_linear: MakeLinear) -> None:
@@ -96,7 +96,7 @@ class NativeAttention(nn.Module):
         cache: LayerCache | None = None,
         statistics: bool = False,
     ) -> Tensor | tuple[Tensor, HeadStatistics]:
-        """As MultiHeadAttention.forward."""
+        """The same as MultiHeadAttention.forward."""
         one_new = x.shape[1] == 1 and cache is not None and isinstance(cache.length, int)
         if not one_new or statistics:
             return self.attention(x, shared=shared, cache=cache, statistics=statistics)
@@ -119,9 +119,10 @@ class NativeAttention(nn.Module):
 
 
 class NativeBlocks:
-    """All blocks and the final norm in one call of our kernel, for one new token of each of a few texts of equal length.
+    """All blocks and the final norm in one call of our kernel, for one new token per text.
 
-    The packed model, whose memory it shares, computes the same block by block and is its readable twin.
+    The texts must have equal length, and there may be only a few. The packed model computes the same block by block: it is
+    the readable form of this kernel and shares its memory.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -165,12 +166,12 @@ class NativeBlocks:
         )
 
     def fits(self, tokens: Tensor, cache: KeyValueCache | None) -> bool:
-        """Whether the kernel takes these new tokens (B, T)."""
+        """Whether the kernel supports these new tokens (B, T) with this cache."""
         one_each = tokens.shape[1] == 1 and len(tokens) <= FEW_ROWS
         return one_each and cache is not None and isinstance(cache.length, int)
 
     def __call__(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
-        """tokens (B, 1) and the cache of earlier ones, which is appended to -> hidden (B, 1, d_model)."""
+        """tokens (B, 1) -> hidden (B, 1, d_model). The tokens' keys and values are appended to the cache."""
         x = self.model.position.add(self.model.embedding(tokens), cache.length).contiguous()
         hidden, kept = torch.empty_like(x), cache.keys[0]
         capacity = cache.capacity
@@ -186,7 +187,7 @@ class NativeBlocks:
 
 
 def activation_of(mlp: nn.Module) -> str | None:
-    """The kernel's name of the activation; None if the kernel does not have it."""
+    """The kernel's name of the MLP's activation; None if the kernel does not support it."""
     if isinstance(mlp, SwiGLU):
         return "swiglu"
     return {relu_squared: "relu2", gelu: "gelu"}.get(getattr(mlp, "activation", None))
@@ -197,7 +198,7 @@ def addresses(tensors: list[Tensor]) -> ctypes.Array:
 
 
 class PackedGPT:
-    """The part of GPT that decoding uses. It modifies the model it is given: all matrices are replaced by packed ones."""
+    """The part of GPT that decoding uses. The constructor modifies `model`: it replaces all matrices by packed ones."""
 
     def __init__(self, model: GPT, int8: bool, native: bool) -> None:
         pages = LargePages(bytes_of_matrices(model, int8)) if native else None
@@ -206,7 +207,7 @@ class PackedGPT:
             make_linear = functools.partial(Int8Linear, native=native, pages=pages)
         self.head = make_linear(model.head_weight, None)
         if model.head is None and isinstance(self.head, NativeLinear):
-            # A tied head and the embedding go on sharing one memory.
+            # A tied head and the embedding still share their memory.
             model.embedding.weight = nn.Parameter(self.head.weight, requires_grad=False)
         model.head = None
         for block in model.blocks:
@@ -233,7 +234,8 @@ class PackedGPT:
 def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
     """The model in its fastest form for decoding; the model itself if no packed form exists.
 
-    compiled: torch.compile generates the kernels; of the packed forms only int8 is then used.
+    compiled: whether torch.compile generates the kernels. In this case int8 is the only packed form.
+    Raises UserError for int8 with a class of the user's own.
     """
     weight = model.embedding.weight
     if not is_built_in(model):
@@ -247,13 +249,13 @@ def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
 
 
 def is_built_in(model: GPT) -> bool:
-    """Whether the model has no class of the user's own, whose layers are called in ways that are not known here."""
+    """Whether the model has no class of the user's own. Packing does not know how such a class uses its layers."""
     block = model.blocks[0]
     return type(block.mlp) in (MLP, SwiGLU) and type(block.attention.compatibility) in BUILT_IN.values()
 
 
 def bytes_of_matrices(model: GPT, int8: bool) -> int:
-    """The bytes of all packed matrices, the head's included."""
+    """The number of bytes of all packed matrices, including the head's."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     weights += [model.head_weight] if model.head is None else []
     return sum(LargePages.aligned_bytes(weight.numel() if int8 else weight.nbytes) for weight in weights)

@@ -1,4 +1,4 @@
-"""Logits to the next token: pure functions, so that each rule can be read and tested by itself.
+"""From logits to the next token. Each rule is a pure function, so that it can be read and tested by itself.
 
 B samples, V vocabulary, N tokens so far. A token that a rule excludes gets the logit -inf.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; None and 1.0 switch a rule off. `config.SampleConfig` checks the limits."""
+    """The rules for choosing a token. None or 1.0 switches a rule off. `config.SampleConfig` checks the ranges."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -25,14 +25,15 @@ class Sampling:
 def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """The next token of each sample: logits (B, V), history (B, N) int64, uniform (B,) in [0, 1) -> (B,) int64.
 
-    The rules apply in this order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 takes the
-    likeliest token; of the rules only the penalty applies then. All randomness is in `uniform`: the same numbers choose
-    the same tokens on every device.
+    The rules apply in this order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 chooses the
+    likeliest token after the repetition penalty; the other rules then have no effect. `uniform` is the only source of
+    randomness: the same numbers choose the same tokens on every device.
     """
     logits = penalise_repetition(logits.float(), history, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    # Shifted, so that division by a tiny temperature cannot give inf - inf; in fp64, where such a temperature is not 0.
+    # The maximum is subtracted first, because division by a tiny temperature could otherwise give inf - inf. In fp64 a
+    # tiny temperature does not round to 0.
     logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / sampling.temperature
     logits = keep_top_k(logits, sampling.top_k)
     logits = keep_top_p(logits, sampling.top_p)
@@ -41,19 +42,21 @@ def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: 
 
 
 def penalise_repetition(logits: Tensor, history: Tensor, penalty: float) -> Tensor:
-    """Make the tokens of history (B, N) less likely: divide their positive logits and multiply their negative ones by
-    the penalty (Keskar et al. 2019, arXiv 1909.05858, section 4.1; signs as in Hugging Face transformers).
+    """Make the tokens of history (B, N) less likely (Keskar et al. 2019, arXiv 1909.05858, section 4.1).
+
+    Their positive logits are divided by the penalty, and their negative logits are multiplied by it, as in Hugging Face
+    transformers.
     """
     if penalty == 1.0 or history.shape[1] == 0:
         return logits
     present = logits.gather(1, history)
     penalised = torch.where(present > 0, present / penalty, present * penalty)
-    largest = torch.finfo(logits.dtype).max  # keeps logits finite under an extreme penalty
+    largest = torch.finfo(logits.dtype).max  # logits stay finite even with an extreme penalty
     return logits.scatter(1, history, penalised.clamp(-largest, largest))
 
 
 def keep_top_k(logits: Tensor, top_k: int | None) -> Tensor:
-    """Keep the k likeliest tokens (Fan et al. 2018, arXiv 1805.04833), and those as likely as the k-th."""
+    """Keep the k likeliest tokens and all tokens as likely as the k-th (Fan et al. 2018, arXiv 1805.04833)."""
     if top_k is None or top_k >= logits.shape[-1]:
         return logits
     least = logits.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
@@ -61,7 +64,8 @@ def keep_top_k(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float | None) -> Tensor:
-    """Keep the fewest likeliest tokens with a total probability of top_p (Holtzman et al. 2019, arXiv 1904.09751)."""
+    """Keep the smallest set of likeliest tokens whose total probability reaches top_p (Holtzman et al. 2019, arXiv
+    1904.09751)."""
     if top_p is None or top_p >= 1:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -81,9 +85,9 @@ def keep_min_p(logits: Tensor, min_p: float | None) -> Tensor:
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """(B,) int64: the token at which the cumulated probability first exceeds `uniform`; never one of probability 0.
+    """The token (B,) int64 at which the cumulative probability first exceeds `uniform`. Its probability is never 0.
 
-    Where logits are not finite, the result is V, which is no token.
+    If logits are not finite, the result is V, which is not a token.
     """
     cumulated = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (B, V)
     threshold = uniform.to(cumulated)[:, None] * cumulated[:, -1:]

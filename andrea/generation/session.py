@@ -1,4 +1,4 @@
-"""`sample.py`: load a checkpoint, describe it, write text to the terminal as it is generated."""
+"""The command `sample.py`: load a checkpoint, describe it, and show text in the terminal as it is generated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from andrea.text.tokenizer import Tokenizer
 
 
 def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Print a description of the checkpoint, then the texts; return the exit code. Raises UserError."""
+    """Print a description of the checkpoint, then the texts, and return the exit code. Raises UserError for wrong input."""
     prompt = read_prompt(config.prompt)
     checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
@@ -31,7 +31,7 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
         model = load_model(checkpoint, tokenizer).to(device)
     engine = make_engine(config, model, tokenizer, dtype)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
-    tokens = [engine.encode(each) for each in prompts]  # a prompt that is too long is refused before any output
+    tokens = [engine.encode(each) for each in prompts]  # refuses a prompt that is too long before any output
     numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
     show(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
     request = request_of(config)
@@ -45,13 +45,13 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
 
 
 def make_engine(config: SampleConfig, model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Engine:
-    """The engine that config.precision and config.compile ask for, on the model's device. Raises UserError."""
+    """The engine for config.precision and config.compile on the model's device. Raises UserError if it has no such engine."""
     check_device_offers(config.precision, config.compile, model.embedding.weight.device)
     return Engine(model, tokenizer, dtype=dtype, int8=config.precision == "int8", compiled=config.compile == "on")
 
 
 def check_device_offers(precision: str, compile_: str, device: torch.device) -> None:
-    """Raises UserError where precision=int8 or compile=on is not possible on this device, or gains nothing there."""
+    """Raise UserError if precision=int8 or compile=on is impossible or useless on this device."""
     if precision == "int8" and device.type == "cpu" and library() is None:
         raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
     if precision == "int8" and device.type != "cpu" and compile_ == "off":
@@ -74,12 +74,12 @@ def request_of(config: SampleConfig) -> Request:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself; for @FILE the file's content; for - standard input. Raises UserError."""
+    """The prompt itself, or for @FILE the file's content, or for - standard input. Raises UserError if it is unreadable."""
     if prompt == "-":
         content, origin = sys.stdin.buffer.read(), "standard input"
     elif prompt.startswith("@"):
         path = Path(prompt[1:])
-        if not os.path.isfile(path):  # also False for names that no file can have
+        if not os.path.isfile(path):  # isfile is False even for names that no file can have
             raise UserError(
                 f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads the prompt from a file; a prompt that "
                 f"begins with @ itself can be given on standard input, with prompt=-"
@@ -94,7 +94,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def read_prompts(file: str, max_new_tokens: int) -> list[str]:
-    """The lines of the file that are not empty. Raises UserError, also where they are too many to write for at once."""
+    """The lines of the file that are not empty. Raises UserError if the file is unreadable or has too many lines."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ def read_prompts(file: str, max_new_tokens: int) -> list[str]:
 
 
 def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: str) -> str:
-    """Two lines: the checkpoint's path; model, step, validation figure, tokenizer, and `where` the model runs."""
+    """Two lines: the checkpoint's path, then model, step, validation result, tokenizer, and `where` the model runs."""
     n_parameter = sum(parameter.numel() for parameter in model.parameters())
     bits_per_byte = checkpoint.state.get("val_bpb")
     quality = "not validated yet" if bits_per_byte is None else f"validation {bits_per_byte:.4f} bits per byte"
@@ -127,7 +127,7 @@ def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Reques
 
 
 def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken]) -> None:
-    """Show the first text as it is generated, and after it the others, which were generated in the same batch."""
+    """Show the first text as it is generated. Then show the other texts, which were generated in the same batch."""
     is_labelled = len(prompts) > 1
     waiting = [""] * len(prompts)
     show((label(0) if is_labelled else "") + prompts[0])
@@ -146,7 +146,7 @@ def label(sample_index: int) -> str:
 
 
 def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
-    """Continue each line of standard input, independently of the lines before, until the input ends (Ctrl-D).
+    """Continue each line of standard input until the input ends (Ctrl-D). Earlier lines do not affect later ones.
 
     A prompt given with prompt= comes first.
     """
@@ -172,7 +172,7 @@ def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
 
 
 def show(text: str) -> None:
-    """Write to standard output and flush; characters that its encoding does not have become '?'."""
+    """Write to standard output and flush. Characters that its encoding lacks are written as '?'."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

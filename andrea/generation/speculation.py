@@ -1,17 +1,17 @@
-"""Speculative decoding by prompt lookup: text repeats itself, and checking a token is cheaper than generating it.
+"""Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding").
 
-When the last few tokens stood in the text before, the tokens that followed them are likely to follow again (Saxena
-2023, "Prompt Lookup Decoding"). The engine reads these tokens, the lookahead, in one pass of the model, and keeps them
-as far as the model chooses the same ones.
+If the last few tokens have occurred in the text before, the tokens that followed them then are likely to follow again.
+These tokens are the lookahead. The engine reads the lookahead in one pass of the model, and keeps its tokens up to the
+first one that the model does not choose. Checking several tokens in one pass is cheaper than generating them.
 """
 
 from __future__ import annotations
 
-LONGEST_RUN = 3  # tokens that must occur again; the longest run that did so decides, down to a single token
+LONGEST_RUN = 3  # the longest sequence of last tokens that is looked up; if it is new, shorter ones are tried
 
 
 class PromptLookup:
-    """One growing text, and for each of its runs of at most LONGEST_RUN tokens the place that followed it last."""
+    """A growing text with an index of all its runs: sequences of at most LONGEST_RUN consecutive tokens."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens: list[int] = []
@@ -26,9 +26,9 @@ class PromptLookup:
         self.tokens.append(token)
 
     def lookahead(self, most: int) -> list[int]:
-        """The `most` tokens that followed the longest run at the text's end when it occurred last; [] if none did.
+        """Find the longest run at the text's end that occurred before; return the `most` tokens after that occurrence.
 
-        Where they reach the end of the text, the lookahead itself continues it.
+        Beyond the end of the text the proposal repeats its own tokens. The result is [] if no run occurred before.
         """
         for size in range(min(LONGEST_RUN, len(self.tokens)), 0, -1):
             place = self.follows.get(tuple(self.tokens[-size:]))

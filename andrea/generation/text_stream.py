@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time, without broken characters and without any part of a stop string."""
+"""Convert tokens to text, one token at a time. Incomplete characters and parts of a stop string are never shown."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class TextStream:
     """One sample's text. `push` returns the text that can be shown; `stopped` becomes true at a stop string.
 
-    A token may end inside a character: its bytes wait for the rest of it. Text that may be the beginning of a stop
-    string waits as well. Invalid UTF-8 becomes U+FFFD.
+    A token may end inside a character. The bytes of an incomplete character are held back, and so is text that may be
+    the beginning of a stop string. Invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -28,13 +28,13 @@ class TextStream:
         return self.release(self.decoder.decode(self.tokenizer.decode_bytes([token])))
 
     def finish(self) -> str:
-        """The text that still waits, when no more tokens come."""
+        """The text that is still held back. To be called after the last token."""
         text = self.release(self.decoder.decode(b"", final=True)) + self.waiting
         self.waiting = ""
         return text
 
     def release(self, new_text: str) -> str:
-        """The part of waiting and new text that can be shown now; the rest waits."""
+        """The part of the waiting and the new text that can be shown now. The rest goes on waiting."""
         if self.stopped:
             return ""
         text = self.waiting + new_text
@@ -48,5 +48,5 @@ class TextStream:
 
 
 def longest_overlap(text: str, stop: str) -> int:
-    """The number of characters of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    """The length of the longest end of `text` that is a beginning of `stop`, but not the whole of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

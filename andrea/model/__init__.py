@@ -1,4 +1,4 @@
-"""The GPT, its initial weights and its size."""
+"""The GPT model, its initial weights and its size."""
 
 from andrea.model.gpt import GPT
 from andrea.model.initialise import initialise

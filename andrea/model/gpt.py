@@ -30,7 +30,7 @@ from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
 
-BlockResult = tuple[Tensor, HeadStatistics | None]  # x (B, T, d_model), and the heads' (B, H) where they are measured
+BlockResult = tuple[Tensor, HeadStatistics | None]  # x (B, T, d_model); statistics (B, H) or None
 
 
 def make_mask(attention: AttentionConfig) -> Mask:
@@ -64,7 +64,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, shared: SharedInputs, cache: LayerCache | None = None, statistics: bool = False
     ) -> BlockResult:
-        """x (B, T, d_model) -> x (B, T, d_model), and the statistics of the heads (B, H) if they are asked for."""
+        """x (B, T, d_model) -> x (B, T, d_model), and the heads' statistics (B, H), or None without `statistics`."""
         attended = self.attention(self.attention_norm(x), shared=shared, cache=cache, statistics=statistics)
         attended, measured = attended if statistics else (attended, None)
         x = x + attended
@@ -81,7 +81,7 @@ CallBlock = Callable[[Block, Tensor, SharedInputs, LayerCache | None, bool], Blo
 def call_block(
     block: Block, x: Tensor, shared: SharedInputs, cache: LayerCache | None, statistics: bool
 ) -> BlockResult:
-    """block(x, …). Training may compile this function: one graph then serves every block."""
+    """Call a block. Training may compile this function; one graph then serves every block."""
     return block(x, shared, cache, statistics)
 
 
@@ -90,8 +90,8 @@ def recomputed(
 ) -> BlockResult:
     """call_block(block, x, …) with activation checkpointing (Chen et al. 2016, arXiv 1604.06174).
 
-    The block's input is kept for the backward pass, and its activations are computed again there. The statistics of that
-    second computation are discarded.
+    Only the block's input is kept for the backward pass, which computes the block's activations again. The second
+    computation's statistics are discarded.
     """
     # preserve_rng_state=False: a block draws no random numbers.
     inputs = (block, x, shared, cache, statistics)
@@ -99,9 +99,10 @@ def recomputed(
 
 
 class GPT(nn.Module):
-    """Build, then `initialise` or load weights. `model.logits(model(tokens))` scores the next token at every position.
+    """A GPT. Its weights are unset until `initialise` draws them or a checkpoint is loaded.
 
-    end_of_text: the token before every document; required if the config keeps documents from seeing each other.
+    `model.logits(model(tokens))` scores the next token at every position.
+    end_of_text: the token before every document. It is required if the config masks attention between documents.
     """
 
     def __init__(
@@ -129,11 +130,11 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, list[HeadStatistics]]:
         """tokens (B, T) int64 -> hidden (B, T, d_model), after the final norm.
 
-        cache: the tokens are new ones at position cache.length and after; their keys and values are appended to the
-        cache, in place.
+        cache: the keys and values of earlier tokens. `tokens` are new, from position cache.length on; their keys and
+        values are appended to the cache, in place.
         statistics: return (hidden, statistics of each layer's heads) instead.
-        recompute: activation checkpointing of each block.
-        call_block: how a block is called: `call_block` itself, or its compiled form.
+        recompute: use activation checkpointing for each block.
+        call_block: the function that calls a block: `call_block` itself, or its compiled form.
         """
         assert cache is None or not recompute, "generation has no backward pass"
         if recompute:
@@ -154,21 +155,21 @@ class GPT(nn.Module):
         x = self.position.add(self.embedding(tokens), start)
         return x, SharedInputs(
             place=self.position.placer(tokens.shape[1], start),
-            packing=self.document_mask(tokens) if cache is None else None,  # generation writes one document
-            # The first block computes these values again and mixes them with themselves. All blocks are then alike, and
-            # one compiled graph serves them all.
+            packing=self.document_mask(tokens) if cache is None else None,  # a generated text is one document
+            # The first block computes these values again and mixes them with themselves. All blocks then have equal
+            # inputs, so one compiled graph serves all of them.
             first_value=self.blocks[0].values(x) if self.config.value_residual else None,
         )
 
     def document_mask(self, tokens: Tensor) -> Mask | None:
-        """Keeps the documents in tokens (B, T) from seeing each other; None if the config lets them."""
+        """The mask of attention between the documents in tokens (B, T); None if the config allows such attention."""
         if self.end_of_text is None:
             return None
         return packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, d_model)"""
+        """The weight (V, d_model) of the head; the embedding's weight if the two are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -179,7 +180,10 @@ class GPT(nn.Module):
     def make_cache(
         self, n_batch: int, capacity: int, *, fixed_shapes: bool = False, ragged: bool = False
     ) -> KeyValueCache:
-        """An empty cache for n_batch sequences of up to `capacity` tokens, in the type and on the device of the weights."""
+        """An empty cache for n_batch sequences of at most `capacity` tokens. It has the weights' type and device.
+
+        fixed_shapes, ragged: as in `KeyValueCache`.
+        """
         weight = self.embedding.weight
         return KeyValueCache(
             self.config.n_layer,

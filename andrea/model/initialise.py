@@ -1,4 +1,4 @@
-"""Initial values of every weight."""
+"""The initial values of all weights."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 
 @torch.no_grad()
 def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None = None) -> None:
-    """Draw every weight, in the order of `named_parameters`.
+    """Set the initial value of every weight, in the order of `named_parameters`.
 
     | parameter                                | value                                                             |
     |------------------------------------------|-------------------------------------------------------------------|
-    | embedding of a model with an untied head | normal, deviation 0.1: measured best on the default data          |
+    | embedding of a model with an untied head | normal, deviation 0.1, the best in tests on the default data      |
     | tied embedding, learned position, head   | normal, deviation 0.02, as in GPT-2                               |
     | matrices                                 | normal, deviation 0.5 / sqrt(d_in): GPT-2's 0.02 at width 768     |
-    | matrices that write into the residual    | the same / sqrt(2 n_layer), so that depth does not increase x     |
-    | the latter and an untied head            | zero, with zero_init_projections: each block starts as identity   |
+    | matrices that write into the residual    | the same / sqrt(2 n_layer), so that x does not grow with depth    |
+    | these matrices and an untied head        | zero, with zero_init_projections: each block starts as identity   |
     | norm weights, biases                     | one, zero                                                         |
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
-    | of a compatibility function              | its own: `Compatibility.initialise`                               |
-    | of an MLP of the user's own              | its `initialise(generator)`; without one as the lines above say   |
+    | compatibility function                   | by its own `Compatibility.initialise`                             |
+    | MLP of the user's own                    | by its `initialise(generator)` if it has one, else as above       |
 
-    Each value is multiplied by the factor that `transfer` gives for another width or depth (andrea/model/transfer.py).
-    The numbers are drawn in fp32 on the CPU, so that a seed gives the same model on every device.
+    Each value is multiplied by the factor in `transfer` for another width or depth (andrea/model/transfer.py). The
+    numbers are drawn in fp32 on the CPU, so that a seed gives the same model on every device.
     """
     transfer = transfer or Transfer()
     draws_itself = hasattr(model.blocks[0].mlp, "initialise")

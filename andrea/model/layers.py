@@ -1,4 +1,4 @@
-"""Norms, MLPs and the cap on logits. x is (B, T, d_model)."""
+"""Norms, MLPs and the cap on logits. x is (B, T, d_model): B batch, T tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def make_mlp(config: ModelConfig) -> nn.Module:
-    """A built-in MLP, or the user's class at the dotted path model.mlp, built with (d_model, d_mlp, bias).
+    """The MLP that config.mlp names: a built-in one, or a class of the user's own by its dotted path.
 
-    Raises UserError for a class of the user's own that may not be imported or that a checkpoint could not hold.
+    A class of the user's own is built with (d_model, d_mlp, bias). Raises UserError if it may not be imported, or if a
+    checkpoint could not store it.
     """
     if is_own(config.mlp):
         mlp = own_class("model.mlp", config.mlp, nn.Module)(config.d_model, config.d_mlp, config.bias)
@@ -37,9 +38,10 @@ def make_mlp(config: ModelConfig) -> nn.Module:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm in the precision of its input.
+    """RMS norm, computed in the type of its input.
 
-    The weight is cast, because torch's fused kernel requires one type for both, and FSDP may gather the weight in bf16.
+    The weight is cast to this type, because torch's fused kernel requires equal types, and FSDP may gather the weight in
+    bf16.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,5 +85,6 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    """cap · tanh(logits / cap), in fp32: a smooth limit of logits (…) to -cap .. cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    """cap · tanh(logits / cap), in fp32: limits logits of any shape smoothly to -cap .. cap (Gemma 2, arXiv 2408.00118,
+    section 2)."""
     return cap * torch.tanh(logits.float() / cap)

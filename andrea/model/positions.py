@@ -1,7 +1,7 @@
 """Position encodings: learned vectors, rotary positions, or none.
 
-B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass asks for positions start .. start + T - 1.
-start is an int; in compiled decoding a 0-d tensor; for sequences of different lengths a tensor (B,).
+B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses positions start .. start + T - 1. `start`
+is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from andrea.config import ModelConfig
 class Position(nn.Module, ABC):
     @abstractmethod
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
-        """The token vectors (B, T, d_model) with position encodings added to them."""
+        """Token vectors (B, T, d_model) -> the same with position encodings added. Without learned positions: unchanged."""
 
     @abstractmethod
     def placer(self, n_token: int, start: int | Tensor) -> Place | None:
-        """A function that encodes positions in queries and keys (B, H, T, D), or None."""
+        """A function that encodes positions in queries and keys (B, H, T, D); None if the encoding is not rotary."""
 
 
 class NoPosition(Position):
@@ -36,7 +36,7 @@ class NoPosition(Position):
 
 
 class LearnedPosition(Position):
-    """One learned vector for each position, added to the token's vector, as in GPT-2."""
+    """A learned vector for each position is added to the token's vector, as in GPT-2."""
 
     def __init__(self, sequence_length: int, d_model: int) -> None:
         super().__init__()
@@ -50,10 +50,10 @@ class LearnedPosition(Position):
 
 
 class RotaryPosition(Position):
-    """Rotates pair p of a query or key at position t by the angle t · base^(-2p / D), in radians.
+    """Rotate pair p of a query or key at position t by the angle t · base^(-2p / D), in radians (RoPE).
 
-    The dot product of a query and a key then depends on their positions through the distance alone (Su et al. 2021, arXiv
-    2104.09864, eq. 34). Pair p is made of entries p and p + D/2.
+    Entries p and p + D/2 form pair p. The dot product of a query and a key then depends on the distance between their
+    positions, not on the positions themselves (Su et al. 2021, arXiv 2104.09864, eq. 34).
     """
 
     def __init__(self, sequence_length: int, d_head: int, base: float) -> None:
@@ -89,9 +89,9 @@ def make_position(config: ModelConfig) -> Position:
 
 
 def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
-    """table[start : start + count]. If start is a tensor, 0-d or (B,), its value is not read from the device."""
+    """table[start : start + count], for each sequence if start is (B,). A tensor `start` is not copied to the host."""
     if isinstance(start, int):
         assert start + count <= len(table), f"position {start + count - 1} is past sequence_length={len(table)}"
         return table[start : start + count]
     position = start[..., None] + torch.arange(count, device=table.device)
-    return table[position.clamp(max=len(table) - 1)]  # the padding of a text may lie beyond the table
+    return table[position.clamp(max=len(table) - 1)]  # padding may have positions beyond the table

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model, counted from the model itself, which is built on the meta device without memory."""
+"""Parameters and FLOPs of a model. They are counted on the model itself, built on the meta device without memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END_OF_TEXT = 0  # any token: the counts do not depend on it
 
 @dataclass(frozen=True)
 class Parameters:
-    """Number of parameters of each part; head is 0 if it is tied to the embedding."""
+    """Number of parameters of each part. `head` is 0 if the head is tied to the embedding."""
 
     embedding: int
     attention: int
@@ -45,17 +45,18 @@ def part_of(name: str) -> str:
 
 
 def flops_per_token(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """Training FLOPs per token: the forward pass, and the backward pass, which costs twice as much."""
+    """Training FLOPs per token. The backward pass costs twice as much as the forward pass."""
     return 3 * forward_flops_per_token(config, attention, n_vocab)
 
 
 def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
     """Forward FLOPs per token, averaged over a full sequence.
 
-    A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head counts, tied or not; the embedding
-    lookup does not. Attention adds 4 d_model FLOPs for each visible key: 2 for the scores, 2 for the weighted sum. The
-    causal mask leaves half the sequence visible on average (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the
-    mask), a window leaves less. The tanh of additive scores is not counted.
+    A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head is counted, tied or not; the
+    embedding lookup is not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the scores and 2 d_model
+    for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention term is half of
+    that in Kaplan et al. 2020, arXiv 2001.08361, table 1. With a sliding window even fewer keys are visible. The tanh of
+    additive scores is not counted.
     """
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)

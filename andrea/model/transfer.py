@@ -1,12 +1,12 @@
-"""Initial values and learning rates at another width and depth, so that rates tuned on a small model suit a large one.
+"""Hyperparameter transfer: learning rates tuned on a small model are adapted to a larger one.
 
-N = d_model / tuned_d_model and L = n_layer / tuned_n_layer: how much wider and deeper the model is than the model that
-its rates were tuned on. Width follows muP (Yang et al. 2022, arXiv 2203.03466, table 8): one update changes every
-activation by the same amount at any width. Depth follows CompleteP (Dey et al. 2025, arXiv 2505.01618): each branch adds
-1/L of its output to the residual stream. Muon's update has the same spectral norm at any width without a factor (Yang,
-Simon and Bernstein 2023, arXiv 2310.17813). These papers write multipliers into the forward pass. Here all multipliers
-are moved into initial values and rates: the same function is trained, and the code of the model stays as it is. The
-tuned model and the model that is trained must have the same head width and the same d_mlp / d_model.
+N = d_model / tuned_d_model and L = n_layer / tuned_n_layer say how much wider and deeper the model is than the tuned
+model. Width follows muP (Yang et al. 2022, arXiv 2203.03466, table 8): one update changes every activation by the same
+amount at any width. Depth follows CompleteP (Dey et al. 2025, arXiv 2505.01618): each branch adds 1/L of its output to
+the residual stream. Muon's update has the same spectral norm at any width, so it needs no factor for width (Yang, Simon
+and Bernstein 2023, arXiv 2310.17813). These papers multiply activations in the forward pass. Here the initial values and
+rates are multiplied instead. The same function is trained, and the code of the model does not change. Both models must
+have the same head width and the same d_mlp / d_model.
 
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|
@@ -20,10 +20,10 @@ tuned model and the model that is trained must have the same head width and the 
 | head                                     | 1 / N         | 1 / N        |             | 1               |
 | final norm before a tied head            | 1 / N         | 1 / N        |             | 1               |
 
-The first column multiplies the values that `initialise` draws. Those depend on fan-in and on 1 / √n_layer already, so
-that 1 / √L is the part of CompleteP's 1 / L that is left. The first layer's value_mix mixes its values with themselves, so
-its gradient is rounding error alone and must not change it. Weight decay removes the same share of a matrix per step at
-any size, because it uses the rate before these factors.
+"In a branch" means in attention, an MLP or their norms. The first column multiplies the values that `initialise` draws.
+`initialise` already divides by √n_layer, so only 1 / √L remains of CompleteP's 1 / L. The first layer's value_mix has
+rate 0: it mixes the layer's values with themselves, so its gradient is only rounding error. Weight decay uses the rate
+before these factors, so it removes the same share of a matrix per step at any size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WRITES_RESIDUAL = (".attention.output.weight", ".mlp.down.weight")
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of a parameter's initial value, learning rates and epsilon."""
+    """The factors by which a parameter's initial value, learning rates and epsilon are multiplied."""
 
     initial: float = 1.0
     adamw_rate: float = 1.0
@@ -47,7 +47,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Transfer:
-    """This model's size over the size its rates were tuned at. wider: ratio of d_model; deeper: of n_layer."""
+    """The size of the model relative to the tuned model. wider: the ratio N of d_model; deeper: the ratio L of n_layer."""
 
     wider: float = 1.0
     deeper: float = 1.0
@@ -55,14 +55,14 @@ class Transfer:
 
     @classmethod
     def of(cls, model: ModelConfig, optimizer: OptimizerConfig) -> Transfer:
-        """All factors are 1 if the rates are the model's own (`optimizer.tuned_d_model=null`)."""
+        """The transfer for a run. All its factors are 1 if the rates need no transfer (`optimizer.tuned_d_model=null`)."""
         if optimizer.tuned_d_model is None or optimizer.tuned_n_layer is None:
             return cls(tied_head=model.tied_head)
         wider, deeper = model.d_model / optimizer.tuned_d_model, model.n_layer / optimizer.tuned_n_layer
         return cls(wider, deeper, model.tied_head)
 
     def factors(self, name: str) -> Factors:
-        """The factors of the parameter of this name: the table above, with special cases first."""
+        """The factors of the parameter `name`, from the table above. The code treats special cases first."""
         wider, deeper = self.wider, self.deeper
         if name.endswith(WRITES_RESIDUAL):
             return Factors(deeper**-0.5, 1 / (wider * deeper), 1 / deeper, 1 / wider)

@@ -1,1 +1,2 @@
-"""Text to batches: sources (and download), tokenizer, prepare, shards, corpus, loader, in this order."""
+"""From text files to batches of tokens. Read the modules in this order: sources, download, tokenizer, prepare, shards,
+corpus, loader."""

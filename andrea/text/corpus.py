@@ -1,10 +1,10 @@
-"""The corpus of a run: prepared folders of token shards, found again by a hash of what they were made from.
+"""The corpus of a run: prepared folders of token shards, with a hash of their input in the folder's name.
 
     data_dir/pystdlib-bpe-4096-1a2b3c4d/   train-000000.bin … val-000000.bin, tokenizer.json (and .tiktoken), meta.json,
                                            verified.json (may be deleted: the shards are then read and verified again)
 
-The hash in the name is of the files' names, sizes and times and of the tokenizer's settings. A start with prepared data
-therefore only walks the source's folders. `andrea.text.prepare` makes a folder that does not exist.
+The hash covers the names, sizes and times of the source's files, and the tokenizer's settings. To find prepared data, a
+run therefore only lists the source's files. `andrea.text.prepare` makes a folder that does not exist.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from andrea.text.sources import Report, Source
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer
 
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
-VERIFIED = "verified.json"  # shard -> its size and times when its content was last found to agree with meta.json
+VERIFIED = "verified.json"  # for each shard its size and times when its sha256 last agreed with meta.json
 
 
 @dataclass(frozen=True)
 class PreparedSource:
     name: str
-    weight: float | None  # share of the samples; None: by size
+    weight: float | None  # share of the samples; None: in proportion to its size
     train: TokenStream
     val: TokenStream
     train_bytes: int  # of text
@@ -56,9 +56,9 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, report: Report) -> Corpus:
-    """The corpus that `data` names in tokens of `tokenizer`, from `data_dir`; prepared first where it is not there.
+    """The corpus that `data` and `tokenizer` describe. If it is not in `data_dir`, it is prepared there first.
 
-    Raises UserError for what the user can mend: a path, a file that is no text or not a whole shard, a missing network.
+    Raises UserError for a wrong path, a file that is neither text nor a complete shard, or a failed download.
     """
     data_dir = data_dir.expanduser()
     configs = data.sources if data.kind == "mixture" else {data.kind: SourceConfig(data.kind, data.path)}
@@ -76,7 +76,7 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
     return read_corpus(folders)
 
 
-# ------------------------------------------------------------------------------------------- which folders it needs
+# ----------------------------------------------------------------------------------------------- the folders of a run
 
 
 def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, report: Report) -> Source | ShardSource:
@@ -92,7 +92,7 @@ def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, repor
 
 
 def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
-    """The file or folder of a published source, downloaded where it is not there."""
+    """The path of a published source's file, or of the folder of its files. Missing files are downloaded."""
     remotes = SHAKESPEARE if kind == "shakespeare" else FINEWEB_EDU
     folder = data_dir / "downloads" / kind
     if not all((folder / remote.name).exists() for remote in remotes):
@@ -103,7 +103,7 @@ def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
 
 
 def check_weights(configs: dict[str, SourceConfig]) -> None:
-    """Raises UserError where the given weights leave nothing to the sources without one."""
+    """Raise UserError if the given weights sum to 1 or more although some sources have no weight."""
     given = [config.weight for config in configs.values() if config.weight is not None]
     unset = [name for name, config in configs.items() if config.weight is None]
     if given and unset and sum(given) >= 1:
@@ -116,9 +116,9 @@ def check_weights(configs: dict[str, SourceConfig]) -> None:
 def tokenizer_origin(
     config: TokenizerConfig, existing: Tokenizer | None, sources: list[Source | ShardSource]
 ) -> list[Any]:
-    """The tokenizer's part of the hash that names a prepared folder: its identity, or what it is trained on.
+    """The tokenizer's part of the hash in a folder's name: the tokenizer's identity, or its settings and training files.
 
-    Raises UserError where it would be trained on shards, which hold no text.
+    Raises UserError if the tokenizer would have to be trained on shards, because shards contain no text.
     """
     if existing is not None:
         return [existing.identity]
@@ -134,7 +134,7 @@ def tokenizer_origin(
 
 
 def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: list[Any], data_dir: Path) -> Path:
-    """The path of the prepared folder of `source`. A change to the hashed list would make everyone prepare again."""
+    """The path of the prepared folder of `source`. Changing the hashed list would invalidate all prepared folders."""
     kind = source.kind if isinstance(source, Source) else "shards"
     content = json.dumps([FORMAT_VERSION, kind, source.listing, origin])
     hashed = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:8]
@@ -157,7 +157,7 @@ def read_corpus(folders: list[SourceFolder]) -> Corpus:
 
 
 def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSource, str]:
-    """A prepared source and its fingerprint. Raises UserError where the folder is damaged, or of another tokenizer."""
+    """A prepared source and its fingerprint. Raises UserError if the folder is damaged or has another tokenizer."""
     path, remedy = folder.path, "delete the folder to prepare it again"
     try:
         meta = json.loads((path / "meta.json").read_bytes())
@@ -186,12 +186,12 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
 
 
 def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
-    """Read the shards that have changed since they were last verified, and compare their sha256. Raises UserError."""
+    """Compare the sha256 of each shard that has changed since its last check. Raises UserError if one differs."""
     verified_file = folder / VERIFIED
     try:
         known = json.loads(verified_file.read_bytes())
     except (OSError, ValueError, RecursionError):
-        known = None  # there is none yet, or only a part of one
+        known = None  # the file is missing or incomplete
     known = known if isinstance(known, dict) else {}
     stamps = {}
     for name, digest in digests.items():
@@ -202,7 +202,7 @@ def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
                 f"{path} was changed: its sha256 is not the one in meta.json; delete {folder} to prepare it again"
             )
     if stamps != known:
-        with contextlib.suppress(OSError):  # a folder that cannot be written to is verified at each start
+        with contextlib.suppress(OSError):  # in a read-only folder every start verifies the shards again
             replace_text(verified_file, json.dumps(stamps, indent=1))
 
 

@@ -1,8 +1,7 @@
-"""Files from the network: a broken download is continued, the content is checked by sha256, and only a whole file is
-placed.
+"""Download files. An interrupted download is resumed, and a file gets its final name after its sha256 was checked.
 
-Done by hand because no common library does all three: pooch does not continue a broken download, and huggingface_hub
-does not compare the content of a file that it downloaded with its sha256.
+No common library does both: pooch does not resume an interrupted download, and huggingface_hub does not check the
+sha256 of a downloaded file.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ TIMEOUT_SECONDS = 30
 
 @dataclass(frozen=True)
 class Remote:
-    name: str  # of the file
+    name: str  # name of the file
     address: str
-    sha256: str | None  # None: the server announces it (header X-Linked-ETag, for Hugging Face's large files)
+    sha256: str | None  # None: the server sends it in the header X-Linked-ETag (Hugging Face's large files)
 
 
 SHAKESPEARE = (
@@ -50,7 +49,10 @@ FINEWEB_EDU = tuple(
 
 
 class RememberChecksum(urllib.request.HTTPRedirectHandler):
-    """Keeps the sha256 of a redirect's headers: Hugging Face sends large files from another host, without it."""
+    """Remember the sha256 from a redirect's headers.
+
+    Hugging Face redirects large files to another host, and that host does not send the sha256.
+    """
 
     def __init__(self) -> None:
         self.sha256: str | None = None
@@ -66,9 +68,9 @@ def announced_checksum(headers: http.client.HTTPMessage) -> str | None:
 
 
 def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
-    """`remote` as a file in `folder`, downloaded where it is not there; the rest of it, where a download broke off.
+    """The path of `remote` in `folder`. A missing file is downloaded, and an interrupted download is resumed.
 
-    Raises UserError: the network fails, the sha256 is not the expected one, or `folder` cannot be written.
+    Raises UserError if the network fails, the sha256 is wrong, or `folder` cannot be written.
     """
     path, partial = folder / remote.name, folder / f"{remote.name}.part"
     if path.exists():
@@ -96,7 +98,7 @@ def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
 
 
 def receive(remote: Remote, partial: Path, report: Callable[[str], None]) -> str | None:
-    """Append the missing bytes to `partial`; returns the sha256 that the whole file must have, None if unknown."""
+    """Append the missing bytes to `partial`. Returns the sha256 that the complete file must have; None if unknown."""
     n_byte = partial.stat().st_size if partial.exists() else 0
     checksum = RememberChecksum()
     opener = urllib.request.build_opener(checksum)
@@ -106,7 +108,7 @@ def receive(remote: Remote, partial: Path, report: Callable[[str], None]) -> str
     try:
         answer = opener.open(urllib.request.Request(remote.address, headers=headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and n_byte:  # no byte is missing: the last run ended before the check
+        if error.code == 416 and n_byte:  # the file is complete: the last run stopped before its check
             return remote.sha256 or checksum.sha256 or announced_checksum(error.headers)
         raise
     is_continued = answer.status == 206

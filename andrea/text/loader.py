@@ -1,7 +1,8 @@
-"""Batches as a pure function of (seed, global sample index): one integer resumes a run, and ranks need not communicate.
+"""Batches as a pure function of (seed, global sample index).
 
-T = sequence_length. A stream of N tokens is cut into ceil((N-1)/T) windows: T tokens each, and their targets, which are
-one token further. An epoch is every window of every source once, in an order of its own.
+One integer is therefore enough to resume a run, and ranks need not communicate. T = sequence_length. A stream of N
+tokens is cut into ceil((N-1)/T) windows of T tokens; the targets of a window are the same tokens shifted by one. An epoch
+contains every window of every source once. Each epoch has its own order.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from andrea.text.shards import TokenStream
 
-IGNORED_TARGET = -100  # of padding after a stream's end, which is not predicted: torch's usual ignore_index
-BLOCK = 1024  # samples in which a weighted mixture has exactly its shares, rounded to 1/BLOCK
-ROUNDS = 8  # of the Feistel network
+IGNORED_TARGET = -100  # target of the padding after a stream's end; torch's default ignore_index
+BLOCK = 1024  # in each block of this many samples the sources have exactly their shares, rounded to 1/BLOCK
+ROUNDS = 8  # rounds of the Feistel network
 
 
 class TrainingSource(Protocol):
@@ -31,11 +32,11 @@ class TrainingSource(Protocol):
 
 
 class Loader:
-    """Training batches from one source or a mixture. It keeps no position: one loader can serve any number of readers.
+    """Training batches from one source or a mixture. The loader stores no position, so many readers can share it.
 
-    Without weights, an epoch is all windows of all sources. With weights, each block of samples has the sources in
-    their shares, and each source has epochs of its own; a source whose weight is None then shares, by size, what the
-    others leave.
+    Without weights, an epoch is all windows of all sources. With weights, each block of BLOCK samples contains every
+    source by its share, and each source has its own epochs. Sources with weight None divide the remaining share in
+    proportion to their sizes.
     """
 
     def __init__(self, sources: Sequence[TrainingSource], sequence_length: int, seed: int) -> None:
@@ -48,7 +49,7 @@ class Loader:
         self.slots = slots_of(shares([source.weight for source in sources], self.windows)) if weighted else None
 
     def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
-        """Samples first_sample … first_sample + count - 1: tokens and targets, (count, T) int64 each."""
+        """Tokens and targets, (count, T) int64 each, of samples first_sample … first_sample + count - 1."""
         if not count:
             empty = torch.empty(0, self.sequence_length, dtype=torch.int64)
             return empty, empty.clone()
@@ -59,7 +60,7 @@ class Loader:
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def count_targets(self, first_sample: int, count: int) -> int:
-        """The number of targets in samples first_sample … first_sample + count - 1, found without reading them."""
+        """The number of targets in samples first_sample … first_sample + count - 1. No token is read for it."""
         which, window = self.locate(np.arange(first_sample, first_sample + count))
         lengths = np.array([len(stream) for stream in self.streams])
         return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())
@@ -71,7 +72,7 @@ class Loader:
         return np.bincount(self.slots, minlength=len(self.windows)) / BLOCK
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(count,) global sample indices -> (count,) source and (count,) window within it."""
+        """Global sample indices (count,) -> source of each sample (count,) and window within the source (count,)."""
         if self.slots is None:
             ends = np.cumsum(self.windows)
             window = self.shuffled(samples, int(ends[-1]), "all")
@@ -85,7 +86,7 @@ class Loader:
         return which, window
 
     def shuffled(self, samples: np.ndarray, size: int, purpose: str) -> np.ndarray:
-        """The window of each sample: each epoch of `size` samples is a permutation of all `size` windows."""
+        """The window of each sample (count,). Every `size` consecutive samples are an epoch: a permutation of the windows."""
         window = np.empty_like(samples)
         epochs = samples // size
         for epoch in np.unique(epochs):
@@ -94,7 +95,7 @@ class Loader:
         return window
 
     def interleave(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(count,) the source of each sample, and (count,) the number of samples of that source before it."""
+        """For each sample: its source (count,), and the number of earlier samples from the same source (count,)."""
         which, nth = np.empty_like(samples), np.empty_like(samples)
         blocks = samples // BLOCK
         quota = np.bincount(self.slots, minlength=len(self.streams))
@@ -112,7 +113,7 @@ class Loader:
 
 
 def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
-    """(sources,) shares that sum to 1. Sources without a weight share, by size, what the given weights leave of 1."""
+    """Shares (sources,) that sum to 1. Sources without a weight divide 1 minus the given weights by their sizes."""
     share = np.array([weight or 0.0 for weight in weights], dtype=np.float64)
     unset = np.array([weight is None for weight in weights])
     if unset.any():
@@ -121,7 +122,10 @@ def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
 
 
 def slots_of(share: np.ndarray) -> np.ndarray:
-    """(BLOCK,) a block's sources before shuffling: each in its share, by largest remainders, and at least once."""
+    """The source of each sample in a block before shuffling, (BLOCK,). Shares are rounded by largest remainders.
+
+    Every source gets at least one sample.
+    """
     exact = share * BLOCK
     quota = np.floor(exact).astype(np.int64)
     quota[np.argsort(quota - exact, kind="stable")[: BLOCK - quota.sum()]] += 1
@@ -132,11 +136,11 @@ def slots_of(share: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: str) -> np.ndarray:
-    """A keyed permutation of 0 … size-1, applied to `index`; it needs no table.
+    """Apply to `index` the permutation of 0 … size-1 that `key` selects, without a table of the permutation.
 
-    A balanced Feistel network (Luby and Rackoff 1988) on the next even number of bits, applied again wherever its
-    result is not below `size` (cycle walking: Black and Rogaway 2002). The arithmetic is uint64, so that every machine
-    and version gives the same order.
+    The permutation is a balanced Feistel network (Luby and Rackoff 1988) on an even number of bits. It is applied again
+    to each result that is not below `size` (cycle walking: Black and Rogaway 2002). The arithmetic is uint64, so that
+    every machine and version gives the same order.
     """
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -167,7 +171,7 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
 
 
 def read_window(stream: TokenStream, window: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Window number `window`: tokens (T,) and targets (T,) int64; after the stream's end 0 and IGNORED_TARGET."""
+    """Tokens and targets of one window, (T,) int64 each. After the stream's end they are 0 and IGNORED_TARGET."""
     start = int(window) * sequence_length
     read = stream[start : start + sequence_length + 1]
     tokens, targets = np.zeros(sequence_length, np.int64), np.full(sequence_length, IGNORED_TARGET, np.int64)
@@ -183,10 +187,11 @@ def validation_batches(
     part: int = 0,
     parts: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and targets (batch, T) of all windows in order, so that each token but the first is a target once.
+    """Tokens and targets (batch, T) of all windows in order. Each token but the first is a target exactly once.
 
-    Where windows run out, the targets of a row are IGNORED_TARGET. most_tokens: only as many windows as hold so many
-    tokens. part: every `parts`-th batch, from number `part` on; all parts have equally many batches.
+    Rows beyond the last window have the target IGNORED_TARGET. most_tokens: use only the first windows
+    that cover this many tokens. part, parts: yield every `parts`-th batch, beginning with batch `part`. All parts have
+    the same number of batches.
     """
     windows = count_windows(stream, sequence_length)
     if most_tokens is not None:

@@ -1,8 +1,7 @@
-"""Documents to shards: train a vocabulary where none exists, encode the text, write a prepared folder whole or not at
-all.
+"""From documents to shards: train a vocabulary if none exists, encode the text, and write a prepared folder.
 
-The work is done in a folder `….partial`: progress.json lists the finished shards, and the folder is renamed once it is
-whole. After a kill, the next run continues there and ends with the same bytes.
+The files are written to a folder `….partial`, which is renamed when it is complete. Its progress.json lists the finished
+shards. If the process is killed, the next run continues after these shards, and the result has the same bytes.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenize
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 24  # a shard ends with the first group of pieces that reaches this: 32 MiB
-GROUP_BYTES = 1 << 22  # of text, encoded at a time on all cores
-BPE_SAMPLE_BYTES = 1 << 26  # of text, at most, to train a vocabulary on
+GROUP_BYTES = 1 << 22  # bytes of text that are encoded together on all cores
+BPE_SAMPLE_BYTES = 1 << 26  # a vocabulary is trained on at most this many bytes of text
 SPLITS: tuple[Split, ...] = ("train", "val")
 REPORT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class SourceFolder:
-    """A source and the path of its prepared folder, which need not exist yet."""
+    """A source and the path of its prepared folder. The folder need not exist yet."""
 
     source: Source | ShardSource
-    weight: float | None  # share of the samples; None: by size
+    weight: float | None  # share of the samples; None: in proportion to its size
     path: Path
 
     @property
     def partial(self) -> Path:
-        """The folder under its staging name, while it is made."""
+        """The path of the folder until it is complete."""
         return self.path.with_name(self.path.name + ".partial")
 
 
 def prepare(
     folders: list[SourceFolder], config: TokenizerConfig, existing: Tokenizer | None, data_dir: Path, report: Report
 ) -> None:
-    """Make those of `folders` that do not exist. existing: the tokenizer, if it is neither GPT-2's nor to be trained.
+    """Make all `folders` that do not exist. existing: the tokenizer; None for GPT-2's, or to train one.
 
-    Raises UserError, before anything is written where the input is at fault.
+    Raises UserError. If the error lies in the input, nothing has been written.
     """
     if existing is None and config.kind == "gpt2":
         existing = configured_tokenizer(config)
@@ -85,12 +84,12 @@ def prepare(
 
 
 def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: Report) -> Tokenizer:
-    """The vocabulary of these sources: from a folder that was made, or begun, before; otherwise trained."""
+    """The vocabulary of these sources. It is read from one of the folders, even an incomplete one, or else trained."""
     for path in [path for folder in folders for path in (folder.path, folder.partial)]:
         try:
             return load_tokenizer(path)
         except UserError:
-            continue  # there is none yet, or only a part of one
+            continue  # the folder has no complete tokenizer
     sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
     total_bytes = sum(source.bytes for source in sources)
     assert config.vocab_size is not None
@@ -106,7 +105,7 @@ def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: 
 
 
 def vocabulary_sample(sources: list[Source], total_bytes: int) -> Iterator[str]:
-    """The text to train a vocabulary on: all training text, or pieces evenly spread over it, of BPE_SAMPLE_BYTES."""
+    """The text to train a vocabulary on: all training text, or about BPE_SAMPLE_BYTES in evenly spaced pieces."""
     share, due = min(1.0, BPE_SAMPLE_BYTES / total_bytes), 0.0
     for source in sources:
         for piece in source.pieces("train"):
@@ -122,7 +121,7 @@ def vocabulary_sample(sources: list[Source], total_bytes: int) -> Iterator[str]:
 def encode_source(
     source: Source, tokenizer: Tokenizer, folder: Path, total_bytes: int, report: Report
 ) -> dict[str, Any]:
-    """Write both splits as shards into `folder`, from where its progress.json ends; returns their part of the meta."""
+    """Write both splits into `folder` as shards, after the shards in its progress.json. Returns their part of meta.json."""
     progress_file = folder / "progress.json"
     empty = {"pieces": 0, "documents": 0, "bytes": 0, "shards": [], "done": False}
     splits = json.loads(progress_file.read_bytes()) if progress_file.exists() else {s: dict(empty) for s in SPLITS}
@@ -147,11 +146,10 @@ def encode_source(
 def write_shard(
     pieces: Iterator[Piece], progress: dict[str, Any], tokenizer: Tokenizer, folder: Path, split: Split, threads: int
 ) -> Iterator[int]:
-    """Encode the pieces after the first progress["pieces"] into one shard; yields the bytes of text encoded into it so
-    far.
+    """Encode one shard, beginning with piece number progress["pieces"]. Yields the bytes of text encoded so far.
 
-    At the end `progress`, a split's entry of progress.json, includes the shard. The text alone decides where a shard
-    ends: neither the number of threads nor an earlier kill matters.
+    At the end the shard is added to `progress`, the split's entry in progress.json. The end of a shard depends on the
+    text alone, not on the number of threads or on an earlier interruption.
     """
     for _ in range(progress["pieces"]):
         next(pieces)
@@ -185,7 +183,7 @@ def write_shard(
 
 
 def take(pieces: Iterator[Piece], size: int) -> list[Piece]:
-    """The next pieces, until they have `size` characters together; [] at the end."""
+    """The next pieces, with at least `size` characters in total if so many are left; [] at the end."""
     taken, n_character = [], 0
     for piece in pieces:
         taken.append(piece)
@@ -199,9 +197,9 @@ def take(pieces: Iterator[Piece], size: int) -> list[Piece]:
 
 
 def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> dict[str, Any]:
-    """Read existing shards once and return their meta: their splits, and one sha256 of all tokens.
+    """Read existing shards once. Returns their part of meta.json: the splits, and one sha256 of all tokens.
 
-    Raises UserError where a file is not whole, a token is not in the vocabulary, or there are too few tokens.
+    Raises UserError if a file is incomplete, a token is not in the vocabulary, or there are too few tokens.
     """
     check_tokenizer(source, tokenizer)
     total_bytes = sum(size for _, size, *_ in source.listing)
@@ -231,7 +229,7 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
 
 
 def check_tokenizer(source: ShardSource, tokenizer: Tokenizer) -> None:
-    """Raises UserError where the shards' folder has a tokenizer.json of another tokenizer."""
+    """Raise UserError if the folder of the shards has a tokenizer.json of another tokenizer."""
     if source.root.is_dir() and (source.root / "tokenizer.json").exists():
         made_with = load_tokenizer(source.root).identity
         if made_with != tokenizer.identity:
@@ -241,11 +239,11 @@ def check_tokenizer(source: ShardSource, tokenizer: Tokenizer) -> None:
             )
 
 
-# -------------------------------------------------------------------------------------------------- the whole folder
+# ---------------------------------------------------------------------------------------------- completing the folder
 
 
 def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], report: Report) -> None:
-    """Write meta.json, which makes the folder whole, and rename the folder into place."""
+    """Write meta.json, the last file of the folder, and rename the folder to its final name."""
     fingerprint = fingerprint_of(tokenizer.identity, meta)
     head = {"format_version": FORMAT_VERSION, "source": folder.source.name, "tokenizer": tokenizer.identity}
     replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
@@ -258,14 +256,14 @@ def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], rep
 
 
 def fingerprint_of(identity: str, meta: dict[str, Any]) -> str:
-    """sha256 of the tokenizer's identity and of the tokens: equal data have an equal fingerprint on any machine."""
+    """sha256 of the tokenizer's identity and of the tokens. Equal data have equal fingerprints on every machine."""
     shards = [[shard["sha256"] for shard in meta["splits"][split]["shards"]] for split in SPLITS]
     return hashlib.sha256(json.dumps([identity, meta.get("tokens_sha256"), *shards]).encode()).hexdigest()
 
 
 @contextmanager
 def data_dir_errors(data_dir: Path) -> Iterator[None]:
-    """Make `data_dir`; raises UserError that names it where the block, or that, cannot write."""
+    """Make `data_dir`. An OSError, here or in the `with` block, becomes a UserError that names `data_dir`."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         yield
@@ -277,6 +275,6 @@ def data_dir_errors(data_dir: Path) -> Iterator[None]:
 
 
 def data_dir_lock(data_dir: Path, report: Report) -> AbstractContextManager[None]:
-    """One process at a time writes to `data_dir`; the others wait."""
+    """A lock that lets one process at a time write to `data_dir`. The others wait, and report it."""
     message = f"another process is preparing data in {data_dir}; waiting for it"
     return exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message))

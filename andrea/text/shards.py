@@ -1,4 +1,4 @@
-"""Token shards, in llm.c's layout: 256 int32 (magic, version, count, zeros), then `count` uint16, little-endian."""
+"""Token shards in llm.c's layout: 256 int32 (magic, version, count, zeros), then `count` uint16, all little-endian."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from andrea.config import UserError
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
-READ_TOKENS = 1 << 24  # read at a time
+READ_TOKENS = 1 << 24  # number of tokens that are read at a time
 
 
 class ShardWriter:
-    """Appends tokens to one file. `close` writes their count into the header and flushes the file to the disk."""
+    """Append tokens to one file. `close` writes the number of tokens into the header and flushes the file to disk."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.count, self.digest = path, 0, hashlib.sha256()
@@ -46,7 +46,7 @@ class ShardWriter:
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """(count,) uint16, memory-mapped. Raises UserError, which names the file, where it is not a whole shard."""
+    """The tokens of a shard, (count,) uint16, memory-mapped. Raises UserError if the file is not a complete shard."""
     remedy = "copy it again, or delete its folder and prepare the data again"
     try:
         size = path.stat().st_size
@@ -71,12 +71,12 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def stamp(stat: os.stat_result) -> list[int]:
-    """A file's size and times. Equal ones mean an unchanged file: no program can set the second time (ctime)."""
+    """A file's size, mtime and ctime. If all three are equal, the file is unchanged: no program can set ctime."""
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def digest_of(path: Path, n_vocab: int) -> str:
-    """sha256 of a shard's tokens, all of which are read. Raises UserError where one is not in the vocabulary."""
+    """sha256 of all tokens of a shard. Raises UserError if a token is not in the vocabulary."""
     shard, digest = open_shard(path), hashlib.sha256()
     for start in range(0, len(shard), READ_TOKENS):
         tokens = shard[start : start + READ_TOKENS]
@@ -95,7 +95,7 @@ class TokenStream:
 
     @staticmethod
     def open(paths: Sequence[Path]) -> TokenStream:
-        """Raises UserError where a file is not a whole shard."""
+        """The shards at `paths` as one stream. Raises UserError if a file is not a complete shard."""
         return TokenStream([open_shard(path) for path in paths])
 
     def __len__(self) -> int:
@@ -125,17 +125,17 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Existing shards, which are used as they are."""
+    """Shards that the user supplies. They are neither copied nor encoded again."""
 
     name: str
     key: str  # the configuration key that messages name
     root: Path  # a file, or a folder of files
     files: list[Path]
-    listing: list[list[Any]]  # [absolute path, *stamp] of each; the hash that names the prepared folder is made of it
+    listing: list[list[Any]]  # [absolute path, *stamp] of each file, for the hash in the prepared folder's name
 
 
 def find_shards(name: str, path: Path, key: str) -> ShardSource:
-    """The .bin files at `path`. Raises UserError where there are none."""
+    """The .bin files at `path`, a file or a folder. Raises UserError if there are none."""
     if not os.path.exists(path):
         raise UserError(f"{key}={path} does not exist; name a .bin file or a folder of them")
     try:
@@ -150,7 +150,11 @@ def find_shards(name: str, path: Path, key: str) -> ShardSource:
 
 
 def split_shards(source: ShardSource) -> tuple[TokenStream, TokenStream]:
-    """Training and validation tokens: held out are the files with "val" in their names, or else the last hundredth."""
+    """Training and validation tokens.
+
+    The validation tokens are the files with "val" in their names. Without such files they are the last hundredth of all
+    tokens.
+    """
     held_out = [file for file in source.files if "val" in file.name]
     if held_out:
         return TokenStream.open([file for file in source.files if file not in held_out]), TokenStream.open(held_out)

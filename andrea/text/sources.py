@@ -1,8 +1,8 @@
-"""Sources of text: files to documents, each of which is for training or held out for validation.
+"""Sources of text: from files to documents. Each document is used for training or held out for validation.
 
 A document is a file, or one line or row of a file. It is read in pieces of at most about PIECE_BYTES, so that memory
-does not limit the size of a file. A document that is empty or is not text (invalid UTF-8, NUL bytes) is left out;
-`check` counts and reports these.
+does not limit the size of a file. Documents that are empty or not text (invalid UTF-8, NUL bytes) are left out; `check`
+counts and reports them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Split = Literal["train", "val"]
 Report = Callable[[str], None]  # shows one line to the user
 
 PIECE_BYTES = 1 << 20
-HELD_OUT_BELOW = 26  # of the 256 values of a hash's first byte: about a tenth of the documents
+HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
 FEWEST_DOCUMENTS = 10  # with fewer, the last tenth of each document is held out
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document's text, or all of it."""
+    """A part of a document's text, or the whole text."""
 
     text: str
     begins_document: bool
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass
 class LeftOut:
-    """The files and documents that are not used, counted by reason; the first few by name."""
+    """The number of unused files and documents for each reason, with the names of the first few."""
 
     names: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -68,10 +68,10 @@ class LeftOut:
 
 
 class Source:
-    """One named source of text. The constructor walks the folders; `check`, `pieces` and `documents` read the files."""
+    """One named source of text. The constructor lists the files; `check`, `pieces` and `documents` read them."""
 
     def __init__(self, name: str, kind: Literal["pystdlib", "text"], path: Path | None, key: str = "data.path") -> None:
-        """key: the configuration key for messages. Raises UserError where `path` does not exist or has no text file."""
+        """key: the configuration key that messages name. Raises UserError if `path` does not exist or has no text file."""
         self.name, self.kind, self.key = name, kind, key
         self.root = path if path is not None else Path(sysconfig.get_paths()["stdlib"])
         if not os.path.exists(self.root):
@@ -87,7 +87,7 @@ class Source:
             raise UserError(f"{key}={self.root} cannot be read: {error.filename}: {error.strerror}") from error
         if not self.files:
             raise UserError(f"{key}={self.root} holds no {', '.join(suffixes)} file; name a file or folder of text")
-        # [name, bytes, time of the last change] of each file; the hash that names the prepared folder is made of it.
+        # [name, bytes, time of the last change] of each file, for the hash in the prepared folder's name
         self.listing = [
             [file.relative_to(base).as_posix(), stat.st_size, stat.st_mtime_ns]
             for file, stat in zip(self.files, stats, strict=True)
@@ -95,9 +95,9 @@ class Source:
         self.bytes = sum(size for _, size, _ in self.listing)
 
     def check(self, report: Report) -> int:
-        """Read everything once, report what is left out, and return the bytes of the rest.
+        """Read all files once, report which documents are left out, and return the bytes of the usable documents.
 
-        Raises UserError where nothing is left.
+        Raises UserError if no document is usable.
         """
         left_out = LeftOut()
         usable = sum(document.size for document in self.every_document(left_out))
@@ -110,7 +110,7 @@ class Source:
         return usable
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The split's documents as whole texts, each of which must fit in memory."""
+        """The split's documents as whole texts. Each document must fit in memory."""
         parts: list[str] = []
         for piece in self.pieces(split):
             if piece.begins_document and parts:
@@ -136,7 +136,10 @@ class Source:
 
     @cached_property
     def cuts_documents(self) -> bool:
-        """Whether each document's last tenth is held out: documents are few, or by their hashes one split is empty."""
+        """Whether the last tenth of each document is held out, instead of whole documents.
+
+        This is the case if there are few documents, or if all their hashes fall into the same split.
+        """
         sides, count = set(), 0
         for document in self.every_document(LeftOut()):
             count += 1
@@ -146,7 +149,7 @@ class Source:
         return True
 
     def every_document(self, left_out: LeftOut) -> Iterator[Document]:
-        """The usable documents of both splits in a fixed order; all others are added to `left_out`."""
+        """The usable documents of both splits in a fixed order. Unusable ones are added to `left_out`."""
         for file, (name, size, _) in zip(self.files, self.listing, strict=True):
             if size == 0:
                 left_out.add("empty", name)
@@ -161,7 +164,7 @@ class Source:
 
 
 def list_files(root: Path, suffixes: tuple[str, ...], folders_left_out: set[str]) -> list[Path]:
-    """The files under `root` with these suffixes, in a fixed order, without hidden files and folders."""
+    """The files under `root` with these suffixes, in a fixed order. Hidden files and folders are skipped."""
     found: list[tuple[str, Path]] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in folders_left_out and not name.startswith(".")]
@@ -175,7 +178,7 @@ def is_held_out(key: str) -> bool:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[0] < HELD_OUT_BELOW
 
 
-# -------------------------------------------------------------------------------------------------- inside a file
+# ------------------------------------------------------------------------------------------- reading a single file
 
 
 def is_text(path: Path) -> bool:
@@ -188,9 +191,9 @@ def is_text(path: Path) -> bool:
 
 
 def whole_blocks(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
-    """Bytes start … stop in blocks of at most about PIECE_BYTES that end with a line, or at least with a character.
+    """Bytes start … stop in blocks of at most about PIECE_BYTES. A block ends after a line, or else after a character.
 
-    Raises UnicodeDecodeError where a block is not UTF-8.
+    Raises UnicodeDecodeError if a block is not UTF-8.
     """
     file.seek(start)
     left, rest = stop - start, b""
@@ -226,7 +229,7 @@ def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
 
 
 def cut_at(file: BinaryIO, size: int) -> int:
-    """The byte at which a document's last tenth begins: after the first line end in it, or else at a character."""
+    """The byte at which a document's held-out last tenth begins, moved forward to the start of a line or a character."""
     cut = size * 9 // 10
     file.seek(cut)
     tail = file.read(min(PIECE_BYTES, size - cut))
@@ -243,7 +246,7 @@ def in_memory(key: str, data: bytes) -> Document:
 
 
 def documents_of_jsonl(path: Path, name: str, left_out: LeftOut) -> Iterator[Document]:
-    """One document for each line of JSON: its "text"."""
+    """One document for each line of JSON: the value of its key "text"."""
     try:
         file = open(path, "rb")  # noqa: SIM115 (closed below)
     except OSError:
@@ -266,7 +269,7 @@ def documents_of_jsonl(path: Path, name: str, left_out: LeftOut) -> Iterator[Doc
 
 
 def documents_of_parquet(path: Path, name: str, left_out: LeftOut) -> Iterator[Document]:
-    """One document for each row of a parquet file: its column "text". Raises UserError where pyarrow is missing."""
+    """One document for each row of a parquet file, from the column "text". Raises UserError if pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet

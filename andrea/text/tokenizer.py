@@ -1,7 +1,8 @@
-"""Text to token ids and back. V = n_vocab. One of the ids, end_of_text, stands before every document and has no bytes.
+"""Text to token ids and back. V = n_vocab. The special token end_of_text precedes every document and has no bytes.
 
-`ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding through tiktoken: its ranks are
-trained here (`train_bpe`) or GPT-2's (`load_gpt2`). A tokenizer is saved as `tokenizer.json` and `tokenizer.tiktoken`.
+`ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding by tiktoken. The rank of a token is its
+id and its priority in merging. `train_bpe` trains the ranks, or `load_gpt2` loads those of GPT-2. A tokenizer is saved as
+`tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from andrea.config import TokenizerConfig, UserError
 
 DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
-# Text is split into these parts, and no token spans two of them (Radford et al. 2019): words with the space before
-# them, numbers, runs of other characters, whitespace.
+# Text is split into parts, and no token spans two parts (Radford et al. 2019). A part is a word, a number or a sequence of
+# other characters, each with the space before it, or whitespace.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-# The same for training, where a part of unlimited length could take hours.
+# The pattern for training limits the length of a part, because training on a very long part could take hours.
 TRAINING_PATTERN = PATTERN.replace("+", "{1,64}")
 GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sha256 of its content)
     "vocab.bpe": (
@@ -38,7 +39,7 @@ GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sh
         "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     ),
 }
-# tiktoken's regular expressions recurse within one part of a text; a longer text is therefore encoded in blocks.
+# Longer texts are encoded in blocks, because tiktoken's regular expression recurses within one part of a text.
 BLOCK_CHARACTERS = 1 << 18
 
 
@@ -46,21 +47,21 @@ class Tokenizer(ABC):
     kind: str
     n_vocab: int
     end_of_text: int
-    identity: str  # kind, size and the first 8 hex digits of the content's sha256: bpe-4096-1a2b3c4d
+    identity: str  # kind, size, and the first 8 hex digits of the content's sha256, such as bpe-4096-1a2b3c4d
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
-        """(n,) uint16 ids. The spelling of a special token is ordinary text; lone surrogates become U+FFFD."""
+        """The ids (n,) uint16 of a text. "<|endoftext|>" in the text is ordinary text; lone surrogates become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each of the V ids; end_of_text has none."""
+        """The bytes of each of the V tokens; empty for end_of_text."""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """One (n,) uint16 array for each text, in the order of `texts`, whatever the number of threads."""
+        """The ids (n,) uint16 of each text, in the order of `texts`."""
         if threads == 1 or len(texts) == 1:
             return [self.encode_array(text) for text in texts]
         with ThreadPoolExecutor(threads) as pool:
@@ -75,7 +76,7 @@ class Tokenizer(ABC):
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
-        """(V,) int64: the number of bytes of each id, 0 for end_of_text."""
+        """The number of bytes of each token, (V,) int64; 0 for end_of_text."""
         return np.array([len(entry) for entry in self.token_bytes()], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
@@ -109,7 +110,7 @@ class ByteTokenizer(Tokenizer):
 
 @final
 class RankTokenizer(Tokenizer):
-    """Byte-pair encoding. ranks: bytes of a token -> its id 0 … V-2, with all single bytes; end_of_text is V-1."""
+    """Byte-pair encoding. ranks: bytes of a token -> its id 0 … V-2. All single bytes are tokens; end_of_text is V-1."""
 
     KINDS: ClassVar[tuple[str, ...]] = ("bpe", "gpt2")
 
@@ -150,7 +151,7 @@ class RankTokenizer(Tokenizer):
 
 
 def without_surrogates(text: str) -> str:
-    """`text` as UTF-8 can encode it: pairs of surrogates are joined, lone ones (undecoded bytes) become U+FFFD."""
+    """`text` in a form that UTF-8 can encode: surrogate pairs are joined, and lone surrogates become U+FFFD."""
     if text.isascii():
         return text
     try:
@@ -164,7 +165,7 @@ def without_surrogates(text: str) -> str:
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
-    """Byte-pair encoding (Sennrich et al. 2016) of UTF-8 bytes; V = n_vocab, or less where pairs run out."""
+    """Train byte-pair encoding (Sennrich et al. 2016) on UTF-8 bytes. V = n_vocab, or less if the text has too few pairs."""
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainable
 
@@ -189,7 +190,7 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
 
 
 def visible_bytes() -> dict[str, int]:
-    """GPT-2's printable character for each byte, as character -> byte; a printable byte is its own character."""
+    """character -> byte: GPT-2 writes each byte as a printable character. A byte that is printable stands for itself."""
     printable = [value for value in range(256) if chr(value).isprintable() and chr(value) != " "]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
@@ -199,7 +200,7 @@ def visible_bytes() -> dict[str, int]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote to `folder`. Raises UserError that names the file that is missing or damaged."""
+    """The tokenizer that `save` wrote to `folder`. Raises UserError if a file is missing or damaged."""
     path = folder / DESCRIPTION
     try:
         description = json.loads(path.read_bytes())
@@ -224,7 +225,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Bytes -> id, from a rank file: a line for each token, base64 of its bytes and id. Raises UserError, OSError."""
+    """bytes -> id of each token, from a rank file. Each of its lines has the bytes in base64 and the id.
+
+    Raises UserError if the file is not a valid rank file, and OSError if it cannot be read.
+    """
     try:
         fields = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
@@ -241,7 +245,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer that `config` names; None where it has to be trained on the corpus. Raises UserError."""
+    """The tokenizer that `config` names; None if it must be trained on the corpus. Raises UserError if it is unusable."""
     if config.kind == "byte":
         return ByteTokenizer()
     if config.kind == "gpt2":
@@ -258,7 +262,7 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def from_path(path: Path, kind: str) -> Tokenizer:
-    """The tokenizer of a rank file, or of a folder that `save` wrote: a checkpoint, prepared data. Raises UserError."""
+    """The tokenizer in a rank file, a checkpoint or a folder of prepared data. Raises UserError if it is unusable."""
     if not os.path.exists(path):
         raise UserError(
             f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
@@ -278,7 +282,7 @@ def from_path(path: Path, kind: str) -> Tokenizer:
 
 
 def load_gpt2(path: str | None) -> Tokenizer:
-    """GPT-2's tokenizer from `path`, or else from tiktoken's cache or the network. Raises UserError."""
+    """GPT-2's tokenizer from `path`, or if None from tiktoken's cache or the network. Raises UserError if this fails."""
     if path is None:
         return download_gpt2()
     folder = Path(path).expanduser()
@@ -294,7 +298,7 @@ def load_gpt2(path: str | None) -> Tokenizer:
 
 
 def from_pair(folder: Path) -> Tokenizer:
-    """GPT-2's tokenizer from its two published files, under their own names or those in tiktoken's cache."""
+    """GPT-2's tokenizer from its two published files. They have their own names, or the names in tiktoken's cache."""
     contents = {}
     for name, (cached_name, sha256) in GPT2_FILES.items():
         found = [folder / choice for choice in (cached_name, name) if os.path.isfile(folder / choice)]

@@ -1,1 +1,1 @@
-"""Decoding's own kernels: tensors in, tensors out. Compiled when first needed, because a compiler is optional."""
+"""Kernels for decoding: tensors in, tensors out. They are compiled when first needed, because a compiler is optional."""

@@ -1,8 +1,9 @@
-// Decoding on a CPU: the operations of one new token. Each reads its weights, or its part of the cache, once.
+// Decoding on a CPU: the operations of one new token. Each operation reads its weights, or its part of the cache, once.
 //
-// n_row rows of n_in numbers become rows of n_out. Activations are fp32 or bf16 (the bits of the upper half of an fp32), and
-// all sums are fp32 or exact integers. Plain C++ with GCC's vector types, which the compiler maps to the processor's vectors.
-// The readable twins are torch's linear and rms_norm, `Int8Linear.readable`, and MultiHeadAttention.forward.
+// n_row rows of n_in numbers become rows of n_out numbers. Activations are fp32 or bf16; bf16 is the upper half of the bits
+// of an fp32. All sums are fp32 or exact integers. The code is plain C++ with GCC's vector types, which the compiler maps to
+// the processor's vectors. Tests compare these kernels with torch's linear and rms_norm, `Int8Linear.readable` and
+// MultiHeadAttention.forward.
 
 #include <algorithm>
 #include <cmath>
@@ -60,7 +61,7 @@ float sum(Floats v) {
     return total;
 }
 
-// Four independent sums, because each addition to a single one would wait for the addition before.
+// Four independent sums, because with a single sum each addition would wait for the addition before it.
 template <typename W>
 float dot(const W* w, const float* x, int64_t n) {
     Floats a{}, b{}, c{}, d{};
@@ -84,7 +85,7 @@ std::vector<float> in_fp32(const T* x, int64_t n) {
     return copy;
 }
 
-// A row as 16-bit integers u - 32768, times a step, with u in two bytes. Products with int8 weights are then integer sums.
+// A row of numbers as step · (u - 32768), with u stored in two bytes. Products with int8 weights are then integer sums.
 struct Bytes {
     std::vector<uint8_t> high, low;
     float step;
@@ -107,7 +108,8 @@ Bytes in_bytes(const T* x, int64_t n) {
     return bytes;
 }
 
-// Weight (n_out, n_in) in T; or, if scales (n_out) are given, in 8 bits with the sums of its rows. bias (n_out) or null.
+// Weight (n_out, n_in) in type T. If scales (n_out) are given, the weight is in 8 bits, with the sums of its rows. bias is
+// (n_out) or null.
 template <typename T>
 struct Matrix {
     const void* weight;
@@ -117,7 +119,8 @@ struct Matrix {
     int64_t n_in, n_out;
 };
 
-// Rows in the form that the matrix multiplies. Every thread makes its own copy, which costs less than waiting for another's.
+// Input rows in the form that the matrix needs. Every thread makes its own copy, because waiting for a shared copy would
+// take longer.
 struct Rows {
     std::vector<float> numbers;
     std::vector<Bytes> bytes;
@@ -152,8 +155,8 @@ float product(const Matrix<T>& matrix, const Rows& rows, int64_t m, int64_t n) {
     return matrix.bias ? value + number(matrix.bias[n]) : value;
 }
 
-// x (n_row, n_in) -> y (n_row, n_out), or y + the product with `added`. Each thread of the team computes its share of y and
-// then waits for the others.
+// The product of x (n_row, n_in) and the weight is written to y (n_row, n_out), or added to y with `added`. Each thread of
+// the team computes its share of y and then waits for the others.
 template <typename T>
 void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, bool added = false) {
     const Rows rows = rows_for(matrix, x, n_row);
@@ -181,7 +184,8 @@ void rms_norm(const T* x, const float* weight, T* y, int64_t n_row, int64_t n, f
     }
 }
 
-// A query or key of one head (D): RMS-normalised unless epsilon is negative, scaled, and rotated by the angles of its position.
+// Prepare a query or key of one head (D): RMS-normalise it unless epsilon is negative, scale it, and rotate it by the angles
+// of its position.
 template <typename T>
 std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, const float* turn) {
     std::vector<float> head = in_fp32(x, d);
@@ -194,8 +198,8 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, con
     return head;
 }
 
-// Attention of one new token of each of B texts of equal length -> out (B, H D). qkv (B, (H + 2G) D); the first `length`
-// tokens of the cache (B, G, capacity, D) are filled, and the new key and value are appended.
+// Attention of one new token for each of B texts of equal length: qkv (B, (H + 2G) D) -> out (B, H D). The first `length`
+// tokens of the cache (B, G, capacity, D) are filled; the new key and value are appended.
 template <typename T>
 void attend_by_team(
     const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,
@@ -226,7 +230,7 @@ void attend_by_team(
     }
 }
 
-enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of native.py
+enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of ACTIVATIONS in native.py
 
 struct Shape {
     int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual;
@@ -238,12 +242,12 @@ struct Layer {
     const float* attention_norm;
     Matrix<T> project, output;
     const float* mlp_norm;
-    Matrix<T> gate, up, down;  // gate: for SwiGLU alone
-    float first_share;         // share of the first layer's values in this layer's, with value_residual
+    Matrix<T> gate, up, down;  // gate is used by SwiGLU alone
+    float first_share;         // with value_residual: the share of the first layer's values in this layer's values
 };
 
-// Value residuals: the values in qkv (n_row, (H + 2G) D) stand after its queries and keys. Those of the first layer are copied
-// to `first` (n_row, G D); every other layer mixes its share of them into its own values.
+// Value residuals. In qkv (n_row, (H + 2G) D) the values come after the queries and keys. The first layer's values are copied
+// to `first` (n_row, G D). Every later layer mixes its share of `first` into its own values.
 template <typename T>
 void mix_values_by_team(T* qkv, T* first, const Shape& shape, bool is_first, float share) {
     const int64_t n_value = shape.n_kv_head * shape.d_head, before = shape.n_head * shape.d_head + n_value;
@@ -268,7 +272,7 @@ float activated(int64_t activation, float up, float gate) {
 
 // All blocks and the final norm for one new token of each of n_row texts of equal length: x (n_row, d_model) -> y. x is
 // overwritten. Results are rounded to T at the points where the blocks of model/gpt.py round. One team of threads computes
-// everything: a team for each operation, with Python in between, took a third of a token's time in 8 bits.
+// everything: with int8 weights, starting a team for each operation from Python took a third of the time of a token.
 template <typename T>
 void decode(
     const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,

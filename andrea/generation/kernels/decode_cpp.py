@@ -1,4 +1,4 @@
-"""The functions of decode.cpp."""
+"""The functions of decode.cpp for Python, and the C structures of their arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-ACTIVATIONS = ("gelu", "relu2", "swiglu")  # in the order of decode.cpp's
+ACTIVATIONS = ("gelu", "relu2", "swiglu")  # in the order of `Activation` in decode.cpp
 
 
 class Matrix(ctypes.Structure):
