@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, nearest, parse
+from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, nearest, parse
 from andrea.config.keys import current_key, dotted_keys, type_of_key
 from andrea.runtime import torchrun
 from andrea.runtime.files import StorageFailed
@@ -154,17 +154,6 @@ def hydra_errors() -> tuple[type[Exception], ...]:
     from omegaconf.errors import OmegaConfBaseException
 
     return HydraException, OmegaConfBaseException
-
-
-def lay_over(plain: dict, values: dict[str, Any]) -> dict:
-    """Set the values of dotted keys in nested mappings, in place; returns the mapping."""
-    for key, value in values.items():
-        *groups, last = key.split(".")
-        inner = plain
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[last] = value
-    return plain
 
 
 def check_choice(group: str, choice: str) -> None:

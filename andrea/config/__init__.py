@@ -3,7 +3,7 @@
 from andrea.config.checks import MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
 from andrea.config.group_files import CONFIGS, group_config, group_values
-from andrea.config.keys import nearest, with_current_keys
+from andrea.config.keys import lay_over, nearest, with_current_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
 from andrea.config.parse import parse, to_plain
 from andrea.config.schema import (
@@ -51,6 +51,7 @@ __all__ = [
     "folder_name",
     "group_config",
     "group_values",
+    "lay_over",
     "nearest",
     "parse",
     "readable_path",

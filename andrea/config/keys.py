@@ -87,3 +87,14 @@ def with_current_keys(hint: Any, values: Any) -> Any:
             raise UserError(f"{key} is now called {new}, and both are set; leave {key} out")
         renamed[new] = with_current_keys(member_type(hint, new), value)
     return renamed
+
+
+def lay_over(plain: dict, values: dict[str, Any]) -> dict:
+    """Set the values of dotted keys in nested mappings, in place; returns the mapping."""
+    for key, value in values.items():
+        *groups, last = key.split(".")
+        inner = plain
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return plain

@@ -20,7 +20,7 @@ from andrea.checkpoint import (
     read_checkpoint,
 )
 from andrea.checkpoint.model import changed_own_parts
-from andrea.config import RunConfig, UserError, with_current_keys
+from andrea.config import RunConfig, UserError, lay_over, with_current_keys
 from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
@@ -137,7 +137,7 @@ def merge(
         settled = now[key] == "auto" and key not in typed_values and key not in OF_THIS_COMMAND
         if not settled:
             after[key] = now[key]
-    merged = unflatten(after)
+    merged = lay_over({}, after)
     changed = {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
     for key in sorted(changed):
         if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
@@ -164,14 +164,3 @@ def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def unflatten(flat: dict[str, Any]) -> dict:
-    nested: dict[str, Any] = {}
-    for dotted, value in flat.items():
-        *groups, last = dotted.split(".")
-        place = nested
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
-    return nested

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.config import UserError
-from andrea.training.resume import flatten, merge, same, unflatten
+from andrea.config import UserError, lay_over
+from andrea.training.resume import flatten, merge, same
 
 names = st.text("abc", min_size=1, max_size=3)
 nested = st.recursive(
@@ -19,7 +19,7 @@ nested = st.recursive(
 
 @given(st.dictionaries(names, nested, max_size=3))
 def test_flattening_and_back_changes_nothing(mapping: dict) -> None:
-    assert unflatten(flatten(mapping)) == mapping
+    assert lay_over({}, flatten(mapping)) == mapping
 
 
 SAVED = {
@@ -34,7 +34,7 @@ COMPOSED = {
 
 
 def typed(**values: object) -> tuple[dict, list[str]]:
-    composed = unflatten(flatten(COMPOSED) | {key.replace("__", "."): value for key, value in values.items()})
+    composed = lay_over({}, flatten(COMPOSED) | {key.replace("__", "."): value for key, value in values.items()})
     return merge(SAVED, composed, {}, {key.replace("__", "."): value for key, value in values.items()})
 
 
