@@ -33,7 +33,7 @@ class TrainedRun:
     def load(self, **keywords: Any) -> LoadedModel:
         """The model of the run's newest checkpoint; keywords as for `andrea.load`. Raises UserError."""
         if self.folder is None:
-            raise UserError("dry_run=true has trained no model; leave it out")
+            raise UserError("dry_run=true trained no model that could be loaded; leave out dry_run")
         return load(self.folder, **keywords)
 
 
@@ -45,7 +45,8 @@ def train(*words: str) -> TrainedRun:
     """
     if switches := set(SWITCHES) & set(words):
         raise UserError(
-            f"{min(switches)} starts a process for each run of a sweep; call train in a loop, or use train.py"
+            f"{min(switches)} is not supported here, because each run of a sweep is a process; "
+            "call train in a loop, or use train.py"
         )
     with process_settings_restored():
         finished = train_one(list(words))

@@ -120,23 +120,23 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
     if implementation != "auto":
         reason = refusal(implementation, case)
         if reason is not None:
-            raise ValueError(f"implementation={implementation!r} cannot serve this: {reason}")
-        return implementation, "asked for by name"
+            raise ValueError(f"implementation={implementation!r} cannot be used here: {reason}")
+        return implementation, "chosen by name"
     if type(case.compatibility) is Additive:
-        return "chunked", "the additive function has no lowered form; its hidden values are computed in chunks"
+        return "chunked", "additive attention is not a dot product; its hidden values are computed in chunks"
     if not case.compatibility.lowers:
         return "reference", f"{type(case.compatibility).__name__} has no lowered form"
     device = case.query.device.type
     if case.statistics:
         if device == "cuda" and triton.refusal(case) is None:
-            return "triton", "our kernel measures in the same pass"
-        return "reference", "only the readable path measures here"
+            return "triton", "our kernel computes the statistics in the same pass"
+        return "reference", "here only the readable path computes statistics"
     if native.refusal(case) is None:
-        return "native", "our kernel for CPUs that multiply in bf16"
+        return "native", "our kernel for CPUs with bf16 instructions"
     compiled = torch.compiler.is_compiling() if case.compiled is None else case.compiled
     if compiled and device == "cpu" and case.query.requires_grad and case.key.shape[-2] <= WRITTEN_OUT_KEYS:
-        return "reference", f"training compiled for a CPU, with at most {WRITTEN_OUT_KEYS} keys"
-    return "sdpa", "torch's fused kernels serve every compatibility function that lowers"
+        return "reference", f"the fastest for compiled training on a CPU with at most {WRITTEN_OUT_KEYS} keys"
+    return "sdpa", "torch's fused kernels support every compatibility function with a lowered form"
 
 
 def refusal(implementation: str, case: Case) -> str | None:

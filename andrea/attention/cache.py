@@ -100,7 +100,9 @@ class KeyValueCache:
     def set_lengths(self, lengths: list[int]) -> None:
         """Shorten sequence i to its first lengths[i] tokens. Later tokens overwrite the removed ones."""
         if isinstance(self.length, int) or self.length.ndim == 0:
-            assert len(set(lengths)) == 1, f"sequences of one length, got {lengths}; make the cache ragged"
+            assert len(set(lengths)) == 1, (
+                f"this cache needs sequences of one length, got {lengths}; make the cache ragged"
+            )
             self.length = lengths[0] if isinstance(self.length, int) else self.length.fill_(lengths[0])
         else:
             self.length.copy_(torch.tensor(lengths))

@@ -230,5 +230,7 @@ def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
     ]
     if inspect.isabstract(kind) or missing:
         wanted = f"its constructor needs {', '.join(missing)}" if missing else "it has no method `scores`"
-        raise UserError(f"{KEY}={name} cannot be made: {wanted}; a constructor may name {', '.join(offered)}")
+        raise UserError(
+            f"{KEY}={name} cannot be made: {wanted}; a constructor may have the arguments {', '.join(offered)}"
+        )
     return kind(**{each.name: offered[each.name] for each in parameters if each.name in offered})

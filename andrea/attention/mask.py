@@ -95,7 +95,9 @@ class PackedDocuments(Mask):
 
     def interval(self, query_position: Tensor, n_key: int) -> Interval:
         if self.first.shape[-1] != n_key:
-            raise ValueError(f"packed_documents knows {self.first.shape[-1]} positions, but there are {n_key} keys")
+            raise ValueError(
+                f"packed_documents was made for {self.first.shape[-1]} positions, but there are {n_key} keys"
+            )
         known = query_position.clamp(0, n_key - 1)
         before, after = query_position < 0, query_position >= n_key  # queries outside belong to no document
         first = self.first[..., known].masked_fill(before, 0).masked_fill(after, n_key)
@@ -136,7 +138,9 @@ def sliding_window(width: int) -> Mask:
     Raises ValueError if the width is less than 1.
     """
     if width < 1:
-        raise ValueError(f"sliding_window({width}): the window holds the query's own position, so at least 1")
+        raise ValueError(
+            f"sliding_window({width}): the window includes the query's own position, so the width is at least 1"
+        )
     return SlidingWindow(width)
 
 

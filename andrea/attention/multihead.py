@@ -164,8 +164,8 @@ class MultiHeadAttention(nn.Module):
         if not self.compatibility.lowers:
             if place is not None:
                 raise ValueError(
-                    f"{type(self.compatibility).__name__} has no lowered form that could be turned by rotary positions: "
-                    f"use learned positions or none"
+                    f"{type(self.compatibility).__name__} has no lowered form, which rotary positions need: use learned "
+                    f"positions or none"
                 )
             return query, key, value, self.compatibility
         query, key = self.compatibility.lowered(query, key)
@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         """Value and first_value (B, G, S, D) -> the mixture of both with value_residual, else `value` itself."""
         if (first_value is None) != (self.value_mix is None):
             raise ValueError(
-                "value_residual=True takes the first layer's values, as SharedInputs(first_value=…); without it none are taken"
+                "value_residual=True needs SharedInputs(first_value=…), the first layer's values; without it, give none"
             )
         if first_value is None:
             return value

@@ -29,7 +29,7 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
         try:
             return read_checkpoint(path)
         except Damaged as fault:
-            report(f"passed over: {fault}")
+            report(f"skipped: {fault}")
     return None
 
 

@@ -74,7 +74,7 @@ class Checkpoint:
             return TensorReader([self.path / "model.safetensors"])
         if not (self.path / "optimizer.safetensors").exists():
             raise UserError(
-                f"{self.path} holds weights only and cannot be resumed; start from them with init_from={self.path}"
+                f"{self.path} holds weights only and cannot be resumed; start a new run from it with init_from={self.path}"
             )
         return TensorReader([self.path / "model.safetensors", self.path / "optimizer.safetensors"])
 
@@ -189,7 +189,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"name another with checkpoint=…"
         ) from None
     if version != FORMAT_VERSION:
-        raise Damaged(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+        raise Damaged(f"{path} has format version {version}, but this program reads only version {FORMAT_VERSION}")
     is_sharded = check_files(path, files)
     check_state(path, state)
     return Checkpoint(path, state, is_sharded)
@@ -201,7 +201,7 @@ def read_small_json(path: Path) -> Any:
     A link or a device is refused with ValueError: it may have no end.
     """
     if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_JSON_BYTES:
-        raise ValueError(f"{path} is no plain file of at most {LARGEST_JSON_BYTES} bytes")
+        raise ValueError(f"{path} is not a regular file of at most {LARGEST_JSON_BYTES} bytes")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -228,7 +228,7 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
     has_link = (folder / name).is_symlink() or (folder / name).parent.is_symlink()
     if not FILE_NAME.fullmatch(name) or has_link or not isinstance(expected, dict):
         raise Damaged(
-            f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a plain file of it"
+            f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a regular file in it"
         )
     if not (folder / name).is_file():
         raise Damaged(f"{folder} is damaged: {name} is missing; use an older checkpoint")
@@ -238,7 +238,9 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
             f"{folder} is damaged: {name} has {size} bytes instead of {expected.get('bytes')}; use an older checkpoint"
         )
     if file_sha256(folder / name) != expected.get("sha256"):
-        raise Damaged(f"{folder} is damaged: the sha256 of {name} is not the one written; use an older checkpoint")
+        raise Damaged(
+            f"{folder} is damaged: the sha256 of {name} differs from that in manifest.json; use an older checkpoint"
+        )
 
 
 def check_state(path: Path, state: Any) -> None:
@@ -247,4 +249,4 @@ def check_state(path: Path, state: Any) -> None:
         raise Damaged(f"{path} is damaged: state.json lacks step, tokens or config")
     for key, types in STATE_TYPES.items():
         if type(state.get(key)) not in types:
-            raise Damaged(f"{path} is damaged: {key} in its state.json is {str(state.get(key))[:80]!r}")
+            raise Damaged(f"{path} is damaged: its state.json has an impossible {key}: {str(state.get(key))[:80]!r}")

@@ -27,7 +27,9 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     written = checkpoint.state.get("tokenizer", tokenizer.identity)
     model_config, attention_config = configs_of(checkpoint)
     if written != tokenizer.identity:
-        raise Damaged(f"{checkpoint.path} was trained with tokenizer {written}, its folder holds {tokenizer.identity}")
+        raise Damaged(
+            f"{checkpoint.path} was trained with tokenizer {written}, but its folder holds {tokenizer.identity}"
+        )
     tensors = checkpoint.model_tensors()
     if model_config.n_layer > len(tensors):  # before so many layers are built, even without memory for weights
         raise Damaged(f"{checkpoint.path} has {len(tensors)} tensors, too few for model.n_layer={model_config.n_layer}")
@@ -50,7 +52,9 @@ def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:
             parse(AttentionConfig, config.get("attention"), "attention"),
         )
     except UserError as error:
-        raise Damaged(f"{checkpoint.path} is of a version this program does not read: {error}") from None
+        raise Damaged(
+            f"{checkpoint.path} has a configuration that this version of the program cannot read: {error}"
+        ) from None
 
 
 def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], model: GPT, tokenizer: Tokenizer) -> None:
@@ -65,7 +69,7 @@ def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], model: GPT
             )
     for name, tensor in tensors.items():
         if tensor.dtype not in WEIGHT_TYPES:
-            raise Damaged(f"{checkpoint.path} is damaged: {name} is {tensor.dtype}, no type of weights")
+            raise Damaged(f"{checkpoint.path} is damaged: {name} has type {tensor.dtype}, which weights cannot have")
 
 
 def own_parts(model: ModelConfig, attention: AttentionConfig) -> dict[str, str | None]:

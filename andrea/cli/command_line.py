@@ -54,7 +54,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
             print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}", file=sys.stderr)
         code = 2
     except StorageFailed as error:
-        hint = "checkpoints saved before are whole; free some space, then continue with resume=auto"
+        hint = "earlier checkpoints are intact; free some space, then continue with resume=auto"
         print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {hint}", file=sys.stderr)
         code = 5
     except torchrun.RankLost as error:

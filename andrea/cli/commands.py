@@ -10,7 +10,7 @@ from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, Len
 
 
 def prepare(argv: list[str]) -> int:
-    """Write the token shards of data=… with tokenizer=…; training does so itself at its first start."""
+    """Write the token shards of data=… with tokenizer=…; `train` also does this when it first starts."""
     config = configure(RunConfig, "train", argv)
 
     from andrea.text.corpus import open_corpus
@@ -48,7 +48,7 @@ def lens(argv: list[str]) -> int:
 
 
 def compare(argv: list[str]) -> int:
-    """Compare run folders: a table, a page, a picture, and a scaling fit where the runs determine one."""
+    """Compare run folders: a table, a page, a picture, and a scaling fit if there are enough runs."""
     config = configure(CompareConfig, "compare", to_key_value(argv, positional="runs"))
     predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
 
@@ -58,7 +58,7 @@ def compare(argv: list[str]) -> int:
 
 
 def dashboard(argv: list[str]) -> int:
-    """Save a wandb workspace that shows the runs of project=… side by side; offline, print what it would send."""
+    """Save a wandb workspace that shows the runs of project=… side by side; offline, print the workspace instead."""
     config = configure(DashboardConfig, "dashboard", to_key_value(argv))
 
     from andrea.insight.dashboard import dashboard

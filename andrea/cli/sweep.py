@@ -94,7 +94,7 @@ def read_values(typed: dict[str, str]) -> dict[str, Any]:
             values[key] = parser.parse_override(f"value={value}")
         except (HydraException, RecursionError):
             raise UserError(
-                f"{key}={value} is not in the grammar of -m: write a,b or range(1,4) for several values, and put text "
+                f"{key}={value} cannot be read by -m: write a,b or range(1,4) for several values, and put text "
                 f"with spaces or brackets in quotes of its own: {key}=\"'…'\""
             ) from None
         if (CONFIGS / key).is_dir():

@@ -50,5 +50,5 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
                 return FinishedRun(0, resume.run_folder_of(checkpoint))
             ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, config))
         elif config.resume:
-            ranks.from_rank_0(lambda: print("nothing to resume yet: starting"))
+            ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
         return start(config, checkpoint, ranks, watchdog, draw_lens=small_lens)

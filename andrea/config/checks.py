@@ -186,7 +186,7 @@ def check_sample(config: SampleConfig, path: str) -> None:
     if config.max_new_tokens * config.num_samples > MOST_SAMPLED_TOKENS:
         raise UserError(
             f"max_new_tokens={config.max_new_tokens} times num_samples={config.num_samples} is more than the "
-            f"{MOST_SAMPLED_TOKENS} tokens that are held at a time; lower one of them"
+            f"{MOST_SAMPLED_TOKENS} tokens that one command may hold; lower one of them"
         )
     if config.prompts is not None and (config.prompt or config.num_samples != 1 or config.interactive):
         raise UserError(
@@ -210,7 +210,7 @@ def check_lens(config: LensConfig, path: str) -> None:
 
 def check_compare(config: CompareConfig, path: str) -> None:
     if not config.runs:
-        raise UserError("no run named; name run folders, or a folder that holds some: python -m andrea compare runs/")
+        raise UserError("no run given; name run folders, or a folder that holds some: python -m andrea compare runs/")
     if not config.out.endswith(".html"):
         raise UserError(f"out={config.out} must end in .html: it is a page; its picture is written next to it as .png")
     width, cross, height = config.size.partition("x")
@@ -220,7 +220,9 @@ def check_compare(config: CompareConfig, path: str) -> None:
             f"size={config.size} is not a picture's size; write 1600x1000, from 400x300 to 8000x8000 pixels"
         )
     if config.predict_tokens is not None and config.predict is None:
-        raise UserError("predict_tokens belongs to the size named by predict=…; set that too, e.g. predict=andrea-480m")
+        raise UserError(
+            "predict_tokens=… needs predict=…, the model size to predict; set predict too, e.g. predict=andrea-480m"
+        )
 
 
 CHECKS: dict[type, Callable[[Any, str], None]] = {

@@ -55,11 +55,11 @@ def check_device_offers(precision: str, compile_: str, device: torch.device) -> 
     if precision == "int8" and device.type == "cpu" and library() is None:
         raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
     if precision == "int8" and device.type != "cpu" and compile_ == "off":
-        raise UserError(f"precision=int8 gains nothing on {device} without compile=on; add it, or use precision=bf16")
-    if compile_ == "on" and device.type != "cuda":
         raise UserError(
-            f"compile=on is for a CUDA card, got device={device.type}, where it gains nothing; use compile=off"
+            f"precision=int8 is not faster on {device} without compile=on; add compile=on, or use precision=bf16"
         )
+    if compile_ == "on" and device.type != "cuda":
+        raise UserError(f"compile=on needs a CUDA card, got device={device.type}; use compile=off")
 
 
 def request_of(config: SampleConfig) -> Request:
@@ -81,8 +81,8 @@ def read_prompt(prompt: str) -> str:
         path = Path(prompt[1:])
         if not os.path.isfile(path):  # isfile is False even for names that no file can have
             raise UserError(
-                f"prompt={prompt}: there is no file {str(path)!r}; @FILE reads the prompt from a file; a prompt that "
-                f"begins with @ itself can be given on standard input, with prompt=-"
+                f"prompt={prompt}: there is no file {str(path)!r} to read (@FILE); give a prompt that begins with @ "
+                f"on standard input, with prompt=-"
             )
         content, origin = path.read_bytes(), str(path)
     else:
@@ -101,7 +101,7 @@ def read_prompts(file: str, max_new_tokens: int) -> list[str]:
         raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'the file is not UTF-8 text'}") from None
     prompts = [line for line in lines if line]
     if not prompts:
-        raise UserError(f"prompts={file}: the file has no prompt in it; write one on each line")
+        raise UserError(f"prompts={file}: the file holds no prompt; write one prompt on each line")
     if len(prompts) * max_new_tokens > MOST_SAMPLED_TOKENS:
         raise UserError(
             f"prompts={file} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens={max_new_tokens} is "

@@ -32,17 +32,17 @@ OPTIMISATION = {
 }
 ATTENTION = {
     "attention/entropy_nats": "entropy, nats",
-    "attention/entropy_share": "entropy, share of a uniform distribution's",
-    "attention/lowest_entropy_share": "entropy share, lowest head",
+    "attention/entropy_share": "entropy as a share of the uniform distribution's",
+    "attention/lowest_entropy_share": "entropy share of the lowest head",
     "attention/largest_logit": "largest logit",
     "attention/first_token_mass": "weight on the first token",
-    "attention/highest_first_token_mass": "weight on the first token, highest head",
+    "attention/highest_first_token_mass": "weight on the first token, in the highest head",
     "attention/previous_token_mass": "weight on the previous token",
-    "attention/highest_previous_token_mass": "weight on the previous token, highest head",
+    "attention/highest_previous_token_mass": "weight on the previous token, in the highest head",
 }
 HEALTH = {  # a pattern of keys for each panel, as andrea/training/health/ defines which checks there are
     "^health/findings/.*": "findings: 1 where a check failed",
-    "^health/text/.*": "generated text, and the same figures of validation text",
+    "^health/text/.*": "the same figures for generated text and for validation text",
     "^health/(loss|gradient)_spikes$|^health/clipped_share$|^health/update_ratio": "optimisation",
     "^health/heads_.*": "attention",
     "^health/(val_less_train|epochs).*": "data",
@@ -58,7 +58,7 @@ def dashboard(config: DashboardConfig) -> int:
     if choose_wandb_mode("auto")[0] != "online":
         print(json.dumps(specification(workspace), indent=1))
         print(
-            "not sent: wandb is offline. Run `wandb login` once; the same command then saves this workspace",
+            "workspace not saved: wandb is offline. Run `wandb login` once, then this command again",
             file=sys.stderr,
         )
         return 0

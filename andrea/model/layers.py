@@ -28,7 +28,7 @@ def make_mlp(config: ModelConfig) -> nn.Module:
         mlp = own_class("model.mlp", config.mlp, nn.Module)(config.d_model, config.d_mlp, config.bias)
         if kept := mlp.state_dict().keys() - dict(mlp.named_parameters()).keys():
             raise UserError(
-                f"model.mlp={config.mlp} has the buffer {min(kept)}, and a checkpoint holds parameters alone; register it "
+                f"model.mlp={config.mlp} has the buffer {min(kept)}, but a checkpoint holds parameters only; register it "
                 f"with persistent=False, or make it a parameter"
             )
         return mlp

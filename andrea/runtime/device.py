@@ -99,13 +99,13 @@ def choose_precision(requested: str, device: torch.device) -> Choice:
     if requested == "fp16" and device.type != "cuda":
         raise UserError(f"precision=fp16 needs a CUDA card, got device={device.type}; use precision=bf16 or fp32")
     if requested != "auto":
-        return Choice(requested, "as asked")
+        return Choice(requested, "as set")
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
-            return Choice("bf16", "the card multiplies in bf16")
-        return Choice("fp16", "the card has no bf16; the loss is scaled")
+            return Choice("bf16", "the GPU has bf16 instructions")
+        return Choice("fp16", "the GPU has no bf16 instructions; fp16 needs a loss scale")
     if device.type == "cpu" and cpu_multiplies_bf16():
-        return Choice("bf16", "this CPU multiplies in bf16")
+        return Choice("bf16", "this CPU has bf16 instructions")
     return Choice("fp32", "bf16 is not faster on this device")
 
 

@@ -168,12 +168,12 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is damaged (meta.json: {error}); {remedy}") from error
     if identity != tokenizer.identity:
-        raise UserError(f"{path} was made with {identity}, not {tokenizer.identity}; {remedy}")
+        raise UserError(f"{path} was made with tokenizer {identity}, not {tokenizer.identity}; {remedy}")
     names = [name for split in SPLITS for name in digests[split]]
     if fingerprint != meta.get("fingerprint") or not all(SHARD_NAME.fullmatch(name) for name in names):
-        raise UserError(f"{path} is damaged (meta.json is not as it was written); {remedy}")
+        raise UserError(f"{path} is damaged (meta.json was changed); {remedy}")
     if not all(type(size) is int and size >= 0 for size in sizes.values()):
-        raise UserError(f"{path} is damaged (meta.json: bytes of text {sizes}); {remedy}")
+        raise UserError(f"{path} is damaged (meta.json has impossible sizes of text: {sizes}); {remedy}")
     if isinstance(folder.source, Source):
         verify(path, digests["train"] | digests["val"], tokenizer.n_vocab)
         train, val = (TokenStream.open([path / name for name in digests[split]]) for split in SPLITS)

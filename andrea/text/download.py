@@ -85,7 +85,9 @@ def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
             f"{remote.name} cannot be downloaded ({reason}); run again to continue the download, or {by_hand}"
         ) from error
     except OSError as error:
-        raise UserError(f"data_dir: {partial} cannot be written ({error.strerror}); set data_dir=…") from error
+        raise UserError(
+            f"data_dir: {partial} cannot be written ({error.strerror}); set data_dir=… to a writable folder"
+        ) from error
     found = file_sha256(partial)
     if expected is not None and found != expected:
         partial.unlink()

@@ -138,7 +138,7 @@ def encode_source(
     for split in SPLITS:
         if sum(shard["tokens"] for shard in splits[split]["shards"]) < 2:
             shutil.rmtree(folder)
-            raise UserError(f"{source.key}={source.root} holds too little text to train and to validate on; add some")
+            raise UserError(f"{source.key}={source.root} holds too little text to train and to validate on; add more")
     progress_file.unlink()
     return {"splits": splits}
 
@@ -234,7 +234,7 @@ def check_tokenizer(source: ShardSource, tokenizer: Tokenizer) -> None:
         made_with = load_tokenizer(source.root).identity
         if made_with != tokenizer.identity:
             raise UserError(
-                f"{source.key}={source.root} was made with {made_with}, this run has {tokenizer.identity}; "
+                f"{source.key}={source.root} was made with tokenizer {made_with}, but this run uses {tokenizer.identity}; "
                 f"set tokenizer.path={source.root}"
             )
 

@@ -28,7 +28,7 @@ HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less t
 FEWEST_DOCUMENTS = 10  # with fewer, the last tenth of each document is held out
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
-NOT_TEXT = "unreadable or not UTF-8 text"
+NOT_TEXT = "unreadable or not valid UTF-8"
 NAMED_AT_MOST = 3
 
 

@@ -52,7 +52,7 @@ class RunCheckpoints:
         wrong = [name for name, fine in zip(kept, finite.tolist(), strict=True) if not fine]
         if bool(parallel.ranks.minimum(torch.tensor(float(not wrong), device=device))):
             return True
-        self.damaged = f", but {wrong[0] if wrong else 'a tensor of another rank'} is not finite: not saved"
+        self.damaged = f", but {wrong[0] if wrong else 'a tensor of another rank'} is not finite: nothing was saved"
         return False
 
     def check(self) -> None:

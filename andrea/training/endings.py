@@ -54,7 +54,7 @@ class Endings:
         train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
         resume = f"{train} name={checkpoints.folder.name} resume=auto"
         sample = f"{typed_command('sample')} checkpoint={checkpoints.path}"
-        console.say(f"next: {sample}" if done else f"go on with: {resume}")
+        console.say(f"next: {sample}" if done else f"continue with: {resume}")
         return 0 if done else self.stopping.exit_code
 
     def stop_not_finite(self, figures: dict[str, float]) -> int:
@@ -69,7 +69,7 @@ class Endings:
         self.records.console.stop()
         self.records.console.say(
             f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}"
-            f"{checkpoints.damaged or ': not finite, not applied'}. Last good checkpoint: "
+            f"{checkpoints.damaged or ': not finite, update not applied'}. Last good checkpoint: "
             f"{saved[-1] if saved else 'none'}. Try optimizer.{rate}={getattr(optimizer, rate) / 2:g} or precision=fp32"
         )
         return 3
@@ -84,5 +84,5 @@ class Endings:
         console.stop()
         console.say(f"error: stopped at step {progress.step} of {self.config.steps}: {names} · {path}")
         name = checkpoints.folder.name
-        console.say(f"go on all the same: {typed_command('train')} name={name} resume=auto health.on_failure=warn")
+        console.say(f"continue anyway: {typed_command('train')} name={name} resume=auto health.on_failure=warn")
         return 4

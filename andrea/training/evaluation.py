@@ -110,7 +110,7 @@ class Evaluator:
         for finding, message in begun.items():
             self.records.alert(finding, begins=True, message=message)
         for finding, first_step in ended.items():
-            self.records.alert(finding, begins=False, message=f"no longer found; it began at step {first_step}")
+            self.records.alert(finding, begins=False, message=f"ended; it began at step {first_step}")
         return figures
 
     def failed(self) -> list[str]:

@@ -33,10 +33,12 @@ def check_float8(model: ModelConfig, device: torch.device, precision: str) -> No
     if capability < LEAST_CAPABILITY:
         shown, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         raise UserError(
-            f"float8=true needs compute capability {least} or later, this card has {shown}; use float8=false"
+            f"float8=true needs compute capability {least} or later, but this card has {shown}; use float8=false"
         )
     if precision != "bf16":
-        raise UserError(f"float8=true goes with bf16, got precision={precision}; use precision=bf16 or float8=false")
+        raise UserError(
+            f"float8=true needs precision=bf16, got precision={precision}; use precision=bf16 or float8=false"
+        )
     for key in ("d_model", "d_mlp", "sequence_length"):
         if getattr(model, key) % SIZE_MULTIPLE:
             raise UserError(

@@ -79,7 +79,7 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
         if checkpoint.state["data"] != corpus.fingerprint:
             raise UserError(
                 f"the data are not those of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
-                f"{corpus.fingerprint[:12]}); bring them back, or start a new run with init_from={checkpoint.path}"
+                f"{corpus.fingerprint[:12]}); restore them, or start a new run with init_from={checkpoint.path}"
             )
         return None
     if not config.init_from:
@@ -97,8 +97,8 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
     if {name: tensor.shape for name, tensor in weights.items()} != expected:
         name = source.state["config"]["model"]["name"]
         raise UserError(
-            f"init_from={config.init_from} holds a {name}, whose shapes are not those of model={config.model.name}; "
-            f"choose model={name}"
+            f"init_from={config.init_from} holds the model {name}, whose shapes differ from those of "
+            f"model={config.model.name}; choose model={name}"
         )
     return weights
 
@@ -142,7 +142,7 @@ def merge(
     for key in sorted(changed):
         if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
             raise UserError(
-                f"resume goes on with the same run, which has {key}={before.get(key)}, got {after[key]}; leave {key} out, "
+                f"{key}={after[key]} cannot replace {key}={before.get(key)} of the run to resume; leave {key} out, "
                 f"or start a new run from its weights with init_from=…"
             )
     return merged, [f"{key}: {before.get(key)} → {after[key]}" for key in sorted(changed)]

@@ -58,7 +58,7 @@ class StopRequests:
             if self.signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.signal = self.signal or number
-            self.waiting("interrupted: finishing the step and saving (once more to quit at once) …")
+            self.waiting("interrupted: finishing the step and saving (interrupt again to quit at once) …")
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -69,7 +69,7 @@ def test_it_trains_outside_the_main_thread(tmp_path: Path, notes: Path) -> None:
 def test_what_is_wrong_is_a_user_error(tmp_path: Path) -> None:
     for words, message in (
         (["train.stepz=3"], "did you mean train.steps"),
-        (["-m", "seed=1,2"], "-m starts a process for each run"),
+        (["-m", "seed=1,2"], "-m is not supported here, because each run of a sweep is a process"),
         (["model=andrea-nana"], "did you mean andrea-nano"),
     ):
         with pytest.raises(andrea.UserError, match=message):
@@ -79,5 +79,5 @@ def test_what_is_wrong_is_a_user_error(tmp_path: Path) -> None:
 def test_a_dry_run_has_no_model(tmp_path: Path, notes: Path) -> None:
     run = andrea.train(*tiny_words(tmp_path, notes), "dry_run=true")
     assert run == andrea.TrainedRun(None, 0, {})
-    with pytest.raises(andrea.UserError, match="dry_run=true has trained no model"):
+    with pytest.raises(andrea.UserError, match="dry_run=true trained no model"):
         run.load()

@@ -154,10 +154,10 @@ def test_choose_tells_what_runs_and_why():
     def chosen(name, compatibility=SCALED, **options):
         return choose(name, AttentionCase(*inputs, compatibility, **options))
 
-    assert chosen("auto") == ("sdpa", "torch's fused kernels serve every compatibility function that lowers")
+    assert chosen("auto") == ("sdpa", "torch's fused kernels support every compatibility function with a lowered form")
     for name in ("sdpa", "reference"):
-        assert chosen(name) == (name, "asked for by name")
-    assert chosen("auto", statistics=True) == ("reference", "only the readable path measures here")
+        assert chosen(name) == (name, "chosen by name")
+    assert chosen("auto", statistics=True) == ("reference", "here only the readable path computes statistics")
     additive = Additive(7, 7, 5)
     for statistics in (False, True):
         assert chosen("auto", compatibility=additive, statistics=statistics)[0] == "chunked"
@@ -173,10 +173,14 @@ def test_choose_tells_what_runs_and_why():
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("sdpa", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form, which every fused kernel needs"),
+        (
+            "sdpa",
+            {"compatibility": Additive(7, 7, 5)},
+            "Additive has no lowered form \\(a plain dot product\\), which every fused kernel needs",
+        ),
         ("triton", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form"),
-        ("chunked", {}, "it is made for the additive function alone"),
-        ("sdpa", {"statistics": True}, "it returns no statistics; use triton or reference"),
+        ("chunked", {}, "it supports the additive function only"),
+        ("sdpa", {"statistics": True}, "it does not return statistics; use triton or reference"),
         ("flex", {}, "it needs a CUDA card, got device=cpu"),
         ("sdpa_cudnn", {}, "it needs a CUDA card, got device=cpu"),
         ("triton", {"mask": Checkered()}, "the mask Checkered does not say which interval of keys a query sees"),
@@ -184,7 +188,7 @@ def test_choose_tells_what_runs_and_why():
     ],
 )
 def test_a_named_implementation_that_cannot_serve_raises_with_the_reason(name, options, reason):
-    with pytest.raises(ValueError, match=f"implementation='{name}' cannot serve this: {reason}"):
+    with pytest.raises(ValueError, match=f"implementation='{name}' cannot be used here: {reason}"):
         attend(*tensors(5, 5, torch.float32), implementation=name, **options)
 
 

@@ -51,7 +51,7 @@ def test_a_window_holds_the_querys_own_position():
     assert torch.equal(visible_keys(sliding_window(2), 4, 4, 0, CPU), expected)
     assert torch.equal(visible_keys(causal() & sliding_window(2), 4, 4, 0, CPU), expected)
     assert torch.equal(visible_keys(sliding_window(1), 4, 4, 0, CPU), torch.eye(4, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"sliding_window\(0\): the window holds the query's own position"):
+    with pytest.raises(ValueError, match=r"sliding_window\(0\): the window includes the query's own position"):
         sliding_window(0)
 
 
@@ -72,7 +72,7 @@ def test_queries_outside_the_known_positions_belong_to_no_document():
 
 
 def test_documents_of_another_length_than_the_keys_are_refused():
-    with pytest.raises(ValueError, match="packed_documents knows 3 positions, but there are 4 keys"):
+    with pytest.raises(ValueError, match="packed_documents was made for 3 positions, but there are 4 keys"):
         visible_keys(packed_documents(torch.tensor([0, 0, 1])), 4, 4, 0, CPU)
 
 

@@ -67,7 +67,7 @@ def test_fsdp_finds_the_tensors_that_layers_share():
 def test_the_first_layer_s_values_are_neither_forgotten_nor_thrown_away():
     x, first = vectors(T), torch.randn(B, H, T, D).double()
     for attention, given in ((make(value_residual=True), None), (make(), first)):
-        with pytest.raises(ValueError, match="value_residual=True takes the first layer's values"):
+        with pytest.raises(ValueError, match="value_residual=True needs"):
             attention(x, shared=SharedInputs(first_value=given))
 
 
@@ -209,7 +209,7 @@ def test_a_cache_serves_every_compatibility_function(name):
 
 def test_what_has_no_lowered_form_cannot_be_turned():
     attention = MultiHeadAttention(D_MODEL, H, compatibility=make_compatibility("additive", H, D))
-    with pytest.raises(ValueError, match="Additive has no lowered form that could be turned by rotary positions"):
+    with pytest.raises(ValueError, match="Additive has no lowered form, which rotary positions need"):
         attention(torch.randn(B, T, D_MODEL), shared=SharedInputs(place=lambda tensor: tensor))
 
 

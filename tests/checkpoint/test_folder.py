@@ -51,8 +51,8 @@ def test_a_manifest_with_files_outside_the_folder_or_malformed_is_refused(tmp_pa
     path = write(tmp_path / "run", 1)
     files = json.loads((path / "manifest.json").read_text())["files"]
     for wrong, message in [
-        ({"../../state.json": files["state.json"], **files}, "plain file"),
-        ({**files, "state.json": 3}, "plain file"),
+        ({"../../state.json": files["state.json"], **files}, "regular file"),
+        ({**files, "state.json": 3}, "regular file"),
         ({"state.json": files["state.json"]}, "does not list"),
         ([], "does not list"),
         ("x", "cannot be read"),
@@ -138,7 +138,7 @@ def test_a_state_of_wrong_types_is_refused(name: str, value: object, tmp_path: P
     path = write(tmp_path / "run", 1)
     state = json.loads((path / "state.json").read_text()) | {name: value}
     rewrite(path, "state.json", json.dumps(state).encode())
-    with pytest.raises(Damaged, match=f"{name} in its state.json"):
+    with pytest.raises(Damaged, match=f"its state.json has an impossible {name}"):
         read_checkpoint(path)
 
 

@@ -75,7 +75,7 @@ def test_the_description_names_matrices_in_8_bits(tmp_path, capsys, dtype):
 
 def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
     write(tmp_path)
-    with pytest.raises(UserError, match="compile=on is for a CUDA card, got device=cpu"):
+    with pytest.raises(UserError, match="compile=on needs a CUDA card, got device=cpu"):
         sample(config_of(tmp_path, compile="on"), torch.device("cpu"), torch.float32)
 
 
@@ -106,7 +106,12 @@ def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "No such file"), (b"\n\n", "no prompt in it"), (b"\xff\xfe", "not UTF-8"), (b"a\nb\nc\n", "lower one")],
+    [
+        (None, "No such file"),
+        (b"\n\n", "the file holds no prompt"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"a\nb\nc\n", "lower one"),
+    ],
 )
 def test_a_file_of_prompts_that_cannot_be_used_is_named(tmp_path, content, said):
     write(tmp_path)

@@ -39,7 +39,7 @@ def test_offline_the_specification_is_printed(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr()
     sent = json.loads(printed.out)
     assert (sent["entity"], sent["project"]) == ("me", "mine")
-    assert "not sent" in printed.err and "wandb login" in printed.err
+    assert "workspace not saved" in printed.err and "wandb login" in printed.err
 
 
 @OFFLINE

@@ -101,7 +101,7 @@ def test_of_shards_without_validation_the_end_is_held_out(tmp_path: Path) -> Non
 def test_prepared_data_is_known_by_its_tokenizer(tmp_path: Path) -> None:
     made = open_corpus(text_config(small_notes(tmp_path / "notes")), BPE, tmp_path / "data", quiet)
     data = DataConfig("shards", str(made.sources[0].folder), {})
-    with pytest.raises(UserError, match="was made with bpe-300"):
+    with pytest.raises(UserError, match="was made with tokenizer bpe-300"):
         open_corpus(data, BYTE, tmp_path / "data", quiet)
     again = open_corpus(data, TokenizerConfig("bpe", 300, data.path), tmp_path / "data", quiet)
     assert again.sources[0].val[:].tolist() == made.sources[0].val[:].tolist()
@@ -124,7 +124,7 @@ def test_a_truncated_prepared_shard_and_a_foreign_tokenizer_are_named(tmp_path: 
     folder = open_corpus(data, BYTE, tmp_path / "data", quiet).sources[0].folder
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bpe-9-00000000"}))
-    with pytest.raises(UserError, match="made with bpe-9"):
+    with pytest.raises(UserError, match="made with tokenizer bpe-9"):
         open_corpus(data, BYTE, tmp_path / "data", quiet)
     (folder / "meta.json").write_text(json.dumps(meta))
     os.truncate(folder / "train-000000.bin", 1500)
@@ -185,12 +185,12 @@ def test_a_prepared_token_beyond_the_vocabulary_is_named_whatever_its_checksums_
     [
         (
             lambda meta: meta["splits"]["train"]["shards"][0].update(file="../../train-000000.bin"),
-            "not as it was written",
+            "meta.json was changed",
         ),
-        (lambda meta: meta["splits"]["train"]["shards"][0].update(sha256="0"), "not as it was written"),
-        (lambda meta: meta["splits"]["train"].update(bytes=[None]), "bytes of text"),
+        (lambda meta: meta["splits"]["train"]["shards"][0].update(sha256="0"), "meta.json was changed"),
+        (lambda meta: meta["splits"]["train"].update(bytes=[None]), "impossible sizes of text"),
         (lambda meta: meta["splits"].update(train=None), "meta.json"),
-        (lambda meta: meta.update(fingerprint=3), "not as it was written"),
+        (lambda meta: meta.update(fingerprint=3), "meta.json was changed"),
     ],
 )
 def test_a_false_meta_is_refused(damage, said: str, tmp_path: Path) -> None:

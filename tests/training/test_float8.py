@@ -67,7 +67,7 @@ def test_a_cpu_is_refused(tiny_run) -> None:
 def test_a_run_learns_and_its_checkpoint_is_any_models(small_run, tmp_path: Path, capsys) -> None:
     assert small_run("name=plain") == 0
     assert small_run("name=eight", "float8=true") == 0
-    assert "the matrix products of the blocks are made in 8 bits" in capsys.readouterr().out
+    assert "the matrix products of the blocks are computed in 8 bits" in capsys.readouterr().out
     plain, eight = (losses(tmp_path / "runs" / name) for name in ("plain", "eight"))
     assert plain != eight and eight[-1] < math.log(257) - 1
     assert eight[-1] == pytest.approx(plain[-1], rel=0.03)
@@ -101,11 +101,11 @@ def test_what_it_cannot_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match=f"needs a CUDA card, got device={kind}; use float8=false"):
             check_float8(model, torch.device(kind), "bf16")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UserError, match="compute capability 8.9 or later, this card has 8.0"):
+    with pytest.raises(UserError, match="compute capability 8.9 or later, but this card has 8.0"):
         check_float8(model, card, "bf16")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     check_float8(model, card, "bf16")
-    with pytest.raises(UserError, match="goes with bf16, got precision=fp32; use precision=bf16 or float8=false"):
+    with pytest.raises(UserError, match="needs precision=bf16, got precision=fp32; use precision=bf16 or float8=false"):
         check_float8(model, card, "fp32")
     with pytest.raises(UserError, match="needs model.sequence_length in multiples of 16, got 8;"):
         check_float8(model_of("model.sequence_length=8"), card, "bf16")

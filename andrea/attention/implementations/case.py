@@ -82,9 +82,9 @@ class Case:
 def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
     """The reason why a fused kernel cannot serve the case, or None. measures: whether it returns statistics."""
     if not case.compatibility.lowers:
-        return f"{type(case.compatibility).__name__} has no lowered form, which every fused kernel needs"
+        return f"{type(case.compatibility).__name__} has no lowered form (a plain dot product), which every fused kernel needs"
     if case.statistics and not measures:
-        return "it returns no statistics; use triton or reference"
+        return "it does not return statistics; use triton or reference"
     return None
 
 

@@ -22,7 +22,7 @@ HIDDEN_AT_A_TIME = 2**22  # entries in the (..., rows, S, n) tensor of one chunk
 
 
 def refusal(case: Case) -> str | None:
-    return None if type(case.compatibility) is Additive else "it is made for the additive function alone"
+    return None if type(case.compatibility) is Additive else "it supports the additive function only"
 
 
 def run(case: Case) -> Result:

@@ -21,18 +21,18 @@ def refusal(case: Case) -> str | None:
         return reason
     query, key, value = case.query, case.key, case.value
     if query.device.type != "cpu":
-        return f"it is made for CPUs, got device={query.device.type}"
+        return f"it runs on CPUs only, got device={query.device.type}"
     if case.product_dtype != torch.bfloat16:
         return f"it computes in bf16, got {case.product_dtype}"
     if not isinstance(case.mask, Causal):
-        return "it knows the causal mask alone"
+        return "it supports the causal mask only"
     start = case.first_position
     if query.shape[-2] != key.shape[-2] or not (isinstance(start, int) and start == 0):
-        return "it takes as many queries as keys, from the first on"
+        return "it needs as many queries as keys, both from the first position"
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % D_STEP:
-        return f"it takes heads of one width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
+        return f"it needs keys and values of one width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
     if not has_native():
-        return "it needs g++ and a processor that multiplies in bf16 (AVX512-BF16)"
+        return "it needs g++ and a processor with bf16 instructions (AVX512-BF16)"
     return None
 
 

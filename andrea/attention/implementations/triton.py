@@ -46,7 +46,7 @@ def refusal(case: Case) -> str | None:
     if max(query.shape[-1], value.shape[-1]) > WIDEST_HEAD:
         return f"its widest head is {WIDEST_HEAD}, got {max(query.shape[-1], value.shape[-1])}"
     if any(tensor.shape[-2] * tensor.stride(-2) >= 2**31 for tensor in (query, key, value)):
-        return "the rows of one head lie more than 2^31 numbers apart"
+        return "the rows of one head are more than 2^31 elements apart in memory"
     if mask is not None and not mask.is_interval:
         return f"the mask {type(mask).__name__} does not say which interval of keys a query sees"
     return None

@@ -48,9 +48,15 @@ class HeadName:
 
 NAMES = (
     HeadName("previous_token", "previous-token", "attends to the token just before", "text", ENOUGH),
-    HeadName("induction", "induction", "attends to the token that followed this one last time", "repeat", ENOUGH),
+    HeadName("induction", "induction", "attends to the token after the previous copy of this token", "repeat", ENOUGH),
     HeadName("same_token", "same-token", "attends to earlier copies of this token", "repeat", ENOUGH),
-    HeadName("opener", "bracket/quote opener", "attends to the bracket or quote still open", "text", ENOUGH),
+    HeadName(
+        "opener",
+        "bracket/quote opener",
+        "attends to the opening bracket or quote that is not yet closed",
+        "text",
+        ENOUGH,
+    ),
     HeadName("first_token", "first-token sink", "attends mostly to the very first token", "text", MOST),
 )
 

@@ -101,7 +101,7 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     return {
         name: f"{len(looping)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) repeat themselves: "
         f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); "
-        f"of validation text, {real:.1%} repeats itself"
+        f"in validation text, {real:.1%} of the texts do"
     }
 
 
@@ -119,5 +119,5 @@ def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText, conf
     low = ", ".join(f"{name} {share:.0%}" for name, share in worst.items() if share < config.variety)
     return {
         "poor_text": f"{len(poor)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) have little "
-        f"variety: the worst has {low} of the least varied validation text (health.variety={config.variety:g})"
+        f"variety: the worst, relative to the least varied validation text, has {low} (health.variety={config.variety:g})"
     }

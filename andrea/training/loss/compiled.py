@@ -32,7 +32,7 @@ def make_loss(
     if config.compile == "off":
         return loss, config
     configure_compiler(device)
-    console.say("compiling the training step, up to a minute (kept for the next start) …")
+    console.say("compiling the training step: up to a minute, cached for the next start …")
     clock = time.perf_counter()
     shape = (config.train.micro_batch, config.model.sequence_length)
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
@@ -41,7 +41,7 @@ def make_loss(
     except compile_errors() as error:
         if not may_run_uncompiled:
             raise
-        console.say(f"torch.compile failed here, training goes on without it: {str(error).strip().splitlines()[0]}")
+        console.say(f"torch.compile failed; training continues without it: {str(error).strip().splitlines()[0]}")
         parallel.uncompile(micro_loss)
         return loss, dataclasses.replace(config, compile="off")
     finally:

@@ -219,7 +219,7 @@ class ShardedSaver(Saver):
         for name in files:
             if not (staging / name).exists():
                 raise StorageFailed(
-                    f"{staging / name}, which another rank wrote, is not here: all hosts must share runs_dir"
+                    f"{staging / name}, which another rank wrote, is missing on this host: all hosts must share runs_dir"
                 )
         self.mark_and_prune(publish(self.folder / "checkpoints", staging, state, self.tokenizer, files), best)
 

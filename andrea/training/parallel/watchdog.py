@@ -110,7 +110,7 @@ class StoreWatchdog(Watchdog):
         """Print the diagnosis on one rank only, and end the process, because nothing can wake the main thread."""
         if self.finished.is_set():
             return
-        hint = "raise parallel.watchdog_minutes if it only takes longer"
+        hint = "raise parallel.watchdog_minutes if the step is only slow"
         message = f"error: {diagnosis} (no progress for {self.limit_s:.0f} s); {hint}"
         self.leave(message if self.is_first_to_print() else diagnosis)
 

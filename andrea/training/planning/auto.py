@@ -65,7 +65,7 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
     ]
     if config.float8:
-        lines.append("float8: the matrix products of the blocks are made in 8 bits")
+        lines.append("float8: the matrix products of the blocks are computed in 8 bits")
     if ranks.started_by_torchrun:
         lines.append(f"parallel: {sharing.value} over {ranks.size} ranks ({sharing.why})")
     lines.append(f"attention: {attention.why}")

@@ -40,7 +40,7 @@ def describe(config: RunConfig) -> str:
             f"{memory.total / GIB:.2f} GiB at the peak, micro-batch: {micro_batch} of {config.sequences_per_step} sequences",
         ),
         *((f"  {part}", f"{gib:.2f} GiB") for part, gib in parts_in_gib(memory).items()),
-        ("free here", f"{free / GIB:.2f} GiB on {device}, {precision.value} ({precision.why})"),
+        ("free memory", f"{free / GIB:.2f} GiB on {device}, {precision.value} ({precision.why})"),
         ("on 1 × 80 GB", on_cards(config, n_vocab, 1)),
         ("on 8 × 80 GB", on_cards(config, n_vocab, 8)),
         ("tokens per step", f"{config.tokens_per_step:,}"),
@@ -82,7 +82,7 @@ def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
     micro_batch = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * CARD_BYTES)[0]
     memory = memory_of(config, n_vocab, micro_batch, placement)
     if memory.total > USABLE_SHARE * CARD_BYTES:
-        return f"does not fit: {sharing.why}; train.activation_checkpointing=true takes less"
+        return f"does not fit: {sharing.why}; train.activation_checkpointing=true needs less memory"
     parts = " · ".join(f"{part} {gib:.1f}" for part, gib in parts_in_gib(memory).items())
     how = f"{sharing.value}, " if ranks > 1 else ""
     return f"{how}{precision}, micro-batch: {micro_batch} sequences, {memory.total / GIB:.1f} GiB a card ({parts})"

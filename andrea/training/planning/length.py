@@ -41,7 +41,8 @@ def with_length_and_name(config: RunConfig) -> RunConfig:
         steps = max(1, round(tokens / config.tokens_per_step))
         if train.steps not in ("auto", steps):
             raise UserError(
-                f"train.steps={train.steps} and train.{key}, which makes {steps}; set train.steps=auto or leave one out"
+                f"train.steps={train.steps} and train.{key} (which gives {steps} steps) both set the length of training; "
+                f"set train.steps=auto or leave one out"
             )
         config = dataclasses.replace(config, train=dataclasses.replace(train, steps=steps))
     if config.name is None:

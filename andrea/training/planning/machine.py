@@ -50,10 +50,12 @@ def device_of_rank(asked: str, ranks: Ranks) -> torch.device:
     cards = torch.cuda.device_count() if device.type == "cuda" else 0
     if ranks.size > 1 and (device.index is not None or device.type == "mps"):
         raise UserError(
-            f"device={asked} is one device, and there are {ranks.size} ranks; use device=cuda or device=cpu"
+            f"device={asked} is one device, but there are {ranks.size} ranks; use device=cuda or device=cpu"
         )
     if 1 < cards < ranks.local_size:  # one visible card is fine: SLURM can show each rank a different one
-        raise UserError(f"{ranks.local_size} ranks on this machine have {cards} cards; use --nproc-per-node={cards}")
+        raise UserError(
+            f"there are {ranks.local_size} ranks on this machine, but {cards} cards; use --nproc-per-node={cards}"
+        )
     return device
 
 

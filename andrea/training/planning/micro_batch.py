@@ -72,8 +72,9 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
             pass  # the exception keeps the tensors of its frames alive: leave this block before freeing memory
         torch.cuda.empty_cache()
     raise UserError(
-        f"train.micro_batch=auto, tried down to {candidates[-1]}: the card's memory is too small; set "
-        f"train.activation_checkpointing=true, a smaller model or model.sequence_length, or parallel=fsdp on several cards"
+        f"train.micro_batch=auto was tried down to {candidates[-1]}, but the card's memory is too small; set "
+        f"train.activation_checkpointing=true, choose a smaller model or a smaller model.sequence_length, or use "
+        f"parallel=fsdp on several cards"
     )
 
 

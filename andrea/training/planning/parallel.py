@@ -12,19 +12,19 @@ from andrea.training.planning.micro_batch import memory_of
 
 def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
     """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
-    chosen, shard_ranks = Choice(config.parallel.kind, "as asked"), config.parallel.shard_ranks
+    chosen, shard_ranks = Choice(config.parallel.kind, "as set"), config.parallel.shard_ranks
     if config.parallel.kind == "auto":
         if not ranks.started_by_torchrun:
             return Choice("none", "one process")
         chosen = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks.size), free_bytes)
     if chosen.value == "fsdp" and not ranks.started_by_torchrun:
         raise UserError(
-            "parallel=fsdp shards a model over the ranks of torchrun, and there are none; start with "
+            "parallel=fsdp shards a model over the ranks of torchrun, but torchrun was not used; start with "
             f"`{typed_command('train', 'torchrun --standalone --nproc-per-node=2')} …`, or choose parallel=auto"
         )
     if shard_ranks and ranks.size % shard_ranks:
         raise UserError(
-            f"parallel.shard_ranks={shard_ranks} does not divide the {ranks.size} ranks; use a divisor, or null: all of them"
+            f"parallel.shard_ranks={shard_ranks} does not divide the {ranks.size} ranks; use a divisor, or null for all ranks"
         )
     return chosen
 
@@ -36,8 +36,10 @@ def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, fre
     """
     capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
     alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total
-    why = f"the whole model with one sequence needs {alone / GIB:.1f} GiB, of {capacity / GIB:.1f} that a rank may fill"
+    why = (
+        f"the whole model with one sequence needs {alone / GIB:.1f} GiB of the {capacity / GIB:.1f} that a rank may use"
+    )
     if alone <= capacity:
         return Choice("ddp" if ranks > 1 else "none", why)
     sharded = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision, ranks, sharded=True)).total
-    return Choice("fsdp", why + (f"; sharded over {ranks}, {sharded / GIB:.1f}" if ranks > 1 else ""))
+    return Choice("fsdp", why + (f"; sharded over {ranks} ranks, {sharded / GIB:.1f}" if ranks > 1 else ""))

@@ -125,7 +125,7 @@ def run_folder_locked(folder: Path, checkpoint: Checkpoint | None, console: Cons
         for unfinished in (folder, folder / "checkpoints"):
             remove_unfinished(unfinished)
         for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
-            console.say(f"moved out of the way, because the run continues from an earlier step: {path}")
+            console.say(f"renamed, because the run continues from an earlier step: {path}")
         yield
 
 

@@ -220,7 +220,7 @@ def test_blocks_that_nobody_sees_are_not_visited(monkeypatch):
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(change, reason):
     tensor = torch.randn(1, 1, 3, change.get("width", 16), dtype=change.get("dtype", torch.float32))
-    with pytest.raises(ValueError, match=f"implementation='triton' cannot serve this: .*{reason}"):
+    with pytest.raises(ValueError, match=f"implementation='triton' cannot be used here: .*{reason}"):
         attend(tensor, tensor, tensor, compatibility=ScaledDotProduct(), implementation="triton")
 
 

@@ -114,12 +114,12 @@ def test_compiled_and_under_autocast_it_is_the_same():
     ("change", "said"),
     [
         ({"dtype": torch.float32}, "computes in bf16, got torch.float32"),
-        ({"mask": sliding_window(3)}, "the causal mask alone"),
-        ({"mask": None}, "the causal mask alone"),
+        ({"mask": sliding_window(3)}, "the causal mask only"),
+        ({"mask": None}, "the causal mask only"),
         ({"n_key": 12}, "as many queries as keys"),
         ({"width": 24}, "a multiple of 16, got 24"),
-        ({"width_of_value": 32}, "heads of one width"),
-        ({"start": 1}, "from the first on"),
+        ({"width_of_value": 32}, "keys and values of one width"),
+        ({"start": 1}, "both from the first position"),
     ],
 )
 def test_what_it_cannot_serve_it_says_and_auto_takes_another(change, said):
@@ -129,7 +129,7 @@ def test_what_it_cannot_serve_it_says_and_auto_takes_another(change, said):
     value = draw(1, 2, case["n_key"], change.get("width_of_value", case["width"])).to(case["dtype"])
     asked = AttentionCase(query, key, value, ScaledDotProduct(), case["mask"], start=case["start"])
     assert said in refusal("native", asked)
-    with pytest.raises(ValueError, match="implementation='native' cannot serve this"):
+    with pytest.raises(ValueError, match="implementation='native' cannot be used here"):
         attend(query, key, value, mask=case["mask"], start=case["start"], implementation="native")
     assert choose("auto", asked)[0] != "native"
 
@@ -139,4 +139,4 @@ def test_auto_takes_it_where_it_serves():
     case = AttentionCase(query, query, query, ScaledDotProduct(), causal())
     assert choose("auto", case)[0] == "native"
     measured = dataclasses.replace(case, statistics=True)
-    assert refusal("native", measured) == "it returns no statistics; use triton or reference"
+    assert refusal("native", measured) == "it does not return statistics; use triton or reference"

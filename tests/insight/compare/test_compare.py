@@ -66,7 +66,7 @@ def test_a_fit_over_two_recipes_has_a_caution(runs: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no run named"),
+        ([], "no run given"),
         (["runs=a", "out=x.png"], "must end in .html"),
         (["runs=a", "size=big"], "size=big is not a picture's size"),
         (["runs=a", "size=100x100"], "size=100x100"),

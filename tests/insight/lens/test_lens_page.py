@@ -203,7 +203,7 @@ def test_switches_change_shades_but_not_numbers(browser, tmp_path: Path) -> None
     assert hidden[0] == shades()[0] != plain[0]  # the shade of zero: the row of the first token has no other key
     page.locator("#cell-title").hover()
     assert hidden != plain and opened.text("#top-keys") == numbers
-    assert "First token hidden" in opened.text("#head-note") and "hide=1" in page.url
+    assert "The first token is hidden" in opened.text("#head-note") and "hide=1" in page.url
     page.locator("#hide").uncheck()
     assert shades() == plain
     page.locator("#theme").click()

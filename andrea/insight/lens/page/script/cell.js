@@ -9,7 +9,7 @@ function writeCell() {
   if (!head.query) {
     const label = labelOf(state.head);
     byId("cell-note").textContent =
-      `This file does not hold the vectors of head ${label}. This command writes one that does: python -m andrea lens heads=${label} …`;
+      `This file does not hold the vectors of head ${label}. This command writes a file that holds them: python -m andrea lens heads=${label} …`;
     return byId("steps").replaceChildren();
   }
   writeCellNote();
@@ -269,7 +269,7 @@ function attributionLine(ids, changes, at, factor) {
 
 function attributionNote() {
   const text =
-    "up and down: the next tokens whose logits the vector raises and lowers most, through the unembedding alone (direct " +
-    "logit attribution). The final norm is left out, because it depends on what all other heads and layers write.";
+    "up and down: the next tokens whose logits the vector raises and lowers most when it is multiplied by the unembedding " +
+    "matrix (direct logit attribution). The final norm is left out, because it depends on all other heads and layers.";
   return newElement("li", {}, line(), newElement("p", { class: "muted small" }, text), line());
 }

@@ -296,11 +296,11 @@ function writeHeadNote() {
     notes.push(
       openHead(state.head).weights
         ? "This file holds only the small map of this head: its weights are approximate, and section 3 cannot be shown."
-        : `This file holds only the small map of this head. This command writes one with its weights: ${command}`,
+        : `This file holds only the small map of this head. This command writes a file with its weights: ${command}`,
     );
   }
   if (state.hide) {
-    notes.push("First token hidden: shades show the other keys' shares of the weight that is not on the first token.");
+    notes.push("The first token is hidden. Shades show how the rest of the weight is shared by the other keys.");
     notes.push("Numbers are unchanged.");
   }
   byId("head-note").textContent = notes.join(" ");

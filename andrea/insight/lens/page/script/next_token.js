@@ -75,7 +75,7 @@ function writeEffects(i) {
   byId("effects-lead").replaceChildren(
     "The probability of ",
     tokenLabel(textOf(next.candidate_ids[target])),
-    `, ${kind}, with one head ablated: the largest decreases, and the largest increase. With all heads it is ${formatPercent(probability)}.`,
+    `, ${kind}, with one head ablated. The table shows the largest decreases and the largest increase. With all heads the probability is ${formatPercent(probability)}.`,
   );
   const all = fullHeads.map((n, index) => ({ n, ablated: effects[index * T + i] }));
   all.sort((one, other) => one.ablated - other.ablated);
