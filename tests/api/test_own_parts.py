@@ -156,7 +156,9 @@ def test_a_changed_module_is_named_by_every_command_that_loads_it(train, place: 
 
 def test_a_function_without_a_lowered_form(train, place: Path) -> None:
     own = ["attention.compatibility=my_module.Distance"]
-    with pytest.raises(UserError, match="my_module.Distance has no method `lower`, which model.position=rotary acts on"):
+    with pytest.raises(
+        UserError, match="my_module.Distance has no method `lower`, which model.position=rotary acts on"
+    ):
         train(*SHORT, *own)
     assert train(*SHORT, *own, "model.position=learned") == 0
     words = ["checkpoint=own", "device=cpu", "trust=true", "prompt=import this", "out=lens.html"]
