@@ -1,4 +1,4 @@
-"""What several test files share: a small corpus of real text, and a model that trains in seconds."""
+"""Fixtures and helpers of several test files: a small corpus of real text, and a model that trains in seconds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process a core
-os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run here without a card; read when they are imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process per core
+os.environ.setdefault("TRITON_INTERPRET", "1")  # runs our kernels without a GPU; Triton reads it at import
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ try:
 except ImportError:  # no Triton for this system
     interpreter = None
 
-# How long an example takes says nothing about it on a machine that does other things too.
+# No deadline per example: other work on the machine would change the time of an example.
 settings.register_profile("andrea", deadline=None)
 settings.load_profile("andrea")
 
@@ -41,12 +41,12 @@ TINY = [
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreted_products_are_rounded_once():
-    """Triton's interpreter multiplies fp32 in float64 here, and rounds once.
+    """Makes Triton's interpreter multiply fp32 matrices in float64, and round once.
 
-    By itself it calls numpy, whose BLAS rounds k qᵀ and q kᵀ differently on some processors (so does torch's). The
-    backward kernel makes k qᵀ and compares it with the log-sum-exp of the forward pass, which made q kᵀ: with wide heads
-    the gradient of the values then errs by more than the two-times rule allows, on these processors and no others. With
-    one rounding both products are the same anywhere. How a card rounds is measured by bench/gpu_checks.py, by the same rule.
+    By default it calls numpy, whose BLAS rounds k qᵀ and q kᵀ differently on some processors (so does torch's). The
+    forward kernel computes the log-sum-exp of q kᵀ; the backward kernel subtracts it from k qᵀ. With wide heads on such
+    a processor, the gradient of the values then errs by more than the tests allow. With one rounding both products are
+    equal on every processor. On a GPU, bench/gpu_checks.py measures the error against the same limit.
     """
     if interpreter is None:
         yield
@@ -66,7 +66,7 @@ def interpreted_products_are_rounded_once():
 
 @pytest.fixture(autouse=True)
 def settings_restored():
-    """Training settles process-wide switches of torch; each test starts from the defaults, and from one seed."""
+    """Training changes process-wide settings of torch. Each test starts with the defaults and with the same seed."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     yield
@@ -99,7 +99,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short_text(tmp_path: Path) -> Path:
-    """A folder with 4 kB of text: for runs whose validation must be short, because a token takes milliseconds."""
+    """A folder with 4 kB of text, for slow runs (milliseconds per token) whose validation must be short."""
     folder = tmp_path / "short-text"
     folder.mkdir()
     (folder / "counting.txt").write_text(" ".join(map(str, range(1000, 1800))))
@@ -108,7 +108,7 @@ def short_text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[str]], int]]:
-    """`script("train")` is train.py's main, to be called with a command line, in this process."""
+    """`script("train")` returns the main function of train.py, which takes a command line and runs in this process."""
     monkeypatch.syspath_prepend(str(ROOT))
     return lambda name: importlib.import_module(name).main
 
@@ -122,7 +122,7 @@ def tiny_run(tmp_path: Path, notes: Path, script) -> Callable[..., int]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
-    """The folder of a finished run of the tiny model, in fp32, named `first`. Tests leave it as it is."""
+    """The folder of a finished run of the tiny model, in fp32, named `first`. Tests must not change it."""
     place = tmp_path_factory.mktemp("trained")
     words = [
         "name=first",
@@ -146,21 +146,21 @@ def tiny_words(place: Path, notes: Path, *words: str) -> list[str]:
 
 
 def tiny_command(place: Path, notes: Path, *words: str) -> list[str]:
-    """The same as a process of its own."""
+    """The command that runs `tiny_words` in a separate process."""
     return [sys.executable, str(ROOT / "train.py"), *tiny_words(place, notes, *words)]
 
 
 def torchrun(ranks: int, words: list[str], restarts: int = 0, **options: Any) -> subprocess.Popen:
-    """Start train.py's command line on so many ranks of this machine; standard output and error in one stream."""
+    """Start train.py with `ranks` ranks on this machine. Standard output and error share one stream."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", str(ROOT / "train.py"), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def with_own_mounts(mount: str, folder: Path, command: list[str], after: str = "") -> subprocess.CompletedProcess:
-    """Run `command` where the shell words `mount` (with $0 = `folder`) hold, in a mount namespace that ends by itself.
+    """Run `command` in its own mount namespace, after the shell command `mount` (with $0 = `folder`) has run there.
 
-    `after` runs there when the command has ended. Skips where the machine, or a user who is not root, may not mount.
+    `after`: a shell command that runs there last. Skips the test if mounting is not permitted.
     """
     shell = ["sh", "-c", f'{mount} && "$@"; code=$?; {after or ":"}; exit $code', str(folder), *command]
     tried = subprocess.run(["unshare", "--mount", *shell], capture_output=True, text=True)
@@ -172,7 +172,7 @@ def with_own_mounts(mount: str, folder: Path, command: list[str], after: str = "
 def run_script(
     main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture
 ) -> tuple[int, str, str]:
-    """Run a script's main behind the border: exit code, standard output, standard error."""
+    """Run a script's main as the command does. Returns exit code, standard output and standard error."""
     from andrea.cli.command_line import run
 
     with pytest.raises(SystemExit) as left:

@@ -1,1 +1,1 @@
-"""The Python API: what `andrea.load` and `andrea.train` do. Users import these names from `andrea` itself."""
+"""The Python API behind `andrea.load` and `andrea.train`. Users import these names from `andrea`."""

@@ -31,7 +31,7 @@ from andrea.training.evaluation import summary, sums_over
 from andrea.training.loss.micro_batch import training_loss_sum
 
 TextOrIds = str | Sequence[int] | np.ndarray | Tensor
-# The keys of configs/sample.yaml that say how one text is written.
+# The keys of configs/sample.yaml that `generate` and `stream` accept.
 GENERATE_KEYS = (
     "max_new_tokens",
     "temperature",
@@ -56,13 +56,13 @@ def load(
 ) -> LoadedModel:
     """Load a trained model.
 
-    checkpoint: a checkpoint folder, a run folder or a run's name under `runs_dir`; None: the newest run. Of a run it is
-    the newest whole checkpoint, as for sample.py.
-    device, precision: as the keys of configs/sample.yaml. precision holds for `generate` and `stream`; everything else
-    is computed in fp32.
+    checkpoint: a checkpoint folder, a run folder, or a run's name under `runs_dir`; None stands for the newest run. A
+    run stands for its newest complete checkpoint, as for sample.py.
+    device, precision: like the keys in configs/sample.yaml. precision applies to `generate` and `stream`; all other
+    methods compute in fp32.
     trust: import the modules that the checkpoint names for its MLP or compatibility function, which runs their code.
 
-    Raises UserError where there is no such checkpoint, or it is damaged.
+    Raises UserError if there is no such checkpoint, or if it is damaged.
     """
     settings = {
         "checkpoint": None if checkpoint is None else os.fspath(checkpoint),
@@ -96,8 +96,8 @@ class LoadedModel:
     checkpoint: its folder (`checkpoint.path`), step and recorded state. model: the GPT, in fp32. config: the run's
     configuration as nested mappings, as in its config.yaml.
 
-    Where a method takes text it takes token ids as well. Text begins a document: end-of-text stands before it where the
-    window has a place for it, as in training. Ids are taken as they are.
+    Every method that takes text also takes token ids. Text is read as the beginning of a document: an end-of-text token
+    is put before it, as in training, unless the text fills the window. Ids are used unchanged.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, settings: SampleConfig) -> None:
@@ -116,7 +116,7 @@ class LoadedModel:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """Writes text with a copy of the weights in `precision`, made when the first text is written."""
+        """Generates text, with a copy of the weights in `precision` that is made on first use."""
         asked = self.settings.precision
         precision = choose_precision("auto" if asked == "int8" else asked, self.device)
         return make_engine(self.settings, self.model, self.tokenizer, WEIGHT_DTYPE[precision.value])
@@ -125,27 +125,27 @@ class LoadedModel:
         """The text that follows the prompt, without the prompt.
 
         keywords: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, lookahead, seed and stop, as in
-        configs/sample.yaml, which has their defaults. Raises UserError.
+        configs/sample.yaml, which holds their defaults. Raises UserError.
         """
         return "".join(self.stream(prompt, **keywords))
 
     def stream(self, prompt: TextOrIds = "", **keywords: Any) -> Iterator[str]:
-        """The pieces of `generate`'s text, each as soon as it is written. Raises UserError, before any piece."""
+        """The text of `generate` in pieces, as soon as each is generated. Raises UserError before the first piece."""
         request = request_of(self.with_keywords(keywords))
         tokens = self.tokens_of(prompt)
         return (token.text for token in self.engine.stream(tokens, request) if token.text)
 
     def logits(self, text: TextOrIds) -> Tensor:
-        """(T, V) fp32: row t has the scores of the token after token t. Raises UserError."""
+        """Logits (T, V) fp32: row t holds the scores of the token after token t. Raises UserError."""
         with torch.no_grad():
             return self.model.logits(self.model(self.batch_of(text)))[0].float()
 
     def score(self, text: TextOrIds) -> float:
         """Bits per byte of the text: -log2 of its probability, divided by its UTF-8 bytes.
 
-        The text may be longer than the model's window: as in a run's evaluation (`val/bpb`), windows of sequence_length
-        tokens are read one after another, and each predicts from its own tokens alone. Of ids, the first is not
-        predicted. Raises UserError where no byte is predicted.
+        The text may be longer than the model's window. It is cut into windows of sequence_length tokens, and each token
+        is predicted from its own window alone, as in a run's evaluation (`val/bpb`). If ids are given, the first id is
+        not predicted. Raises UserError if no byte is predicted.
         """
         if isinstance(text, str):
             ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(text)]
@@ -166,13 +166,13 @@ class LoadedModel:
         return summary(*sums)["bpb"]
 
     def attention(self, text: TextOrIds) -> Tensor:
-        """(L, H, T, T) attention weights: of each layer and head, a row for each query over all keys. Raises UserError."""
+        """Attention weights (L, H, T, T) by layer and head: one row per query, over all keys. Raises UserError."""
         return torch.stack([layer.weights[0] for layer in trace_layers(self.model, self.batch_of(text))])
 
-    # -------------------------------------------------------------------------------------------- what a caller gave
+    # -------------------------------------------------------------------------------------------- the caller's input
 
     def with_keywords(self, keywords: dict[str, Any]) -> SampleConfig:
-        """The settings with `keywords` checked and laid over them. Raises UserError."""
+        """The settings, overridden by `keywords` after a check. Raises UserError."""
         for key in keywords:
             if key not in GENERATE_KEYS:
                 raise UserError(
@@ -181,7 +181,7 @@ class LoadedModel:
         return parse(SampleConfig, to_plain(self.settings) | keywords)
 
     def tokens_of(self, text: TextOrIds) -> list[int]:
-        """The ids, at least one and at most the model's window. Raises UserError."""
+        """The token ids of `text`, at least one and at most sequence_length. Raises UserError."""
         if isinstance(text, str):
             return Engine(self.model, self.tokenizer).encode(text)  # without a dtype it copies no weights
         ids, most = self.checked_ids(text), self.model.config.sequence_length
@@ -190,7 +190,7 @@ class LoadedModel:
         return ids
 
     def checked_ids(self, ids: TextOrIds) -> list[int]:
-        """`ids`, one-dimensional, as a list. Raises UserError for what is not an id of the tokenizer."""
+        """`ids` as a list. Raises UserError unless they are one-dimensional and all are ids of the tokenizer."""
         values = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
             raise UserError(f"got {type(ids).__name__}; give text, or token ids: a list of whole numbers")
@@ -202,5 +202,5 @@ class LoadedModel:
         return [int(value) for value in values]
 
     def batch_of(self, text: TextOrIds) -> Tensor:
-        """(1, T) int64, on the model's device."""
+        """The token ids as a batch, (1, T) int64, on the model's device."""
         return torch.tensor([self.tokens_of(text)], device=self.device)

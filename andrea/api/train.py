@@ -1,4 +1,4 @@
-"""Training from Python: the run that `train.py` makes, in a process that goes on afterwards."""
+"""Training from Python: the same run as with `train.py`, inside the caller's process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from andrea.training.records.run_folder import read_lines
 class TrainedRun:
     """A run that has ended. folder: the run folder; None after dry_run=true.
 
-    exit_code: 0 when it is done; otherwise why it stopped (3: not finite, 4: health, 130: interrupted), as in docs/runs.md.
+    exit_code: 0 if the run is done, else why it stopped (3: not finite, 4: health, 130: interrupted), see docs/runs.md.
     figures: the last recorded value of each figure of metrics.jsonl, such as "val/bpb" and "train/loss".
     """
 
@@ -40,8 +40,8 @@ class TrainedRun:
 def train(*words: str) -> TrainedRun:
     """Train a model, as `python train.py WORDS…` does: train("model=andrea-nano", "train.steps=200").
 
-    A run that was interrupted or stopped has been saved where the command would have saved it; the exit code says why it
-    stopped. Settings of torch and of the process are afterwards as they were before. Raises UserError.
+    An interrupted or stopped run is saved as the command would save it; the exit code gives the reason. Afterwards the
+    settings of torch and of the process are as they were before. Raises UserError.
     """
     if switches := set(SWITCHES) & set(words):
         raise UserError(
@@ -58,7 +58,7 @@ def train(*words: str) -> TrainedRun:
 
 @contextmanager
 def process_settings_restored() -> Iterator[None]:
-    """What training sets for a whole process is reset: threads, determinism, random state, gradient mode, malloc."""
+    """Restores process-wide settings that training changes: threads, determinism, random state, gradients, malloc."""
     threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

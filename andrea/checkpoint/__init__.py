@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, verified before they are used, found by name."""
+"""Checkpoints: written completely or not at all, verified before use, and found by name."""
 
 from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.find import best_of, checkpoints_of, locate, newest_run, newest_whole

@@ -4,4 +4,4 @@ from andrea.config import UserError
 
 
 class Damaged(UserError):
-    """The folder is not a whole checkpoint of this project; the message names the folder or file and the fault."""
+    """The folder is not a complete checkpoint of this project. The message names the folder or file and the fault."""

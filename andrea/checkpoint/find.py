@@ -1,4 +1,4 @@
-"""Finding checkpoints: the newest of a run, the best, the one that a user names."""
+"""Finds checkpoints: the newest or the best of a run, or the one that a user names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_NAME = re.compile(r"step-\d{8,}")
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """The run's checkpoint folders, oldest first; none where the folder may not be read."""
+    """The run's checkpoint folders, oldest first; an empty list if the run's folder cannot be read."""
     folder = run / "checkpoints"
     if not os.path.isdir(folder):  # also False without permission to read `run`
         return []
@@ -24,7 +24,7 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
-    """The newest checkpoint of a run that passes verification; newer ones that are damaged are reported."""
+    """The newest checkpoint of a run that passes verification. Newer, damaged ones are reported."""
     for path in reversed(checkpoints_of(run)):
         try:
             return read_checkpoint(path)
@@ -34,7 +34,7 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
 
 
 def best_of(run: Path) -> str | None:
-    """The name of the checkpoint with the lowest validation loss, from the small file `best`; None without one."""
+    """The name of the checkpoint with the lowest validation loss, read from the file `best`; None without this file."""
     path = run / "checkpoints" / "best"
     name = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
     return name if STEP_NAME.fullmatch(name) else None
@@ -46,17 +46,17 @@ def runs_of(runs_dir: Path) -> list[Path]:
 
 
 def newest_run(runs_dir: Path) -> Path | None:
-    """The run whose newest checkpoint was written last."""
+    """The run whose newest checkpoint was written last, or None if no run has a checkpoint."""
     return max(runs_of(runs_dir), key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
 
 
 def locate(
     requested: str | None, runs_dir: Path, key: str = "checkpoint", report: Callable[[str], None] = print
 ) -> Checkpoint:
-    """The checkpoint that a user means by a checkpoint folder, a run folder or a run's name.
+    """The checkpoint that a user requests by a checkpoint folder, a run folder or a run's name.
 
-    Of a run that is its newest whole checkpoint. None means the newest run under `runs_dir`. Raises UserError or Damaged;
-    the message names `key`, the configuration key to change.
+    A run stands for its newest complete checkpoint, and None for the newest run under `runs_dir`. Raises UserError or
+    Damaged; the message names `key`, the configuration key to change.
     """
     if not requested:
         run = newest_run(runs_dir)

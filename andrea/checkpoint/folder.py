@@ -1,18 +1,18 @@
-"""The checkpoint folder: written whole or not at all, and verified before its content is used.
+"""The checkpoint folder: written completely or not at all, and verified before its content is used.
 
     runs/NAME/checkpoints/step-00000060/
-        model.safetensors       weights, fp32 masters, under the model's own parameter names
+        model.safetensors       fp32 weights, under the model's parameter names
         optimizer.safetensors   the optimizer's state, `parameter/quantity`
         state.json              step, tokens, random state, configuration, figures, tokenizer identity, format version
         tokenizer.json …        the tokenizer, so that text can be generated without the data
         manifest.json           size and sha256 of each of the files above
 
-A sharded run, in which every rank writes the rows that it keeps, has `shards/` in place of the first two: safetensors
-files in the layout of torch.distributed.checkpoint, weights and optimizer state in separate files. `consolidate` turns
-them into the two files.
+In a sharded run every rank writes its own rows. A folder `shards/` then replaces the first two files. It holds
+safetensors files in the layout of torch.distributed.checkpoint, with weights and optimizer state in separate files.
+`consolidate` turns the shards into the two files.
 
-A checkpoint is written to a staging folder, flushed to the disk and renamed. A crash leaves the whole folder or none. No
-pickle is ever read or written.
+A checkpoint is written to a staging folder, flushed to the disk and renamed. A crash leaves a complete folder or none.
+No pickle is ever read or written.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SHARDS = "shards"
 FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The fields of state.json that every reader relies on, with their types.
 STATE_TYPES = {"step": (int,), "tokens": (int,), "config": (dict,), "val_bpb": (float, type(None))}
-Files = dict[str, dict[str, Any]]  # by name relative to the checkpoint: {"bytes": size, "sha256": digest}
+Files = dict[str, dict[str, Any]]  # path in the checkpoint -> {"bytes": size, "sha256": digest}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint folder. `state` is the content of state.json; tensors are read by the methods."""
+    """A verified checkpoint folder. `state` is the content of state.json; the methods read the tensors."""
 
     path: Path
     state: dict[str, Any]
@@ -62,12 +62,12 @@ class Checkpoint:
         return {name: reader.read(name) for name in reader.names if "/" not in name}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Optimizer state by `parameter/quantity`, on the CPU. Raises Damaged, or UserError where only weights are here."""
+        """Optimizer state by `parameter/quantity`, on the CPU. Raises Damaged, or UserError if it is missing."""
         reader = self.open_tensors()
         return {name: reader.read(name) for name in reader.names if "/" in name}
 
     def open_tensors(self, with_optimizer: bool = True) -> TensorReader:
-        """A reader of weights and optimizer state. Raises Damaged, or UserError where the optimizer's are not here."""
+        """A reader of weights and optimizer state. Raises Damaged, or UserError if the optimizer state is missing."""
         if self.is_sharded:
             return TensorReader(sorted((self.path / SHARDS).iterdir()))
         if not with_optimizer:
@@ -96,9 +96,9 @@ def write_checkpoint(
     optimizer_tensors: dict[str, Tensor],
     tokenizer: Tokenizer,
 ) -> Path:
-    """Write `checkpoints/step-00000600`, numbered by `state["step"]`, whole or not at all, and return its path.
+    """Write the checkpoint of step `state["step"]`, completely or not at all, and return its path.
 
-    Raises StorageFailed where the disk refuses; earlier checkpoints are then as they were.
+    Raises StorageFailed if writing fails; earlier checkpoints then stay unchanged.
     """
     staging = make_staging_folder(checkpoints, state["step"])
     with storing(checkpoints / step_name(state["step"])), removed_on_failure(staging):
@@ -109,7 +109,7 @@ def write_checkpoint(
 
 
 def make_staging_folder(checkpoints: Path, step: int) -> Path:
-    """A new folder, which no reader opens, for the files of a checkpoint; those of crashed writers are removed.
+    """Make a new folder that no reader opens, for the files of a checkpoint. Folders of crashed writers are removed.
 
     Raises StorageFailed.
     """
@@ -130,9 +130,9 @@ def flushed_files(folder: Path, paths: Iterable[Path]) -> Files:
 
 
 def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: Tokenizer, tensor_files: Files) -> Path:
-    """Complete a staging folder, whose files of tensors are flushed, and rename it to its final name.
+    """Complete a staging folder whose tensor files are already flushed, and rename it to its final name.
 
-    Raises StorageFailed, after which the staging folder is gone.
+    Raises StorageFailed if writing fails; the staging folder is then removed.
     """
     final = checkpoints / step_name(state["step"])
     with storing(final), removed_on_failure(staging):
@@ -145,7 +145,7 @@ def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: 
             if folder.exists():
                 flush_to_disk(folder)
         replaced = staging_path(final)
-        if final.exists():  # damaged, or the run went back and passes this step again
+        if final.exists():  # damaged, or written before the run went back to an earlier step
             os.rename(final, replaced)
         os.rename(staging, final)
         flush_to_disk(checkpoints)
@@ -154,7 +154,7 @@ def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: 
 
 
 def write_manifest(folder: Path, files: Files) -> None:
-    """Replace manifest.json as a whole. Raises OSError."""
+    """Write manifest.json atomically. Raises OSError."""
     replace_text(folder / "manifest.json", json_text({"format_version": FORMAT_VERSION, "files": files}))
 
 
@@ -198,7 +198,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def read_small_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError, ValueError or RecursionError.
 
-    A link or a device is refused with ValueError: it may have no end.
+    A link or a device raises ValueError, because reading it might never end.
     """
     if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_JSON_BYTES:
         raise ValueError(f"{path} is not a regular file of at most {LARGEST_JSON_BYTES} bytes")
@@ -224,7 +224,7 @@ def check_files(path: Path, files: dict[str, Any]) -> bool:
 
 
 def check_file(folder: Path, name: str, expected: Any) -> None:
-    """Raises Damaged where the file is missing, is no plain file of the folder, or differs from the manifest's entry."""
+    """Raises Damaged if the file is missing, is not a plain file here, or differs from the manifest's entry."""
     has_link = (folder / name).is_symlink() or (folder / name).parent.is_symlink()
     if not FILE_NAME.fullmatch(name) or has_link or not isinstance(expected, dict):
         raise Damaged(
@@ -244,7 +244,7 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
 
 
 def check_state(path: Path, state: Any) -> None:
-    """Raises Damaged where state.json lacks a field or holds one of a wrong type."""
+    """Raises Damaged if state.json lacks a field or holds one of a wrong type."""
     if not isinstance(state, dict) or not {"step", "config", "tokens"} <= state.keys():
         raise Damaged(f"{path} is damaged: state.json lacks step, tokens or config")
     for key, types in STATE_TYPES.items():

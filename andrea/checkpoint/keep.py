@@ -1,5 +1,6 @@
-"""Which checkpoints of a run are kept: the newest ones and the best; those after a step that the run goes back to are set
-aside.
+"""Decides which checkpoints of a run are kept: the newest ones and the best.
+
+If a run goes back to an earlier step, its later checkpoints are set aside.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def keep_newest(run: Path, keep: int) -> None:
     best = best_of(run)
     for path in checkpoints_of(run)[:-keep]:
         if path.name != best:
-            doomed = staging_path(path)  # renamed first: no reader then finds it half removed
+            doomed = staging_path(path)  # renamed first, so that no reader finds it half removed
             with storing(path):
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
 
 
 def set_aside_after(run: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, to which the run goes back: they belong to an abandoned continuation.
+    """Rename the checkpoints after `step`, because the run goes back to `step` and abandons its later part.
 
     Returns their new paths, which no reader of checkpoints finds. Raises StorageFailed.
     """

@@ -31,7 +31,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
             f"{checkpoint.path} was trained with tokenizer {written}, but its folder holds {tokenizer.identity}"
         )
     tensors = checkpoint.model_tensors()
-    if model_config.n_layer > len(tensors):  # before so many layers are built, even without memory for weights
+    if model_config.n_layer > len(tensors):  # checked before so many layers are built
         raise Damaged(f"{checkpoint.path} has {len(tensors)} tensors, too few for model.n_layer={model_config.n_layer}")
     with torch.device("meta"):
         model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)
@@ -58,7 +58,7 @@ def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:
 
 
 def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], model: GPT, tokenizer: Tokenizer) -> None:
-    """Raises Damaged where names, shapes or types of `tensors` are not those of the model's parameters."""
+    """Raises Damaged if names, shapes or types of `tensors` differ from those of the model's parameters."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
@@ -73,13 +73,13 @@ def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], model: GPT
 
 
 def own_parts(model: ModelConfig, attention: AttentionConfig) -> dict[str, str | None]:
-    """Dotted path of each class of the user's own -> sha256 of its module's source file; None where it has no file."""
+    """The user's own classes: dotted path -> sha256 of the source file, or None for a class without one."""
     named = {"attention.compatibility": attention.compatibility, "model.mlp": model.mlp}
     return {path: source_sha256(key, path) for key, path in named.items() if is_own(path)}
 
 
 def changed_own_parts(checkpoint: Checkpoint, model: ModelConfig, attention: AttentionConfig) -> list[str]:
-    """A line for each class of the user's own whose source file is not the one that the checkpoint was trained with."""
+    """One line for each of the user's own classes whose source file has changed since the checkpoint was written."""
     before, now = checkpoint.state.get("own_parts", {}), own_parts(model, attention)
     return [
         f"{path}: its source file (sha256 {str(before[path])[:12]} → {str(sha256)[:12]})"

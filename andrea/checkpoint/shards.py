@@ -1,10 +1,10 @@
-"""The files of a sharded run's checkpoint: each rank writes the rows that it keeps; `consolidate` puts them together.
+"""The checkpoint files of a sharded run: each rank writes its own rows, and `consolidate` puts them together.
 
     shards/shard-00001-model-00001-of-00002.safetensors     the rows of the weights that rank 0 keeps
     shards/shard-00001-model-00002-of-00002.safetensors     the optimizer's state of these rows
 
-The header of each file says where in the whole tensors its rows begin. This is the layout of
-torch.distributed.checkpoint, whose HuggingFaceStorageReader reads the files too.
+The header of each file gives the first row of each of its parts in the whole tensor. This is the layout of
+torch.distributed.checkpoint, whose HuggingFaceStorageReader can read the files too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from andrea.runtime.files import flush_to_disk, remove_unfinished, replacing, st
 
 
 def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor], first_rows: dict[str, int]) -> list[Path]:
-    """Write the rows of one rank, optimizer state (names with a "/") in a file of its own. Returns the files' paths.
+    """Write the rows of one rank, with the optimizer state (names with a "/") in a second file. Returns both paths.
 
-    first_rows: by name, the row of the whole tensor at which the rank's rows begin. Raises OSError.
+    first_rows: tensor name -> first row of this rank in the whole tensor. Raises OSError.
     """
     paths = []
     for number, of_optimizer in ((1, False), (2, True)):
@@ -36,10 +36,10 @@ def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor], first_rows:
 
 
 def consolidate(path: Path) -> None:
-    """Replace the shards of a checkpoint by `model.safetensors` and `optimizer.safetensors`; others stay as they are.
+    """Replace a checkpoint's shards by `model.safetensors` and `optimizer.safetensors`. Without shards, do nothing.
 
-    The checkpoint changes at one moment, when its new manifest is renamed: a crash before leaves the shards valid, a
-    crash after it the two files. Needs memory for the larger of them. Raises Damaged and StorageFailed.
+    The change takes effect when the new manifest is renamed: a crash before it leaves the shards valid, a crash after
+    it the two files. Needs memory for the larger of the two. Raises Damaged and StorageFailed.
     """
     checkpoint = read_checkpoint(path)
     if not checkpoint.is_sharded:

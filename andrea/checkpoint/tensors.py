@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: each tensor whole in one file, or, of a sharded run, some of its rows in each."""
+"""Reads and writes a checkpoint's safetensors files. In a sharded run, each file holds some rows of a tensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from andrea.checkpoint.errors import Damaged
 
-OFFSETS = "DCP_SHARDING_INFO"  # in a file's header: by name, where in the whole tensor its part begins
-# What reading a file raises whose header is not as it should be; RecursionError is a RuntimeError.
+OFFSETS = "DCP_SHARDING_INFO"  # entry of a file's header: tensor name -> offset of the file's part
+# The errors of reading a file with a malformed header. RecursionError is a RuntimeError.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
 
@@ -30,7 +30,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor in one file: the rows from `first` on of the whole tensor."""
+    """The part of a tensor that one file holds. `first`: the row of the whole tensor at which the part begins."""
 
     path: Path
     file: Any  # of safetensors.safe_open
@@ -43,7 +43,7 @@ class Part:
 
 
 class TensorReader:
-    """Reads tensors by name from safetensors files. Every method raises Damaged for a file that is not as it should be."""
+    """Reads tensors by name from safetensors files. Every method raises Damaged for a malformed file."""
 
     def __init__(self, paths: list[Path]) -> None:
         from safetensors import SafetensorError
@@ -73,7 +73,7 @@ class TensorReader:
         return sorted(self.parts)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """The whole tensor, or its rows `rows.start` to `rows.stop`, on the CPU; all its numbers are finite."""
+        """The whole tensor, or its rows `rows.start` to `rows.stop`, on the CPU. Raises Damaged if it is not finite."""
         from safetensors import SafetensorError
 
         if name not in self.parts:
@@ -92,7 +92,7 @@ class TensorReader:
 
 
 def read_rows(name: str, parts: list[Part], rows: slice | None) -> Tensor:
-    """Rows of a tensor with at least one dimension, put together from its parts in their order."""
+    """Rows of a tensor with at least one dimension, put together from its sorted parts."""
     position, stop = (rows.start, rows.stop) if rows is not None else (0, parts[-1].stop)
     pieces = []
     for part in parts:

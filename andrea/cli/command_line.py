@@ -1,9 +1,9 @@
-"""From the command line to a checked configuration, and from an exception to one line and an exit code.
+"""Turns a command line into a checked configuration, and an exception into one line and an exit code.
 
-Hydra composes the YAML groups, and does nothing else. In Hydra's own grammar of overrides `prompt="def main("` is a syntax
-error and `prompt=12` a number, so typed words never reach Hydra. This module splits each word at its first '=', checks the
-key against the dataclasses of `andrea.config`, and sets the value in the composed configuration. Text arrives byte for
-byte. `config.parse` knows the type of each key and reads numbers.
+Hydra only composes the YAML groups. Typed values never reach it, because its override grammar would take
+`prompt="def main("` for a syntax error and `prompt=12` for a number. This module splits each word at its first '=',
+checks the key against the dataclasses of `andrea.config`, and sets the value in the composed configuration. Text stays
+unchanged, byte for byte. `config.parse` knows the type of each key and converts numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from andrea.runtime.files import StorageFailed
 
 LONGEST_LINE = 2000  # characters of a message
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
-# Raised by PyYAML besides its own errors where a value does not fit its tag or its form: 2001-99-99, !!bool x
+# Errors that PyYAML raises, besides its own, for a malformed value such as 2001-99-99 or !!bool x
 YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
 
 
@@ -38,8 +38,8 @@ class CommandLine:
 def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
     """Run `main(argv)` and exit with its exit code; a UserError becomes one line and exit code 2.
 
-    An error that all ranks have in common is printed by rank 0 alone. An exit code that a restart cannot cure is recorded,
-    so that ranks restarted by torchrun exit with it at once.
+    Only rank 0 prints an error that all ranks have in common. An exit code that a restart cannot cure is recorded, so
+    that ranks restarted by torchrun exit with it at once.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be UTF-8
     if (code := torchrun.recorded_exit_code()) is not None:
@@ -65,7 +65,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:  # the reader (`| head`) has ended: no error, but nothing more can be written
+    except BrokenPipeError:  # the reader (`| head`) has ended, which is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     torchrun.record_exit_code(code)
@@ -77,7 +77,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
 
 
 def one_line(message: str) -> str:
-    """The message on one line: line ends and unprintable characters as escapes, the middle of a very long one left out."""
+    """The message on one line: unprintable characters are escaped, and a very long message loses its middle."""
     if len(message) > LONGEST_LINE:
         message = f"{message[: LONGEST_LINE // 2]} … {message[-LONGEST_LINE // 2 :]}"
     return "".join(
@@ -113,7 +113,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
 
 
 def with_current_names(kind: type, argv: list[str]) -> list[str]:
-    """argv with renamed keys under their present names; rank 0 prints one line for each of them, on standard error."""
+    """Replace renamed keys in argv by their current names. Rank 0 prints one line for each on standard error."""
     words, renamed = [], {}
     for word in argv:
         key, equals, value = word.partition("=")
@@ -126,7 +126,7 @@ def with_current_names(kind: type, argv: list[str]) -> list[str]:
 
 
 def compose(config_name: str, line: CommandLine) -> dict:
-    """The values of configs/CONFIG_NAME.yaml and of its groups with the typed values on top, as plain mappings."""
+    """The values of configs/CONFIG_NAME.yaml and of its groups, overridden by the typed values, as plain mappings."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
@@ -144,12 +144,12 @@ def compose(config_name: str, line: CommandLine) -> dict:
 
 
 def configure(kind: type, config_name: str, argv: list[str]) -> Any:
-    """From the command line to the checked, frozen dataclass `kind`. Raises UserError."""
+    """Turn a command line into the checked, frozen dataclass `kind`. Raises UserError."""
     return parse(kind, compose(config_name, read(kind, argv)))
 
 
 def hydra_errors() -> tuple[type[Exception], ...]:
-    """The exceptions by which Hydra refuses its input."""
+    """The exceptions that Hydra raises for invalid input."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -163,7 +163,7 @@ def check_choice(group: str, choice: str) -> None:
 
 
 def read_list(hint: Any, key: str, value: str) -> list:
-    """The entries of one word. A list of text takes each word as one entry; other lists may be written [a, b]."""
+    """The entries in one typed value. A value for a list of text is one entry; other lists may be written [a, b]."""
     if issubclass(typing.get_args(hint)[0], Text):
         return [value]
     loaded = read_yaml(key, value)

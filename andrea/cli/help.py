@@ -48,7 +48,7 @@ def read_commented(name: str) -> CommentedFile:
 
 
 def help_text(config_name: str, usage: str) -> str:
-    """What `--help` prints for the command that configs/CONFIG_NAME.yaml belongs to."""
+    """The output of `--help` for the command that configs/CONFIG_NAME.yaml belongs to."""
     file = read_commented(config_name)
     lines = [usage, "", file.description]
     if file.groups:

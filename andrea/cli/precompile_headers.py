@@ -1,10 +1,10 @@
-"""Compiles torch's C++ headers in a process of its own while training loads torch and prepares its text.
+"""Precompiles torch's C++ headers in a separate process, while training loads torch and prepares its text.
 
-torch.compile precompiles torch's headers at the first start on a CPU with a new version of torch. This takes ten seconds of
-one core for any model, and by itself begins only when the model is compiled. Started with the command instead, on a core
-that is idle then, it brings the first step five to six seconds forward, and within 30 s of the command for the default run.
+torch.compile precompiles these headers at its first use on a CPU with a new version of torch. This takes ten seconds of one
+core, and would start only when the model is compiled. This process starts earlier, on a core that is still idle. The first
+step then comes five to six seconds sooner: in the default run, within 30 s of the command.
 
-Nothing depends on this process. torch's own lock makes training wait for headers that are being compiled, and if the
+Training does not depend on this process. torch's own lock makes training wait for headers that are being compiled; if the
 process fails, training compiles them itself.
 """
 
@@ -24,7 +24,7 @@ from andrea.runtime.program import module_command, module_environment
 
 
 def precompile_headers(config: RunConfig, argv: list[str]) -> threading.Thread | None:
-    """Start the process, unless it would be of no use; argv is the command line of `config`. Returns without waiting."""
+    """Start the process if the run can benefit from it, and do not wait. argv: the command line of `config`."""
     may_use_card = config.device not in ("auto", "cpu") or (config.device == "auto" and Path("/dev/nvidia0").exists())
     compiles = config.compile != "off" and not config.dry_run and shutil.which("g++")
     has_idle_core = (os.cpu_count() or 1) > 1 and os.environ.get("LOCAL_RANK", "0") == "0"

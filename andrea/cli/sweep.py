@@ -1,8 +1,8 @@
 """Many runs from one command line: `andrea train -m model=andrea-nano,andrea-12m seed=1,2`.
 
-Hydra's sweeper spells out the combinations and Hydra's launcher starts the runs, one after another on this machine or as
-jobs of a cluster (hydra/launcher=submitit_slurm). Hydra sees only the values, under names made up here. Their meaning is
-checked by the run itself. Each run is a process of its own, so one that fails does not end the others.
+Hydra's sweeper lists the combinations and Hydra's launcher starts the runs, one after another on this machine or as
+jobs of a cluster (hydra/launcher=submitit_slurm). Hydra receives only the values, under placeholder names; each run
+checks its own values. Each run is a separate process, so a run that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep: the words that set it apart, and the exit code of its process."""
+    """One run of a sweep: the words in which it differs from other runs, and the exit code of its process."""
 
     words: list[str]
     code: int
@@ -49,7 +49,7 @@ def sweep(argv: list[str]) -> int:
         raise UserError(
             "name=… would give all runs of a sweep the same folder; leave it out: runs are named by what differs"
         )
-    folder_name("logger.group", group)  # it names the folder below, whose old content is removed
+    folder_name("logger.group", group)  # it becomes part of a path whose old content is removed
     readable_path("runs_dir", typed.get("runs_dir", "runs"))
     values = read_values(typed)
     varied = [key for key, value in values.items() if value.is_sweep_override()]
@@ -64,7 +64,7 @@ def sweep(argv: list[str]) -> int:
 
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """(value of each of our keys, their spelling checked; the words meant for Hydra). Raises UserError."""
+    """Returns the values of our keys, and the words for Hydra. Raises UserError for a key that does not exist."""
     typed: dict[str, str] = {}
     for_hydra = []
     for word in with_current_names(RunConfig, argv):
@@ -82,7 +82,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def read_values(typed: dict[str, str]) -> dict[str, Any]:
-    """Hydra's overrides by key, with the choices of groups checked. Raises UserError."""
+    """Parse the values: key -> Hydra's override. The choices of groups are checked. Raises UserError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -105,7 +105,7 @@ def read_values(typed: dict[str, str]) -> dict[str, Any]:
 
 
 def launch(typed: dict[str, str], varied: list[str], group: str, folder: Path, for_hydra: list[str]) -> None:
-    """Hand all runs to Hydra; each leaves its words and its exit code in `folder`."""
+    """Let Hydra start all runs. Each run writes its words and its exit code to a file in `folder`."""
     import hydra
 
     names = list(typed)
@@ -147,7 +147,7 @@ def launch(typed: dict[str, str], varied: list[str], group: str, folder: Path, f
 
 
 def run_name(own: list[str], group: str) -> str:
-    """A name of what differs between runs: size, tokens and seed (filled in by the run itself), then the other varied keys."""
+    """The name of a run: size, tokens, seed (filled in by the run itself), the other varied keys, and the group."""
     parts = [word.partition("=") for word in own]
     others = [f"{key.rpartition('.')[2]}={value}" for key, _, value in parts if key not in ("model", "seed")]
     return "-".join(["{model}", "{tokens}", "seed{seed}", *others, group]).replace("/", "_")
@@ -164,7 +164,7 @@ def report(runs: list[SweepRun]) -> int:
 
 
 def cluster_task() -> dict[str, str]:
-    """In a cluster's job of several tasks: the environment that makes each task a rank of one run. Elsewhere: {}."""
+    """The environment that makes each task of a cluster job a rank of one run; {} outside a job of several tasks."""
     if "submitit" not in sys.modules:  # submitit's launcher has not started this process
         return {}
     import submitit
@@ -186,7 +186,7 @@ def cluster_task() -> dict[str, str]:
 
 
 def wait_for(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command; returns its exit code. Ctrl-C reaches the command too, which saves and ends by itself."""
+    """Run a command and return its exit code. Ctrl-C also reaches the command, which then saves and ends by itself."""
     process = subprocess.Popen(command, env=environment)
     while True:
         try:
@@ -197,5 +197,5 @@ def wait_for(command: list[str], environment: dict[str, str]) -> int:
 
 
 def as_text(value: Any) -> str:
-    """A value that Hydra has read, as our own command line takes it."""
+    """Convert a value that Hydra has parsed to text for our own command line."""
     return json.dumps(value) if value is None or isinstance(value, (bool, list, dict)) else str(value)

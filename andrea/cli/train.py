@@ -1,4 +1,4 @@
-"""The command `train`: from the command line to a run, new or resumed, or to a sweep of runs."""
+"""The command `train`: starts a new run, resumes a run, or starts a sweep of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def train(argv: list[str]) -> int:
 
 
 def train_one(argv: list[str]) -> FinishedRun:
-    """Train one run, as the words of its command line say. Raises UserError."""
+    """Train the run that the command line `argv` describes. Raises UserError."""
     line = read(RunConfig, argv)
     typed = parse(RunConfig, compose("train", line))  # a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
@@ -27,7 +27,7 @@ def train_one(argv: list[str]) -> FinishedRun:
 
 
 def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
-    """Train, from the checkpoint that `resume` finds if there is one."""
+    """Train a new run, or continue from the checkpoint that `resume` finds."""
     from andrea.insight.lens.training_lens import small_lens
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks

@@ -1,4 +1,4 @@
-"""Configuration: what a user may set (schema), within which limits, read by one strict parse. Imports no torch."""
+"""Configuration: its schema, the limits of its values, and the strict parser. Imports no torch."""
 
 from andrea.config.checks import MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError

@@ -1,4 +1,4 @@
-"""Checks that span several keys, or need more than a range: a function for each configuration dataclass that has any.
+"""Checks that involve several keys, or need more than a range: one function for each dataclass with such checks.
 
 `path` is the dotted key of the group ('' at the top), used in messages. Each function raises UserError.
 """

@@ -1,4 +1,4 @@
-"""The one error that is the user's to mend."""
+"""The error for a mistake in the user's input or configuration."""
 
 from __future__ import annotations
 

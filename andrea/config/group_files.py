@@ -1,4 +1,4 @@
-"""The YAML files of configs/: where the folder is, which choices a group has, and which values a choice stands for.
+"""Reads the YAML files of configs/: the choices of each group, and the values of each choice.
 
 The default choice of each group, named in configs/train.yaml, holds every key of the group with a comment. The other
 choices inherit its values (`defaults: [NAME, _self_]`) and hold only what differs.
@@ -14,7 +14,7 @@ from andrea.config.keys import key_types
 from andrea.config.parse import parse
 from andrea.config.schema import RunConfig
 
-# In an installed package a folder of it; in a clone a link to configs/.
+# A folder inside the installed package; in a clone, a link to configs/.
 CONFIGS = Path(str(importlib.resources.files("andrea"))) / "configs"
 
 
@@ -24,7 +24,7 @@ def choices(group: str) -> list[str]:
 
 
 def group_values(group: str, choice: str) -> dict[str, Any]:
-    """The values that GROUP=CHOICE stands for, inherited values included. The same as Hydra's, without Hydra."""
+    """The values that GROUP=CHOICE stands for, inherited values included, as Hydra would compose them."""
     import yaml
 
     values: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """The dotted keys of a configuration (train.steps): their types, and the old names of those that were renamed.
 
-A renamed key stays accepted under its old name for good. Typed, the command line names the new key once. In a saved
-configuration, a checkpoint's or a config.yaml, it is accepted without a word.
+The old name of a renamed key stays valid forever. When it is typed on the command line, one line says its new name. In
+a saved configuration (a checkpoint or a config.yaml) it is accepted silently.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def dotted_keys(kind: type) -> list[str]:
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest spelling, or '' when nothing is near."""
+    """'; did you mean X?' for the allowed word with the nearest spelling, or '' if none is near."""
     found = get_close_matches(word, list(allowed), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def member_type(hint: Any, name: Any) -> Any:
-    """The type of the key `name` in a value of the type `hint`, or None where there is no such key."""
+    """The type of the key `name` in a value of the type `hint`, or None if there is no such key."""
     if typing.get_origin(hint) is dict:
         return typing.get_args(hint)[1]
     return key_types(hint).get(name) if dataclasses.is_dataclass(hint) else None
@@ -67,7 +67,7 @@ def type_of_key(kind: type, key: str) -> Any:
 
 
 def current_key(kind: type, key: str) -> str:
-    """The dotted key of the dataclass `kind` under its present name: health.showing becomes health.failing_share."""
+    """The dotted key of the dataclass `kind` under its current name: health.showing becomes health.failing_share."""
     hint: Any = kind
     names = []
     for old in key.split("."):
@@ -77,7 +77,7 @@ def current_key(kind: type, key: str) -> str:
 
 
 def with_current_keys(hint: Any, values: Any) -> Any:
-    """`values` of the type `hint` with every key, at any depth, under its present name. Raises UserError."""
+    """Replace old keys of `values`, at any depth, by their current names. hint: type of `values`. Raises UserError."""
     if hint is None or not isinstance(values, dict):
         return values
     new_names, renamed = RENAMED.get(hint, {}), {}

@@ -1,7 +1,7 @@
-"""Limits of single values: the ranges that the types in schema.py carry, and what makes a path, a folder name or a device.
+"""Limits of single values, which the types in schema.py carry: ranges, and the form of paths, folder names and devices.
 
-Each limit is called with a key and its value, and raises UserError when the value is outside. `parse` calls it after the
-value has been converted to its type, so a limit on `int | None` never sees None.
+Each limit is called with a key and its value, and raises UserError if the value is not allowed. `parse` calls it after
+converting the value to its type, so a limit on `int | None` never sees None.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from andrea.config.errors import UserError
 
-# Sanity limits. Larger values are mistakes, and make arithmetic, torch or the system fail in ways of their own.
+# Sanity limits. Larger values are mistakes, and would make arithmetic, torch or the system fail with obscure errors.
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 1e30
 LONGEST_NAME_BYTES = 200  # of a folder's name: disks take 255, and we append endings
@@ -24,15 +24,15 @@ class Text(str):
 
 
 class PathText(Text):
-    """Type of a key that names a file or a folder: taken byte for byte, and refused if no disk could hold the name."""
+    """Type of a key that names a file or a folder: taken byte for byte, and rejected if no disk could hold the name."""
 
 
 class DottedPath(Text):
-    """Type of a key that may name a user's own class: my_module.MyClass. Where it is used, runtime/own_parts.py imports it."""
+    """Type of a key that may name a user's own class: my_module.MyClass. runtime/own_parts.py imports the class."""
 
 
 def is_dotted_path(value: str) -> bool:
-    """Identifiers with at least one dot between them."""
+    """Whether `value` consists of at least two identifiers, joined by dots."""
     parts = value.split(".")
     return len(parts) > 1 and len(value) <= LONGEST_NAME_BYTES and all(part.isidentifier() for part in parts)
 
@@ -57,7 +57,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Between:
-    """From `low` to `high`, both included; `high` is excluded with `upper_open`."""
+    """From `low` to `high`, both included; with `upper_open`, `high` is excluded."""
 
     low: float
     high: float
@@ -91,7 +91,7 @@ def folder_name(key: str, value: str) -> None:
 
 
 def can_be_path(value: str) -> bool:
-    """Whether a disk can hold a file of this name: no NUL, encodable as bytes, no part and no whole too long."""
+    """Whether a disk can hold a file of this name: no NUL, encodable as bytes, not too long."""
     try:
         parts = os.fsencode(value).split(b"/")
     except UnicodeEncodeError:  # half of a surrogate pair

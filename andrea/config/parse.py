@@ -1,6 +1,6 @@
-"""Configuration crosses the border here, once: plain mappings in, frozen dataclasses out, or a UserError of one line.
+"""The only parser of configurations: turns plain mappings into frozen dataclasses, or raises a UserError of one line.
 
-Nothing further inside reads a mapping.
+All other code reads the dataclasses, never the mappings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from andrea.config.limits import LARGEST_INTEGER, DottedPath, PathText, Text, is
 
 
 class WrongType(UserError):
-    """A value is not of the type asked for; another type of a union may still fit."""
+    """A value does not have the expected type. In a union, another type may still fit."""
 
 
 def parse(kind: type, values: Any, path: str = "") -> Any:
@@ -85,7 +85,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 def convert_union(hint: Any, value: Any, where: str) -> Any:
     choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
     if type(None) in typing.get_args(hint):
-        # The command line accepts the YAML's null. For text, `none` and `None` may be a name.
+        # The command line accepts null, as YAML does. For text, `none` and `None` are not null: they may be a name.
         spellings = ("null",) if any(map(is_text, choices)) else ("null", "none", "None")
         if value is None or type(value) is str and value in spellings:
             return None
@@ -145,7 +145,7 @@ def whole_number(value: Any) -> int | None:
         number = float(value) if not isinstance(value, int) else value
         if isinstance(value, bool) or number != int(number):
             return None
-        # Digits are read as they stand: through a float, large numbers would be rounded.
+        # Digits are converted directly, because a float would round large numbers.
         is_digits = isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit()
         return int(value) if is_digits else int(number)
     except (ValueError, OverflowError):
@@ -153,7 +153,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def describe(hint: Any) -> str:
-    """A type in a user's words: 'a whole number or auto'."""
+    """Describe a type for a user: 'a whole number or auto'."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return describe(arguments[0])

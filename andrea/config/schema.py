@@ -1,4 +1,4 @@
-"""What a user may configure: a frozen dataclass for each group of keys, with names, types and ranges.
+"""The schema of the configuration: a frozen dataclass for each group of keys, with names, types and ranges.
 
 The YAML files under configs/ hold the values and a comment for each key. Keys with a default here may be missing from
 those files and from configurations saved by older versions.
@@ -21,7 +21,7 @@ from andrea.config.limits import (
 )
 
 LARGEST_SEED = 2**62  # random streams are numbered upwards from the seed
-LARGEST_LOOKAHEAD = 64  # tokens: longer drafts are hardly ever right, and each token of them costs time
+LARGEST_LOOKAHEAD = 64  # tokens: longer drafts are rarely accepted, and each of their tokens costs time
 
 PositiveInteger = Annotated[int, Positive()]
 NonNegativeInteger = Annotated[int, AtLeast(0)]
@@ -149,7 +149,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Thresholds of the health checks. Those with a default here are accepted, but hardly ever set: no YAML lists them."""
+    """Thresholds of the health checks. Those with a default here are rarely set, so no YAML file lists them."""
 
     on_failure: Literal["warn", "stop"]
     samples: NonNegativeInteger
@@ -162,13 +162,13 @@ class HealthConfig:
     unigram_steps: NonNegativeInteger
     overfit_nats: NonNegativeNumber
     epochs: PositiveNumber
-    clipped_share: Share = 0.9  # of the steps since the last evaluation, that may be clipped
-    head_share: Share = 0.9  # of all heads, that must attend to one key, or uniformly, for attention to have failed
+    clipped_share: Share = 0.9  # share of the steps since the last evaluation that may be clipped
+    head_share: Share = 0.9  # attention has failed if this share of all heads attends to one key, or uniformly
     one_key_entropy: Share = 0.02  # a head attends to one key below this share of the largest possible entropy
     uniform_entropy: Share = 0.995  # a head attends uniformly above this share of the largest possible entropy
     largest_logit: PositiveNumber = 1000.0  # of attention, in nats
-    source_rise_nats: NonNegativeNumber = 0.02  # of a source's validation loss, per token, while all others fall
-    leak_nats: NonNegativeNumber = 0.1  # validation loss below the training loss, per token
+    source_rise_nats: NonNegativeNumber = 0.02  # rise of a source's validation loss per token, while all others fall
+    leak_nats: NonNegativeNumber = 0.1  # training loss minus validation loss, per token, that suggests a leak
     leak_errors: NonNegativeNumber = 4.0  # the same in standard errors of the training loss; a leak exceeds both
 
 

@@ -1,4 +1,4 @@
-"""torch.compile: its settings, whether it pays for a run, and the one function through which the package calls it."""
+"""All use of torch.compile: its settings, the decision to compile a run, and the function that compiles."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 from andrea.runtime.device import Choice
 
-# A run shorter than this takes less time than its compiling; in FLOPs of the whole run, by device.
+# By device: a run of fewer FLOPs in total takes less time than compiling it.
 SHORTEST_RUN_FLOPS = {"cpu": 1e13, "cuda": 1e16}
-WHOLE_GRAPH_FLOPS = 1e14  # on a CPU; below, compiling block by block pays sooner than compiling the whole model
+WHOLE_GRAPH_FLOPS = 1e14  # on a CPU: a run of fewer FLOPs ends sooner if it is compiled block by block
 RELIABLE_GCC = 11  # from this version on g++ knows every vector instruction that torch.compile uses
 
 
 def choose_compile(requested: str, device: torch.device, total_flops: float) -> Choice:
-    """`auto` is `on`, `blocks` or `off`, by whether a run of `total_flops` FLOPs is long enough to earn back the compiling.
+    """Choose `on`, `blocks` or `off` for `auto`: a run of `total_flops` FLOPs should earn back its compile time.
 
-    On a CPU compiling takes about a quarter of a minute block by block, and up to a minute for the whole model in one
-    graph, which then trains a few percent faster (bench/README.md).
+    On a CPU, compiling block by block takes about a quarter of a minute. Compiling the whole model as one graph takes
+    up to a minute, and the model then trains a few percent faster (bench/README.md).
     """
     if requested != "auto":
         return Choice(requested, "as set")
@@ -38,11 +38,11 @@ def choose_compile(requested: str, device: torch.device, total_flops: float) -> 
 
 
 def configure_compiler(device: torch.device) -> None:
-    """Set what makes the first step start sooner and that torch.compile leaves off by default.
+    """Turn on two settings of torch.compile that make the first step start sooner.
 
-    Its cache skips graphs that contain a user's autograd.Function unless allowed: ours are pure functions of their
-    arguments. And on a CPU it spends about ten seconds on test programs for the vector instructions; those that the
-    processor lists are enough, because every recent g++ knows all of them.
+    By default its cache skips graphs with a custom autograd.Function. Ours may be cached, because they are pure
+    functions of their arguments. On a CPU, torch.compile spends about ten seconds on programs that test the vector
+    instructions. These tests are skipped, because every recent g++ knows all the instructions that a processor lists.
     """
     from torch._functorch import config as autograd_settings
     from torch._inductor import config as compiler_settings
@@ -54,7 +54,7 @@ def configure_compiler(device: torch.device) -> None:
 
 
 def gcc_version() -> int:
-    """The major version of g++, which torch.compile calls on a CPU; 0 without g++, or where CXX names another compiler."""
+    """The major version of g++, which torch.compile calls on a CPU; 0 without g++, or if CXX names another compiler."""
     if os.environ.get("CXX") or not shutil.which("g++"):
         return 0
     answer = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout
@@ -63,15 +63,15 @@ def gcc_version() -> int:
 
 
 def compile_graph(function: Callable, fullgraph: bool = True) -> Callable:
-    """`function`, compiled at its first call for the shapes of that call, and again for every other combination of shapes.
+    """Compile `function` at its first call, and again at each call with a new combination of shapes.
 
-    fullgraph: raise one of `compile_errors` at code that cannot be compiled; otherwise that code runs uncompiled.
+    fullgraph: code that cannot be compiled raises one of `compile_errors`; otherwise it runs uncompiled.
     """
     return torch.compile(function, dynamic=False, fullgraph=fullgraph)
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What a compiled function raises where torch.compile fails on this machine, for an `except` clause."""
+    """The exceptions that a compiled function raises if torch.compile fails on this machine, for an `except` clause."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError, InductorError
 

@@ -41,9 +41,9 @@ class Choice:
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device of that name; `auto` is the first of cuda, mps and cpu that this machine has.
+    """The device with the name `requested`; `auto` is the first of cuda, mps and cpu that this machine has.
 
-    Raises UserError for a device that it does not have.
+    Raises UserError for a device that this machine does not have.
     """
     available = [kind for kind in ("cuda", "mps", "cpu") if is_available(kind)]
     kind, _, index = requested.partition(":")
@@ -73,8 +73,8 @@ def choose_threads(requested: int | str) -> int:
 def keep_freed_memory() -> None:
     """Let this process keep the memory of freed tensors for new ones, instead of returning it to the system; glibc only.
 
-    By default glibc returns large blocks at once, and the next training step on a CPU requests them again page by page,
-    which took a seventh of the step at andrea-120m (bench/README.md). Peak memory grows by up to a twentieth.
+    By default glibc returns large blocks at once, and the next training step on a CPU requests them again page by page.
+    This took a seventh of the step's time at andrea-120m (bench/README.md). Peak memory grows by up to a twentieth.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
@@ -83,7 +83,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Undo `keep_freed_memory`: glibc's default settings, and memory that no tensor uses goes back to the system."""
+    """Undo `keep_freed_memory`: restore glibc's default settings, and return unused memory to the system."""
     library = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(library, "mallopt"):
         for option, value in ((MALLOC_MMAP_MAX, 65536), (MALLOC_TRIM_THRESHOLD, 2**17), (MALLOC_TOP_PAD, 0)):
@@ -130,7 +130,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The largest memory so far: of tensors on the card, or of this process on a CPU."""
+    """The peak memory so far: of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
@@ -140,10 +140,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class LargePages:
-    """Memory for tensors that are read again and again, in pages of 2 MB where Linux grants them.
+    """Memory for tensors that are read many times, in pages of 2 MB if Linux grants them.
 
-    A processor prefetches within a page only, and has to translate the address of each new page: long matrices were read
-    at 50 GB/s from large pages and at 35 GB/s from the usual ones of 4 kB (bench/README.md).
+    A processor prefetches only within a page, and must translate the address of each new page. Large matrices were read
+    at 50 GB/s from pages of 2 MB, and at 35 GB/s from the usual pages of 4 kB (bench/README.md).
     """
 
     ALIGNMENT_BYTES = 64  # one cache line
@@ -156,11 +156,11 @@ class LargePages:
 
     @classmethod
     def aligned_bytes(cls, n_bytes: int) -> int:
-        """The bytes that a tensor of `n_bytes` takes up here."""
+        """The bytes that a tensor of `n_bytes` occupies, rounded up to the alignment."""
         return -(-n_bytes // cls.ALIGNMENT_BYTES) * cls.ALIGNMENT_BYTES
 
     def place(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of `tensor` in this memory, which is freed together with the last tensor in it."""
+        """A contiguous copy of `tensor` in this memory. The memory is freed together with its last tensor."""
         start, self.used = self.used, self.used + self.aligned_bytes(tensor.nbytes)
         assert self.used <= len(self.memory), f"{self.used} bytes do not fit {len(self.memory)}"
         if not tensor.numel():

@@ -1,7 +1,8 @@
-"""Files: the only atomic writers, file locks and sha256 hashes of files in the package. Imports neither torch nor numpy.
+"""Atomic writes, file locks and sha256 hashes of files, for the whole package. Imports neither torch nor numpy.
 
 A file or a folder is written under a staging name next to its final one, flushed to the disk, and renamed. A crash leaves
-the old content or the new one, and perhaps a staging name, which no reader opens and `remove_unfinished` removes.
+the old content or the new content. It may also leave a staging file, which no reader opens; `remove_unfinished` removes
+it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ UNFINISHED = ".writing-"  # the first characters of every staging name
 
 
 class StorageFailed(Exception):
-    """The disk refused a write; the message names the path. Files that were complete before are still complete."""
+    """A write to the disk failed. The message names the path. Files that were complete before are still complete."""
 
 
 class Locked(Exception):
-    """Another process holds the lock file; the message says which, as far as the file tells."""
+    """Another process holds the lock file. The message names the process, or is `unknown`."""
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Raises StorageFailed, with `path` in its message, where the block raises OSError."""
+    """Turns an OSError of the block into StorageFailed, with `path` in its message."""
     try:
         yield
     except OSError as error:
@@ -36,12 +37,12 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def staging_path(path: Path) -> Path:
-    """A new name next to `path`, on the same file system. Random: processes of two containers may have equal ids."""
+    """A new random name next to `path`. A process id is not unique, because two containers may use the same one."""
     return path.with_name(f"{UNFINISHED}{path.name[:32]}-{secrets.token_hex(4)}")  # most systems allow 255 bytes
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the staging files and folders that a crash left in `folder`, which nobody else may be writing to."""
+    """Remove the staging files and folders that a crash left in `folder`. No other process may be writing there."""
     for path in folder.glob(f"{UNFINISHED}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -53,7 +54,7 @@ def remove_unfinished(folder: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a staging path for the block to write; then flushes the file and renames it to `path`. Raises OSError.
 
-    Where the block raises, the staging file is removed and `path` is as before.
+    If the block raises, the staging file is removed and `path` stays unchanged.
     """
     staging = staging_path(path)
     try:
@@ -66,13 +67,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the content of `path` as a whole by `text` in UTF-8. Raises OSError."""
+    """Replace the content of `path` atomically by `text` in UTF-8. Raises OSError."""
     with replacing(path) as staging:
         staging.write_text(text, encoding="utf-8")
 
 
 def flush_to_disk(path: Path) -> None:
-    """Return when the file's content, or the folder's list of names, is on the disk. Raises OSError."""
+    """Flush a file's content, or a folder's list of names, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,10 +89,10 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold `path`, a small file that names the holder, for one process at a time; the system frees it when that one dies.
+    """Lock the file `path`, and write into it which process holds it. The system frees the lock when the process dies.
 
-    on_wait: called before waiting for another holder. Without it, raises Locked. Raises OSError where the file cannot be
-    written.
+    on_wait: called before waiting for another holder. Without on_wait, raises Locked instead of waiting. Raises OSError
+    if the file cannot be written.
     """
     import fcntl  # not on Windows
 

@@ -30,7 +30,7 @@ POINTER, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @functools.cache
 def compiled_library(source: Path) -> ctypes.CDLL | None:
-    """The functions of a C++ file; None without a compiler, or, with a warning, where the compiler refuses the file."""
+    """The functions of a C++ file. None without a compiler; None and a warning if the file does not compile."""
     compiler = shlex.split(os.environ.get("CXX", "g++")) or [""]
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:
         return None
@@ -56,7 +56,7 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
 
 
 def processor() -> str:
-    """All that -march=native depends on: machines that share a home directory may differ in it."""
+    """The facts that -march=native depends on. Machines that share a home directory may have different processors."""
     first_core = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     names = ("model name", "flags", "Features", "CPU part")
     return "\n".join([platform.machine(), *(line for line in first_core if line.startswith(names))])

@@ -1,8 +1,8 @@
-"""A user's own classes, named by a dotted path in a configuration (my_module.MyMLP), and which of them may be imported.
+"""Imports a user's own classes, named by a dotted path in a configuration (my_module.MyMLP).
 
-Importing a module runs its code. A path is therefore imported only inside `allowing`, which a command enters with the
-paths that stand on its own command line. A path that comes from a checkpoint alone is refused, wherever the model is
-built, unless the command line has trust=true.
+Importing a module runs its code. Therefore a path is imported only inside the context `allowing`, which a command
+enters with the paths on its own command line. A path that comes only from a checkpoint is rejected, unless the command
+line has trust=true.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from andrea.runtime.files import file_sha256
 
 @dataclass(frozen=True)
 class Allowed:
-    """The dotted paths that may be imported; with `everything`, any."""
+    """The dotted paths that may be imported; with `everything`, all of them."""
 
     paths: frozenset[str] = frozenset()
     everything: bool = False
@@ -36,7 +36,7 @@ ALLOWED: ContextVar[Allowed] = ContextVar("ALLOWED", default=NOTHING_ALLOWED)
 
 @contextlib.contextmanager
 def allowing(paths: Iterable[str], trust: bool = False) -> Iterator[None]:
-    """Inside, `paths` may be imported; with `trust`, every path. Outside again, what was allowed before."""
+    """Context in which `paths` may be imported, or every path with `trust`. On exit, the earlier permission returns."""
     before = ALLOWED.set(Allowed(frozenset(paths), trust))
     try:
         yield
@@ -52,8 +52,8 @@ def is_own(name: str) -> bool:
 def own_class(key: str, path: str, base: type) -> type:
     """The class at the dotted path, a subclass of `base`; key: the configuration key, used in messages.
 
-    Raises UserError where the path may not be imported, cannot be imported, or is not such a class. An exception raised
-    by the module's own code is left as it is.
+    Raises UserError if the path may not be imported, cannot be imported, or is not such a class. An exception of the
+    module's own code is not caught.
     """
     allowed = ALLOWED.get()
     if not (allowed.everything or path in allowed.paths):
@@ -72,7 +72,7 @@ def own_class(key: str, path: str, base: type) -> type:
 
 
 def imported(key: str, path: str, module_name: str) -> ModuleType:
-    """The module. Modules in the working directory are found, as with `python -m`. Raises UserError."""
+    """Import the module, also from the working directory, as `python -m` does. Raises UserError."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     try:
@@ -85,7 +85,7 @@ def imported(key: str, path: str, module_name: str) -> ModuleType:
 
 
 def source_sha256(key: str, path: str) -> str | None:
-    """sha256 of the source file of the class's module; None for a class that was typed into a notebook."""
+    """sha256 of the source file of the class's module; None for a class without a file, as in a notebook."""
     try:
         file = inspect.getsourcefile(own_class(key, path, object))
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""This program: the command that a user types to start it, and the processes that it starts of itself. Imports no torch."""
+"""The commands that start this program: the user's, and those of the processes that it starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
 
 def typed_command(command: str, launcher: str = "python") -> str:
-    """`command` (train, sample, lens …) as this process's user types it, for messages: `python train.py`, `andrea train`.
+    """`command` (train, sample, lens …) as the user would type it, for messages: `python train.py` or `andrea train`.
 
     launcher: the program in front of the script or module, e.g. `torchrun …`.
     """
@@ -24,7 +24,7 @@ def typed_command(command: str, launcher: str = "python") -> str:
 
 
 def module_command(module: str, argv: list[str]) -> list[str]:
-    """What starts a module of this package in a new process; use it with `module_environment`."""
+    """The command that runs a module of this package in a new process. Use it with `module_environment`."""
     return [sys.executable, "-m", module, *argv]
 
 

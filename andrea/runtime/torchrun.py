@@ -1,8 +1,8 @@
 """Restarts by torchrun: an exit code that a restart cannot cure ends the job. Imports no torch.
 
-torchrun starts all ranks again when one of them exits with a code other than 0, whatever the code. A rank that exits with
-a final code therefore leaves a note for the torchrun process that started it. After the restart each rank finds the note
-and exits with the same code, before it has loaded or read anything.
+torchrun restarts all ranks when one of them exits with any code other than 0. Therefore a rank that exits with a final
+code records it in a file. After the restart each rank finds the file and exits with the same code, before it loads
+anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from andrea.config import UserError
 from andrea.runtime.files import replace_text
 
-# Wrong input, non-finite, failed health, stopped by Ctrl-C or SIGTERM: whoever sent the signal wants no restart.
+# Wrong input, non-finite, failed health, Ctrl-C, SIGTERM. Whoever sends a signal to stop wants no restart.
 FINAL_EXIT_CODES = (2, 3, 4, 130, 143)
 RANK_LOST = 6  # an exit code that a restart may cure
 GRACE_SECONDS = 10
@@ -29,7 +29,7 @@ class RankLost(Exception):
 
 
 def restarts() -> int:
-    """How often torchrun has restarted the ranks before this start."""
+    """How often torchrun has restarted the ranks so far."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -52,12 +52,12 @@ def rank_prefix() -> str:
 
 
 def give_rank_0_time() -> None:
-    """Wait for rank 0 to print an error that all ranks have: torchrun ends every rank as soon as one has exited."""
+    """Wait until rank 0 has printed an error that all ranks share, because torchrun ends every rank when one exits."""
     time.sleep(GRACE_SECONDS)
 
 
 def recorded_exit_code() -> int | None:
-    """The final exit code of the start before this one; None without a note, or where the job has run since."""
+    """The final exit code that the previous start recorded; None if there is none, or if the job has run since."""
     path = note_path()
     if path is None or not path.exists():
         return None
@@ -70,13 +70,13 @@ def recorded_exit_code() -> int | None:
 
 
 def record_exit_code(code: int) -> None:
-    """Leave a note for the next start where `code` is final."""
+    """Record `code` for the next start, if it is final."""
     path = note_path()
     if code in FINAL_EXIT_CODES and path is not None:
         replace_text(path, f"{code} {restarts()}")
 
 
 def note_path() -> Path | None:
-    """A file in the folder that this torchrun process keeps over all restarts; None without torchrun."""
+    """The file of the recorded code, in a folder that torchrun keeps over all restarts; None without torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # …/attempt_0/0/error.json
     return Path(error_file).parents[2] / "andrea-verdict" if error_file else None
