@@ -84,16 +84,16 @@ def attend(
     dimensions of the three tensors are equal. Raises ValueError if the shapes do not fit together.
     start: position of the first query among the keys; S - T if None. A 0-d integer tensor lets one compiled graph serve
     every position of a preallocated cache. A tensor (B, 1, 1) gives each sequence its own position.
-    implementation: one of the following names. Raises ValueError with the reason if it cannot compute this call.
+    implementation: one of the following names. Raises ValueError if the named implementation cannot compute this call.
       auto       the fastest implementation that can compute this call
       reference  the textbook formula, for every compatibility function; supports every kind of autograd
       chunked    the additive function, without storing its (T, S, n) tensor of hidden values
       native     our fused kernel for CPUs: causal, in bf16
-      sdpa       torch's fused kernels; sdpa_flash, sdpa_efficient, sdpa_cudnn: that kernel (CUDA)
+      sdpa       torch's choice among its fused kernels; sdpa_flash, sdpa_efficient, sdpa_cudnn: one of them (CUDA)
       flex       torch's FlexAttention (CUDA)
       triton     our fused kernel (CUDA)
-    statistics: return (output, AttentionStatistics) instead. `triton` computes log-sum-exp, largest logit and entropy
-    together with the output, and derives the weights of the first and the previous token from the log-sum-exp.
+    statistics: return (output, AttentionStatistics). `triton` computes log-sum-exp, largest logit and entropy together
+    with the output, and derives the weights of the first and the previous token from the log-sum-exp.
     `reference` and `chunked` compute the statistics from the full scores (..., T, S). The other implementations return
     no statistics.
 

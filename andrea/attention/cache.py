@@ -110,7 +110,7 @@ class KeyValueCache:
             self.filled = max(lengths)
 
     def of_sequence(self, index: int) -> KeyValueCache:
-        """An empty cache for sequence `index` alone, in the memory that this cache has for the sequence."""
+        """An empty cache for sequence `index` alone. It is a view: it shares the memory of this cache."""
         part = object.__new__(KeyValueCache)
         part.keys = [keys[index : index + 1] for keys in self.keys]
         part.values = [values[index : index + 1] for values in self.values]

@@ -8,7 +8,7 @@ serves every function with a `lower`. Rotary positions rotate the lowered query 
 parameters are learned per head: their leading dimension H matches the head dimension of (..., H, T, d_q). Without
 n_head all heads share the parameters.
 
-An example of your own function is the dot product divided by a learned temperature. The reference implementation needs
+The example defines a new function, the dot product divided by a learned temperature. The reference implementation needs
 `scores` alone; the fused implementations need `lower` as well.
 
 >>> import torch
@@ -175,7 +175,7 @@ class Additive(Compatibility):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """If queries and keys have variance 1, the inputs of tanh have variance 1 and the scores about 0.4."""
+        """Draw A, B and w so that queries and keys of variance 1 give the inputs of tanh variance 1."""
         for parameter, width in ((self.of_query, 2), (self.of_key, 2), (self.weight, 1)):
             deviation = 1 / math.sqrt(width * parameter.shape[-1])
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))

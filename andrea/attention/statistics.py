@@ -35,7 +35,7 @@ class AttentionStatistics:
     def per_head(self) -> dict[str, Tensor]:
         """For each head, shape (...): mean entropy, entropy as a share of the largest possible one, and largest logit.
 
-        Queries that see no key do not enter the entropies. If a head has only such queries, its entropies are NaN.
+        Queries that see no key do not count in the entropies. If a head has only such queries, its entropies are NaN.
         """
         seeing = self.visible_keys > 0
         rows = seeing.expand_as(self.entropy_nats).sum(-1)
@@ -48,7 +48,7 @@ class AttentionStatistics:
 
 
 def statistics_of_scores(scores: Tensor, weights: Tensor, start: int | Tensor) -> AttentionStatistics:
-    """Statistics of written-out scores (..., T, S), -inf where masked, and of their softmax, the weights (..., T, S)."""
+    """Statistics from all scores (..., T, S), -inf where masked, and from their softmax, the weights (..., T, S)."""
     scores, weights = scores.detach(), weights.detach()
     first_mass, previous_mass = masses_of_weights(weights, start)
     largest = scores.amax(-1)
@@ -127,7 +127,10 @@ class HeadStatistics(NamedTuple):
 
     @classmethod
     def of_layers(cls, layers: list[HeadStatistics], counted: Tensor | None = None) -> HeadStatistics:
-        """Sums (layers, H) from the sums (B, H) of each layer. counted (B,) bool: the sequences to include; all if None."""
+        """The sums (layers, H) of a model, from the sums (B, H) of each layer.
+
+        counted (B,) bool: the sequences to include; all if None.
+        """
         stacked = cls(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
         if counted is None:
             counted = torch.ones(stacked.rows.shape[1], dtype=torch.bool, device=stacked.rows.device)

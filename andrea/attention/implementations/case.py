@@ -42,7 +42,10 @@ class Case:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """The type in which our kernels multiply: the query's, or autocast's if autocast is on, as in torch's attention."""
+        """The type in which our kernels multiply: autocast's type if autocast is on, else the query's.
+
+        torch's attention follows the same rule.
+        """
         kind = self.query.device.type
         if torch.is_autocast_enabled(kind) and self.query.dtype != torch.float64:
             return torch.get_autocast_dtype(kind)

@@ -58,7 +58,7 @@ def block_mask_of_batch(
     from torch.nn.attention.flex_attention import create_block_mask
 
     interval = visible_interval(mask, n_query, n_key, start, device)
-    if interval is None:  # the mask may leave gaps, so FlexAttention reads the written-out mask
+    if interval is None:  # the mask may leave gaps, so FlexAttention reads the full mask (B, H, T, S)
         table = as_batch_of_heads(visible_keys(mask, n_query, n_key, start, device).expand(*lead, n_query, n_key))
         n_batch, n_head = table.shape[:2]
         sees = lambda b, h, i, j: table[b, h, i, j]  # noqa: E731
