@@ -1,6 +1,6 @@
 """Masks: which keys a query may see, as a predicate on absolute positions.
 
-T queries, S keys. The keys stand at positions 0 .. S-1, query i at position start + i. By default start = S - T: the
+T queries, S keys. The keys stand at positions 0 .. S-1, and query i at position start + i. By default start = S - T: the
 first S - T keys come from the cache and precede every query. Without a mask (None) every query sees every key.
 
 A mask of your own must define only `visible`. With the masks in this file, alone or combined by `&`, the keys that a
@@ -32,7 +32,7 @@ class Mask(ABC):
         """query_position (T, 1), key_position (S,) -> bool, broadcastable to (..., T, S); True = visible."""
 
     def interval(self, query_position: Tensor, n_key: int) -> Interval | None:
-        """The interval of keys that the queries at query_position (T,) see; None if the mask may leave gaps."""
+        """For each query at query_position (T,), the interval of keys that it sees. None if the mask may leave gaps."""
         return None
 
     @property
@@ -170,17 +170,20 @@ def packed_documents(documents: Tensor) -> Mask:
 
 
 def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
-    """The number (..., S) of the document that each of the tokens (..., S) is in. end_of_text begins each document."""
+    """Number the documents in tokens (..., S): the result (..., S) has each token's document number.
+
+    Every token end_of_text begins a new document.
+    """
     return (tokens == end_of_text).cumsum(-1)
 
 
 def positions(n_query: int, start: int | Tensor, device: torch.device) -> Tensor:
-    """Positions (..., T) of the queries among the keys. start: an int, or a tensor (..., 1) with one per sequence."""
+    """Positions (..., T) of the queries among the keys. start: an int, or a tensor (..., 1) with one number per sequence."""
     return start + torch.arange(n_query, device=device)
 
 
 def visible_keys(mask: Mask, n_query: int, n_key: int, start: int | Tensor, device: torch.device) -> Tensor:
-    """The mask written out: bool, broadcastable to (..., T, S)."""
+    """The full mask: bool, broadcastable to (..., T, S); True = visible."""
     return mask.visible(positions(n_query, start, device)[..., None], torch.arange(n_key, device=device))
 
 

@@ -102,7 +102,7 @@ class MultiHeadAttention(nn.Module):
 
         cache: the keys and values of earlier tokens. T and S then differ from step to step, so "auto" chooses the
         implementation, unless "reference" is named.
-        statistics: return (output, HeadStatistics) instead. If the named implementation returns no statistics, "auto"
+        statistics: return (output, HeadStatistics). If the named implementation returns no statistics, "auto"
         chooses the implementation.
         """
         retrieved, measured = self.retrieve_and_measure(x, context, shared, cache, statistics)
@@ -123,13 +123,13 @@ class MultiHeadAttention(nn.Module):
     def retrieve_and_measure(
         self, x: Tensor, context: Tensor | None, shared: SharedInputs, cache: LayerCache | None, statistics: bool
     ) -> tuple[Tensor, HeadStatistics | None]:
-        """The result of `retrieve`, and the statistics of the heads; None in their place without `statistics`."""
+        """The result of `retrieve`, and the statistics of the heads, which are None if `statistics` is False."""
         query, key, value, compatibility = self.project(x, context, shared)
         mask, start, implementation = self.mask_with(shared.packing), None, self.implementation
         if cache is not None:
             key, value, start = *cache.append(key, value), cache.length
             if isinstance(start, Tensor) and start.ndim == 1:
-                start = start[:, None, None]  # for heads and queries
+                start = start[:, None, None]  # (B, 1, 1), for heads and queries
             implementation = "reference" if implementation == "reference" else "auto"
         if statistics and implementation not in MEASURING:
             implementation = "auto"
@@ -195,6 +195,6 @@ class MultiHeadAttention(nn.Module):
     def output_by_head(self) -> Tensor:
         """W_O of each head, a view (H, d_model, D) of the output's weight. Head h writes W_O^(h) z^(h).
 
-        The sum over heads, plus the bias, equals the output of `forward`, which multiplies the concatenated heads.
+        The sum over heads, plus the bias, equals the output of `forward`, which multiplies the concatenated heads by W_O.
         """
         return self.output.weight.unflatten(1, (-1, self.d_head)).transpose(0, 1)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class Request:
     """How many texts to generate, and how. The random generator of text i has the seed `seed + i`.
 
-    lookahead: at most how many tokens prompt lookup (speculation.py) proposes for one pass of the model; 0 switches it
-    off. Except for rounding, the texts do not depend on it.
+    lookahead: the largest number of tokens that prompt lookup (speculation.py) proposes for one pass of the model. 0
+    switches prompt lookup off. Except for rounding, the texts do not depend on `lookahead`.
     """
 
     max_new_tokens: int
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One new token of one sample, and the text that can now be shown, "" while a character is incomplete."""
+    """One new token of one sample, and the new text that can be shown. `text` is empty while a character is incomplete."""
 
     sample: int
     token: int
@@ -74,7 +74,7 @@ class GrowingText:
         self.has_ended = False
 
     def lookahead(self, most: int) -> list[int]:
-        """At most `most` proposed next tokens, and fewer than the number of tokens that remain to be generated."""
+        """The proposed next tokens: at most `most`, and fewer than remain to be generated."""
         return [] if self.has_ended else self.lookup.lookahead(min(most, self.tokens_left - 1))
 
     def append(self, token: int) -> GeneratedToken:
@@ -95,11 +95,11 @@ class GrowingText:
 class Engine:
     """Generate text with a model.
 
-    dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type, packed
-    for fast decoding if the device has such a form (packing.py).
+    dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type. The copy
+    is packed for fast decoding if a packed form exists for the device (packing.py).
     int8: store the matrices of the copy in 8 bits. The embedding and all activations keep the type `dtype`.
     compiled: run the decoding step through torch.compile. The start is slower, but on a GPU each token is faster. On a
-    GPU the decoding step of a copy is recorded as a CUDA graph in either case.
+    GPU the decoding step of a copy is recorded as a CUDA graph, compiled or not.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Engine:
         self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
         self.fixed_shapes = compiled or self.device.type == "cuda"
         self.step = compile_graph(step) if compiled else step
-        if self.device.type == "cuda" and dtype is not None:  # not in training, which needs the graphs' memory
+        if self.device.type == "cuda" and dtype is not None:  # graphs would take memory from training
             self.step = GraphedStep(self.step)
         self.idle: dict[tuple, Window] = {}  # the window of the last texts, by shape, for reuse
         if dtype is not None:
@@ -164,7 +164,7 @@ class Engine:
             )
             growing = [text for text in texts if not text.has_ended]
             ended = [text for text in texts if text.has_ended]
-            place = 0  # logits[:, place] are those after a text and `place` tokens of its lookahead
+            place = 0  # logits[:, place] follow a text and the first `place` tokens of its lookahead
             while growing:
                 tokens = self.choose_next(logits[:, place], history, texts, growing, request.sampling)
                 if not ragged:
@@ -255,8 +255,8 @@ class Window:
     ) -> tuple[Tensor, list[list[int]]]:
         """Logits (B, 1 + G, V) after each text and after each token of its lookahead, and the lookaheads that were read.
 
-        A lookahead is shortened if it does not fit the window; the longest one read has G tokens. Each text must continue
-        the text of the last call by at least one token, or be equal to it if the text has ended.
+        A lookahead is shortened if it does not fit the window. G is the length of the longest lookahead that was read.
+        Each text must continue the text of the last call by at least one token, or equal it if the text has ended.
         """
         n_text, n_window = len(texts), self.model.config.sequence_length
         if n_text > 1 and not any(self.read) and len(texts[0]) <= n_window and all(text == texts[0] for text in texts):
@@ -292,7 +292,7 @@ class Window:
             self.read[index] = min(self.read[index], len(text) - 1)
 
     def read_once(self, prompt: list[int]) -> Tensor:
-        """Logits (1, 1, V) after a prompt that all texts share. It is read once, and its cache is copied to all texts."""
+        """Logits (1, 1, V) after a prompt that all texts share. It is read for one text, and copied to all caches."""
         logits = step(self.model, torch.tensor([prompt], device=self.device), self.cache.of_sequence(0))
         self.cache.copy_sequence(0, len(prompt))
         self.read = [len(prompt)] * len(self.read)
@@ -306,7 +306,7 @@ class Window:
 def step(model: GPT | PackedGPT, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
     """Read new tokens (B, N_new) after the tokens in the cache, and append their keys and values to the cache.
 
-    Returns the logits (B, J, V) after the tokens with indices `at` (B, J), or after the last token (J = 1) if None.
+    Returns the logits (B, J, V) after the tokens with indices `at` (B, J), or after the last token (J = 1) if `at` is None.
     """
     hidden = model(tokens, cache)
     if at is None:

@@ -18,7 +18,9 @@ class Recorded:
 
 
 class GraphedStep:
-    """`step` of engine.py as a CUDA graph. The second call with the same cache and shapes records it, later calls replay it.
+    """`step` of engine.py as a CUDA graph. The second call with the same cache and shapes records it.
+
+    Later calls replay the graph.
 
     The first call is not recorded, because it compiles, chooses kernels and allocates memory. The cache must have fixed
     shapes. The graph itself reads and increases the cache's length, which is a tensor.

@@ -1,10 +1,11 @@
 """Linear layers for decoding, with packed weights in bf16, fp32 or int8, for our kernels or for oneDNN.
 
 Each decoding step uses every weight once, so its time is the time to read the weights from memory. On a CPU our own
-kernels (kernels/decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices, which have
-half as many bytes, at the same number of bytes per second. Without a compiler, weights in oneDNN's layout still save a
-conversion at every call. bench/generate.py measures this. Weights are (d_out, d_in), biases (d_out,), inputs
-(..., d_in).
+kernels (kernels/decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices at the same
+number of bytes per second, so a product takes half as long. Without a compiler, weights in oneDNN's layout still save a
+conversion at every call. bench/generate.py measures these speeds.
+
+Weights are (d_out, d_in), biases (d_out,), inputs (..., d_in).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from andrea.runtime.native import address
 
 # The longest row for the int8 kernel: a sum of this many products of a byte and an int8 fits 32 bits.
 LONGEST_SUM = 2**31 // (127 * 255)
-# Up to this number of rows the time of a product is that of reading its weights, and our kernels beat torch's.
+# Up to this number of rows a product takes as long as reading its weights, and our kernels are faster than torch's.
 FEW_ROWS = 8
 
 
@@ -37,7 +38,7 @@ def has_onednn(weight: Tensor) -> bool:
 
 
 class NativeLinear(nn.Module):
-    """nn.Linear without gradients. Our kernel computes up to FEW_ROWS rows, torch's kernel more rows."""
+    """nn.Linear without gradients. Inputs of at most FEW_ROWS rows use our kernel, larger inputs use torch's."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, pages: LargePages | None = None) -> None:
         super().__init__()

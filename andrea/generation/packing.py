@@ -36,7 +36,7 @@ MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # weight (d_out, d_in
 
 
 class NativeRMSNorm(nn.Module):
-    """RMSNorm without gradients. Our kernel computes up to FEW_ROWS rows, torch's kernel more rows."""
+    """RMSNorm without gradients. Inputs of at most FEW_ROWS rows use our kernel, larger inputs use torch's."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class NativeAttention(nn.Module):
 class NativeBlocks:
     """All blocks and the final norm in one call of our kernel, for one new token per text.
 
-    The texts must have equal length, and there may be only a few. The packed model computes the same block by block: it is
-    the readable form of this kernel and shares its memory.
+    The texts must have equal length, and at most FEW_ROWS texts are possible. The packed model computes the same block by
+    block. It is the readable form of this kernel, and both share one memory.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -235,7 +235,7 @@ def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
     """The model in its fastest form for decoding; the model itself if no packed form exists.
 
     compiled: whether torch.compile generates the kernels. In this case int8 is the only packed form.
-    Raises UserError for int8 with a class of the user's own.
+    Raises UserError for int8 if the model has a class of the user's own.
     """
     weight = model.embedding.weight
     if not is_built_in(model):

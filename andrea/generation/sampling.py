@@ -85,7 +85,9 @@ def keep_min_p(logits: Tensor, min_p: float | None) -> Tensor:
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """The token (B,) int64 at which the cumulative probability first exceeds `uniform`. Its probability is never 0.
+    """The token (B,) int64 at which the cumulative probability first exceeds `uniform`.
+
+    A token of probability 0 is never chosen.
 
     If logits are not finite, the result is V, which is not a token.
     """

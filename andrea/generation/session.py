@@ -45,7 +45,7 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
 
 
 def make_engine(config: SampleConfig, model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Engine:
-    """The engine for config.precision and config.compile on the model's device. Raises UserError if it has no such engine."""
+    """The engine for config.precision and config.compile on the model's device. Raises UserError if unsupported."""
     check_device_offers(config.precision, config.compile, model.embedding.weight.device)
     return Engine(model, tokenizer, dtype=dtype, int8=config.precision == "int8", compiled=config.compile == "on")
 
@@ -74,7 +74,7 @@ def request_of(config: SampleConfig) -> Request:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or for @FILE the file's content, or for - standard input. Raises UserError if it is unreadable."""
+    """The prompt itself, or for @FILE the file's content, or for - standard input. Raises UserError if it cannot be read."""
     if prompt == "-":
         content, origin = sys.stdin.buffer.read(), "standard input"
     elif prompt.startswith("@"):

@@ -2,12 +2,13 @@
 
 If the last few tokens have occurred in the text before, the tokens that followed them then are likely to follow again.
 These tokens are the lookahead. The engine reads the lookahead in one pass of the model, and keeps its tokens up to the
-first one that the model does not choose. Checking several tokens in one pass is cheaper than generating them.
+first one that the model does not choose. One pass over several tokens is cheaper than one pass for
+each token.
 """
 
 from __future__ import annotations
 
-LONGEST_RUN = 3  # the longest sequence of last tokens that is looked up; if it is new, shorter ones are tried
+LONGEST_RUN = 3  # length of the longest sequence that is looked up; if it did not occur before, shorter ones are tried
 
 
 class PromptLookup:
@@ -26,9 +27,9 @@ class PromptLookup:
         self.tokens.append(token)
 
     def lookahead(self, most: int) -> list[int]:
-        """Find the longest run at the text's end that occurred before; return the `most` tokens after that occurrence.
+        """The `most` tokens after the latest earlier occurrence of the run at the text's end; [] if there is none.
 
-        Beyond the end of the text the proposal repeats its own tokens. The result is [] if no run occurred before.
+        Longer runs are tried first. If the text ends before there are `most` tokens, the proposed tokens are repeated.
         """
         for size in range(min(LONGEST_RUN, len(self.tokens)), 0, -1):
             place = self.follows.get(tuple(self.tokens[-size:]))

@@ -28,7 +28,7 @@ class TextStream:
         return self.release(self.decoder.decode(self.tokenizer.decode_bytes([token])))
 
     def finish(self) -> str:
-        """The text that is still held back. To be called after the last token."""
+        """Return the text that is still held back. Call this method after the last token."""
         text = self.release(self.decoder.decode(b"", final=True)) + self.waiting
         self.waiting = ""
         return text
@@ -48,5 +48,5 @@ class TextStream:
 
 
 def longest_overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, but not the whole of `stop`."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`, but shorter than `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

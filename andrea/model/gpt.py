@@ -132,7 +132,7 @@ class GPT(nn.Module):
 
         cache: the keys and values of earlier tokens. `tokens` are new, from position cache.length on; their keys and
         values are appended to the cache, in place.
-        statistics: return (hidden, statistics of each layer's heads) instead.
+        statistics: return (hidden, statistics of each layer's heads).
         recompute: use activation checkpointing for each block.
         call_block: the function that calls a block: `call_block` itself, or its compiled form.
         """
@@ -162,7 +162,7 @@ class GPT(nn.Module):
         )
 
     def document_mask(self, tokens: Tensor) -> Mask | None:
-        """The mask of attention between the documents in tokens (B, T); None if the config allows such attention."""
+        """A mask that prevents attention between the documents in tokens (B, T); None if the config does not want it."""
         if self.end_of_text is None:
             return None
         return packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads

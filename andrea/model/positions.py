@@ -18,7 +18,7 @@ from andrea.config import ModelConfig
 class Position(nn.Module, ABC):
     @abstractmethod
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
-        """Token vectors (B, T, d_model) -> the same with position encodings added. Without learned positions: unchanged."""
+        """Add position encodings to the token vectors x (B, T, d_model). Only learned positions change x."""
 
     @abstractmethod
     def placer(self, n_token: int, start: int | Tensor) -> Place | None:

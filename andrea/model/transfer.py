@@ -55,14 +55,14 @@ class Transfer:
 
     @classmethod
     def of(cls, model: ModelConfig, optimizer: OptimizerConfig) -> Transfer:
-        """The transfer for a run. All its factors are 1 if the rates need no transfer (`optimizer.tuned_d_model=null`)."""
+        """The transfer that the configuration describes. If `optimizer.tuned_d_model` is null, all factors are 1."""
         if optimizer.tuned_d_model is None or optimizer.tuned_n_layer is None:
             return cls(tied_head=model.tied_head)
         wider, deeper = model.d_model / optimizer.tuned_d_model, model.n_layer / optimizer.tuned_n_layer
         return cls(wider, deeper, model.tied_head)
 
     def factors(self, name: str) -> Factors:
-        """The factors of the parameter `name`, from the table above. The code treats special cases first."""
+        """The factors of the parameter `name`, from the table above."""
         wider, deeper = self.wider, self.deeper
         if name.endswith(WRITES_RESIDUAL):
             return Factors(deeper**-0.5, 1 / (wider * deeper), 1 / deeper, 1 / wider)

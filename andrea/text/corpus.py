@@ -34,7 +34,7 @@ from andrea.text.sources import Report, Source
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer
 
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
-VERIFIED = "verified.json"  # for each shard its size and times when its sha256 last agreed with meta.json
+VERIFIED = "verified.json"  # size and times of each shard at its last successful sha256 check
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PreparedSource:
 class Corpus:
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
-    fingerprint: str  # sha256 of tokenizer, tokens and weights: equal data, equal fingerprint, on any machine
+    fingerprint: str  # sha256 of tokenizer, tokens and weights; the same on every machine
 
 
 def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, report: Report) -> Corpus:

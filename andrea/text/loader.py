@@ -86,7 +86,7 @@ class Loader:
         return which, window
 
     def shuffled(self, samples: np.ndarray, size: int, purpose: str) -> np.ndarray:
-        """The window of each sample (count,). Every `size` consecutive samples are an epoch: a permutation of the windows."""
+        """The window (count,) of each sample. An epoch is `size` consecutive samples, with all `size` windows permuted."""
         window = np.empty_like(samples)
         epochs = samples // size
         for epoch in np.unique(epochs):
@@ -113,7 +113,7 @@ class Loader:
 
 
 def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
-    """Shares (sources,) that sum to 1. Sources without a weight divide 1 minus the given weights by their sizes."""
+    """Shares (sources,) that sum to 1. Sources without a weight divide the rest in proportion to their sizes."""
     share = np.array([weight or 0.0 for weight in weights], dtype=np.float64)
     unset = np.array([weight is None for weight in weights])
     if unset.any():
@@ -122,7 +122,7 @@ def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
 
 
 def slots_of(share: np.ndarray) -> np.ndarray:
-    """The source of each sample in a block before shuffling, (BLOCK,). Shares are rounded by largest remainders.
+    """The source of each sample in a block before shuffling, (BLOCK,). Shares are rounded by the method of largest remainders.
 
     Every source gets at least one sample.
     """
@@ -189,9 +189,9 @@ def validation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and targets (batch, T) of all windows in order. Each token but the first is a target exactly once.
 
-    Rows beyond the last window have the target IGNORED_TARGET. most_tokens: use only the first windows
-    that cover this many tokens. part, parts: yield every `parts`-th batch, beginning with batch `part`. All parts have
-    the same number of batches.
+    Rows beyond the last window have the target IGNORED_TARGET.
+    most_tokens: use only the first windows that cover this many tokens.
+    part, parts: yield every `parts`-th batch, beginning with batch `part`. All parts have the same number of batches.
     """
     windows = count_windows(stream, sequence_length)
     if most_tokens is not None:

@@ -26,7 +26,7 @@ from andrea.text.sources import Piece, Report, Source, Split
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer, train_bpe
 
 FORMAT_VERSION = 1
-SHARD_TOKENS = 1 << 24  # a shard ends with the first group of pieces that reaches this: 32 MiB
+SHARD_TOKENS = 1 << 24  # a shard ends after the group of pieces that reaches this number; 32 MiB
 GROUP_BYTES = 1 << 22  # bytes of text that are encoded together on all cores
 BPE_SAMPLE_BYTES = 1 << 26  # a vocabulary is trained on at most this many bytes of text
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -43,7 +43,7 @@ class SourceFolder:
 
     @property
     def partial(self) -> Path:
-        """The path of the folder until it is complete."""
+        """The temporary path of the folder until the folder is complete."""
         return self.path.with_name(self.path.name + ".partial")
 
 
@@ -84,7 +84,7 @@ def prepare(
 
 
 def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: Report) -> Tokenizer:
-    """The vocabulary of these sources. It is read from one of the folders, even an incomplete one, or else trained."""
+    """The vocabulary of these sources. It is trained if none of the folders, complete or not, has a tokenizer."""
     for path in [path for folder in folders for path in (folder.path, folder.partial)]:
         try:
             return load_tokenizer(path)
@@ -183,7 +183,7 @@ def write_shard(
 
 
 def take(pieces: Iterator[Piece], size: int) -> list[Piece]:
-    """The next pieces, with at least `size` characters in total if so many are left; [] at the end."""
+    """Take pieces until they have `size` characters in total, or no piece is left."""
     taken, n_character = [], 0
     for piece in pieces:
         taken.append(piece)

@@ -91,7 +91,9 @@ class TokenStream:
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self.shards = list(shards)
-        self.ends = np.cumsum([0, *(len(shard) for shard in self.shards)])  # the first token of each shard, and the end
+        self.ends = np.cumsum(
+            [0, *(len(shard) for shard in self.shards)]
+        )  # index of each shard's first token, and the total
 
     @staticmethod
     def open(paths: Sequence[Path]) -> TokenStream:

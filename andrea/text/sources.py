@@ -25,7 +25,7 @@ Report = Callable[[str], None]  # shows one line to the user
 
 PIECE_BYTES = 1 << 20
 HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
-FEWEST_DOCUMENTS = 10  # with fewer, the last tenth of each document is held out
+FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 NOT_TEXT = "unreadable or not valid UTF-8"
@@ -95,7 +95,7 @@ class Source:
         self.bytes = sum(size for _, size, _ in self.listing)
 
     def check(self, report: Report) -> int:
-        """Read all files once, report which documents are left out, and return the bytes of the usable documents.
+        """Read all files once, report which documents are left out, and return the usable number of bytes.
 
         Raises UserError if no document is usable.
         """

@@ -178,7 +178,7 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
         vocab_size=n_vocab - 1,
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
-        max_token_length=64,  # no token for a whole line of dashes
+        max_token_length=64,  # a whole line of dashes must not become one token
     )
     trainable.train_from_iterator(map(without_surrogates, texts), trainer)
     byte_of = visible_bytes()
@@ -225,7 +225,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """bytes -> id of each token, from a rank file. Each of its lines has the bytes in base64 and the id.
+    """bytes -> id of each token, from a rank file. Each line of the file has a token's bytes in base64 and its id.
 
     Raises UserError if the file is not a valid rank file, and OSError if it cannot be read.
     """
@@ -298,7 +298,7 @@ def load_gpt2(path: str | None) -> Tokenizer:
 
 
 def from_pair(folder: Path) -> Tokenizer:
-    """GPT-2's tokenizer from its two published files. They have their own names, or the names in tiktoken's cache."""
+    """GPT-2's tokenizer from its two files, which have their published names or their names in tiktoken's cache."""
     contents = {}
     for name, (cached_name, sha256) in GPT2_FILES.items():
         found = [folder / choice for choice in (cached_name, name) if os.path.isfile(folder / choice)]

@@ -87,8 +87,8 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
 
 @triton.jit
 def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
-    """(low, full_low, full_high, high) for a block of query rows. The program visits keys low .. high-1; every row sees all
-    of full_low .. full_high-1. All are multiples of BLOCK_N, except high."""
+    """(low, full_low, full_high, high) for a block of query rows. The program visits the keys low .. high-1. Every row sees
+    all keys full_low .. full_high-1. All four numbers but high are multiples of BLOCK_N."""
     if MODE == INTERVAL:
         inside = rows < T
         first, stop = load_interval(interval, b, h, rows, T, MODE)
@@ -97,7 +97,7 @@ def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N:
         full_low = tl.cdiv(tl.max(tl.where(inside, first, 0)), BLOCK_N) * BLOCK_N
         full_high = tl.min(tl.where(inside, stop, S)) // BLOCK_N * BLOCK_N
         full_high = tl.maximum(full_high, full_low)
-        if full_high == full_low:  # without a block that all rows see, one masked loop visits all keys
+        if full_high == full_low:  # if no block is visible to all rows, one masked loop visits all keys
             full_low = low
             full_high = low
     else:
@@ -114,7 +114,7 @@ def key_range(interval, b, h, rows, start, T, S, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def is_visible(rows, keys, first_stop, start, S, MODE: tl.constexpr):
-    """Whether each row sees each key. rows and keys broadcast against each other, and so do first and stop of the rows."""
+    """Whether each row sees each key. rows, keys, and the rows' first and stop broadcast to one shape."""
     visible = keys < S
     if MODE == CAUSAL:
         visible = visible & (keys <= rows + start)
@@ -167,7 +167,7 @@ def load_block(
 
 @triton.jit
 def head_of(source, b, h, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
-    """The source of one head for `load_block`."""
+    """The argument `source` of `load_block` for one head."""
     if DESCRIPTORS:
         return source
     else:
@@ -485,7 +485,7 @@ def tuned_for(query: Tensor, value: Tensor) -> Tuning:
 def described(
     one: Tensor, other: Tensor, block: int
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, bool]:
-    """Both tensors as descriptors of tiles of `block` rows, and True; or both unchanged, and False.
+    """Return both tensors as descriptors of tiles of `block` rows, and True. If impossible: both unchanged, and False.
 
     Descriptors need a tensor memory accelerator (Hopper and later), 16-bit numbers, and addresses and strides that are
     multiples of 16 bytes. They save up to a third of the registers, because threads compute no addresses.

@@ -230,7 +230,7 @@ void attend_by_team(
     }
 }
 
-enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of ACTIVATIONS in native.py
+enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of ACTIVATIONS in decode_cpp.py
 
 struct Shape {
     int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual;
