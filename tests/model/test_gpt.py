@@ -29,6 +29,14 @@ VARIANTS = {
     "swiglu": replace(TINY, mlp="swiglu", bias=True, tied_head=False),
     "first layer's values": replace(TINY, n_layer=3, n_kv_head=1, value_residual=not TINY.value_residual),
 }
+COMPILED = {  # compiling takes seconds: what differs from nano is compiled together, as no two parts meet in one layer
+    "nano": TINY,
+    "gpt2": TINY_GPT2,
+    "all others": replace(
+        TINY, position="none", mlp="swiglu", bias=True, tied_head=False, n_layer=3, n_kv_head=1,
+        value_residual=not TINY.value_residual,
+    ),
+}  # fmt: skip
 
 
 def make(config, attention=ATTENTION, seed=0):
@@ -107,10 +115,10 @@ def test_bf16_autocast_trains_fp32_weights():
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", COMPILED)
 def test_compiles_whole_in_training_and_never_again_while_decoding(variant):
     """Traced by dynamo and differentiated ahead of time; generating C++ is left to the runs themselves."""
-    model, tokens = make(VARIANTS[variant]), some_tokens()
+    model, tokens = make(COMPILED[variant]), some_tokens()
     whole = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
 
     @torch.compile(**whole)
@@ -148,12 +156,18 @@ def loss_and_gradients(model, tokens, recompute, autocast, compiled):
     return loss, [parameter.grad.clone() for parameter in model.parameters()], layers
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.untraced)])
-@pytest.mark.parametrize("autocast", [False, True])
+TRAINED = {
+    "scaled_dot": ATTENTION,
+    "packed": replace(ATTENTION, across_documents=False),
+    "additive": AttentionConfig("additive", "auto"),
+}
+
+
 @pytest.mark.parametrize(
-    "attention",
-    [ATTENTION, replace(ATTENTION, across_documents=False), AttentionConfig("additive", "auto")],
-    ids=["scaled_dot", "packed", "additive"],
+    ("attention", "autocast", "compiled"),
+    [(attention, autocast, False) for attention in TRAINED.values() for autocast in (False, True)]
+    + [pytest.param(TRAINED[name], True, True, marks=pytest.mark.untraced) for name in ("packed", "additive")],
+    ids=lambda value: value.compatibility if isinstance(value, AttentionConfig) else None,
 )
 def test_recomputation_changes_no_bit_and_observes_each_layer_once(attention, autocast, compiled):
     config = replace(

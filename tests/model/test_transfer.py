@@ -16,7 +16,7 @@ from andrea.training.parallel.strategy import SingleProcess
 N_VOCAB, N_TOKEN, N_BATCH, STEPS = 7, 11, 3, 6
 D_HEAD = 16
 SIZES = {  # (d_model, n_layer), the first being the one that the rates are tuned at
-    "width": [(64, 2), (128, 2), (256, 2), (512, 2)],
+    "width": [(32, 2), (64, 2), (128, 2), (256, 2)],
     "depth": [(32, 4), (32, 8), (32, 16), (32, 32)],
 }
 

@@ -269,21 +269,23 @@ def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.untraced
-def test_runs_repeat_exactly_compiled_too_and_wandb_keeps_its_id(tiny_run, tmp_path: Path, monkeypatch) -> None:
+def test_compiled_runs_repeat_exactly(tiny_run, tmp_path: Path) -> None:
+    for name in "ab":
+        tiny_run(f"name={name}", "compile=on", "train.steps=4", "train.eval_every=2", "train.save_every=2")
+    assert tensors_equal(*(newest_whole(tmp_path / "runs" / name).model_tensors() for name in "ab"))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_id_in_wandb_and_a_new_run_has_another(tiny_run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = ["compile=on", "logger=wandb", "train.steps=4", "train.eval_every=2", "train.save_every=2"]
-    tiny_run("name=a", *words)
-    tiny_run("name=b", "train.steps=2", *[word for word in words if "steps" not in word])
-    tiny_run("name=b", "resume=auto", *words)
-    first, second = (newest_whole(tmp_path / "runs" / name) for name in "ab")
-    # b's first half knew another number of steps, so its schedule differs from a's; its data and wandb run do not
-    assert (
-        first.state["wandb_id"]
-        != second.state["wandb_id"]
-        == read_checkpoint(checkpoints_of(tmp_path / "runs" / "b")[0]).state["wandb_id"]
+    for name, steps in (("a", 2), ("b", 2), ("b", 4)):
+        assert (
+            tiny_run(f"name={name}", "logger=wandb", f"train.steps={steps}", "train.save_every=2", "resume=auto") == 0
+        )
+    (other,), (first, last) = (
+        [read_checkpoint(path).state["wandb_id"] for path in checkpoints_of(tmp_path / "runs" / name)] for name in "ab"
     )
-    tiny_run("name=c", *words)
-    assert tensors_equal(first.model_tensors(), newest_whole(tmp_path / "runs" / "c").model_tensors())
+    assert first == last != other and first and other
 
 
 @pytest.mark.slow
@@ -379,7 +381,9 @@ def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, no
     assert "resume=auto" in rest and newest_whole(tmp_path / "runs" / "a").step > 0
 
 
-@pytest.mark.parametrize("size", ["2m", "2500k", "3m"])
+@pytest.mark.parametrize(
+    "size", ["2500k", pytest.param("2m", marks=pytest.mark.slow), pytest.param("3m", marks=pytest.mark.slow)]
+)
 def test_a_full_disk_ends_the_run_in_one_line_and_what_was_whole_is_whole(
     size: str, tmp_path: Path, notes: Path, tiny_run
 ) -> None:

@@ -78,9 +78,7 @@ def test_a_run_learns_and_its_checkpoint_is_any_models(small_run, tmp_path: Path
 
 @pytest.mark.untraced
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [["compile=on"], ["compile=blocks"], ["compile=blocks", "train.activation_checkpointing=true"]]
-)
+@pytest.mark.parametrize("words", [["compile=on"], ["compile=blocks", "train.activation_checkpointing=true"]])
 def test_a_compiled_run_equals_the_eager_one(small_run, tmp_path: Path, words: list[str]) -> None:
     for name, more in (("eager", []), ("compiled", words)):
         # Untied: a tied head's large first steps would amplify differences in rounding.

@@ -28,11 +28,11 @@ def compiled(tmp_path: Path, *words: str) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
-def test_tuned_kernels_spill_nothing(width, tmp_path):
-    rows = compiled(tmp_path, "--widths", str(width), "--types", "bf16", "fp16", "--targets", "80", "90", "100")
-    # types, targets; forward with and without statistics, three of the backward pass; the loss with a soft cap and without
-    assert len(rows) == 2 * 3 * (5 + 2)
+@pytest.mark.parametrize(("width", "dtype"), [(64, "fp16"), (128, "bf16")])  # tiles are the same for both types
+def test_tuned_kernels_spill_nothing(width, dtype, tmp_path):
+    rows = compiled(tmp_path, "--widths", str(width), "--types", dtype, "--targets", "80", "90", "100")
+    # targets; forward with and without statistics, three of the backward pass; the loss with a soft cap and without
+    assert len(rows) == 3 * (5 + 2)
     for row in rows:
         assert row["spilled_bytes"] == 0 and row["registers"] > 16 and row["occupancy"] >= 1, row
 
