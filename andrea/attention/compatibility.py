@@ -214,8 +214,8 @@ KEY = "attention.compatibility"
 def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
     """Build the function `name`: one of COMPATIBILITIES, or the dotted path of a class of the user's own.
 
-    It is built for n_head heads whose queries and keys have width d_head. The constructor may have the parameters n_head,
-    d_head, d_query, d_key and n_hidden, and receives those that it has; the last four all equal d_head.
+    It is built for n_head heads whose queries and keys have width d_head. Its constructor may have any of the parameters
+    n_head, d_head, d_query, d_key and n_hidden; the last four are set to d_head.
     Raises UserError if the class may not be imported, has no `scores`, or requires other arguments.
     """
     kind = own_class(KEY, name, Compatibility) if is_own(name) else BUILT_IN[name]

@@ -122,6 +122,7 @@ class HeadStatistics(NamedTuple):
     previous_mass: Tensor  # Σ weight of that key over these queries
 
     def merged(self, other: HeadStatistics) -> HeadStatistics:
+        """The statistics of both sets of queries together."""
         summed = HeadStatistics(*(one + two for one, two in zip(self, other, strict=True)))
         return summed._replace(largest_logit=torch.maximum(self.largest_logit, other.largest_logit))
 

@@ -78,6 +78,7 @@ class GrowingText:
         return [] if self.has_ended else self.lookup.lookahead(min(most, self.tokens_left - 1))
 
     def append(self, token: int) -> GeneratedToken:
+        """Add a chosen token to the text, and decide whether the text ends with it."""
         self.lookup.append(token)
         self.tokens_left -= 1
         if token == self.end_of_text:

@@ -25,6 +25,7 @@ class TextStream:
         self.waiting = ""  # decoded, not shown yet
 
     def push(self, token: int) -> str:
+        """Add one token; return the text that can now be shown."""
         return self.release(self.decoder.decode(self.tokenizer.decode_bytes([token])))
 
     def finish(self) -> str:

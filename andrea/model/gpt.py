@@ -34,10 +34,13 @@ BlockResult = tuple[Tensor, HeadStatistics | None]  # x (B, T, d_model); statist
 
 
 def make_mask(attention: AttentionConfig) -> Mask:
+    """The causal mask, limited to a sliding window if the config sets one."""
     return causal() if attention.window is None else sliding_window(attention.window)
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block: attention, then an MLP. Each adds its output to its input."""
+
     def __init__(self, config: ModelConfig, attention: AttentionConfig) -> None:
         super().__init__()
         compatibility = make_compatibility(attention.compatibility, config.n_head, config.d_head)

@@ -16,6 +16,8 @@ from andrea.config import ModelConfig
 
 
 class Position(nn.Module, ABC):
+    """A position encoding. It is added to token vectors (`add`), or applied to queries and keys (`placer`)."""
+
     @abstractmethod
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         """Add position encodings to the token vectors x (B, T, d_model). Only learned positions change x."""

@@ -28,6 +28,7 @@ class Parameters:
 
 
 def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> Parameters:
+    """Number of parameters of the model's parts, for a vocabulary of n_vocab tokens."""
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
     counts = dict.fromkeys(("embedding", "attention", "mlp", "norm", "head"), 0)

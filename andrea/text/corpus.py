@@ -39,17 +39,21 @@ VERIFIED = "verified.json"  # size and times of each shard at its last successfu
 
 @dataclass(frozen=True)
 class PreparedSource:
+    """One source of a corpus: the token streams of its two splits."""
+
     name: str
     weight: float | None  # share of the samples; None: in proportion to its size
     train: TokenStream
     val: TokenStream
-    train_bytes: int  # of text
-    val_bytes: int
+    train_bytes: int  # bytes of training text
+    val_bytes: int  # bytes of validation text
     folder: Path
 
 
 @dataclass(frozen=True)
 class Corpus:
+    """The data of a run: a tokenizer, and the prepared sources in its tokens."""
+
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
     fingerprint: str  # sha256 of tokenizer, tokens and weights; the same on every machine
@@ -116,8 +120,9 @@ def check_weights(configs: dict[str, SourceConfig]) -> None:
 def tokenizer_origin(
     config: TokenizerConfig, existing: Tokenizer | None, sources: list[Source | ShardSource]
 ) -> list[Any]:
-    """The tokenizer's part of the hash in a folder's name: the tokenizer's identity, or its settings and training files.
+    """The tokenizer's entry in the list that `folder_of` hashes.
 
+    An existing tokenizer enters by its identity. A tokenizer to be trained enters by its settings and its training files.
     Raises UserError if the tokenizer would have to be trained on shards, because shards contain no text.
     """
     if existing is not None:

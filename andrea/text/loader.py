@@ -23,6 +23,8 @@ ROUNDS = 8  # rounds of the Feistel network
 
 
 class TrainingSource(Protocol):
+    """The part of `corpus.PreparedSource` that the loader needs."""
+
     @property
     def name(self) -> str: ...
     @property

@@ -34,6 +34,8 @@ NAMED_AT_MOST = 3
 
 @dataclass(frozen=True)
 class Document:
+    """One document, which `open` opens for reading."""
+
     key: str  # relative posix path, with "#index" for a line or a row; its hash decides the split
     size: int  # bytes
     open: Callable[[], BinaryIO]
@@ -95,7 +97,7 @@ class Source:
         self.bytes = sum(size for _, size, _ in self.listing)
 
     def check(self, report: Report) -> int:
-        """Read all files once, report which documents are left out, and return the usable number of bytes.
+        """Read all files once, report which documents are left out, and return the number of usable bytes.
 
         Raises UserError if no document is usable.
         """

@@ -24,8 +24,8 @@ from andrea.config import TokenizerConfig, UserError
 
 DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
-# Text is split into parts, and no token spans two parts (Radford et al. 2019). A part is a word, a number or a sequence of
-# other characters, each with the space before it, or whitespace.
+# Text is split into parts, and no token spans two parts (Radford et al. 2019). A part is a contraction such as 's, a word,
+# a number, a sequence of other characters, or whitespace. A single space belongs to the part after it.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # The pattern for training limits the length of a part, because training on a very long part could take hours.
 TRAINING_PATTERN = PATTERN.replace("+", "{1,64}")
@@ -44,6 +44,8 @@ BLOCK_CHARACTERS = 1 << 18
 
 
 class Tokenizer(ABC):
+    """Base class of tokenizers. A subclass defines `encode_array` and `token_bytes`."""
+
     kind: str
     n_vocab: int
     end_of_text: int
@@ -58,6 +60,7 @@ class Tokenizer(ABC):
         """The bytes of each of the V tokens; empty for end_of_text."""
 
     def encode(self, text: str) -> list[int]:
+        """The ids of a text, as in `encode_array`."""
         return self.encode_array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
@@ -68,11 +71,12 @@ class Tokenizer(ABC):
             return list(pool.map(self.encode_array, texts))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of all tokens, concatenated."""
         table = self.token_bytes()
         return b"".join(table[token] for token in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not a whole character become U+FFFD."""
+        """The text of `ids`. Bytes that are not valid UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def byte_lengths(self) -> np.ndarray:

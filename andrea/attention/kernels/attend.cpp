@@ -123,7 +123,7 @@ void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capaci
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// One bit for each of the 16 keys from position `column`: 1 if the query sees the key, up to the query's own position.
+// One bit for each of the 16 keys from position `column` on: 1 for each key at or before the position `query`.
 __mmask16 visible(int64_t column, int64_t query) {
     const int64_t n = query + 1 - column;
     return n >= LANES ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1);

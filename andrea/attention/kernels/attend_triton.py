@@ -156,8 +156,8 @@ def load_block(
     source, b, h, row, n_rows, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Rows row .. row+BLOCK-1 of one head, (BLOCK, PADDED), zero outside. source: a descriptor of the whole tensor
-    (B, H, rows, WIDTH), or a pointer to the head."""
+    """A tile (BLOCK, PADDED) with the rows row .. row+BLOCK-1 of one head, zero outside the head. source: a descriptor of
+    the whole tensor (B, H, rows, WIDTH), or a pointer to the head."""
     if DESCRIPTORS:
         return source.load([b.to(tl.int32), h.to(tl.int32), row, 0]).reshape([BLOCK, PADDED])
     else:
