@@ -1,1 +1,1 @@
-"""Finished and unfinished runs made visible: the lens, the comparison of runs, the wandb dashboard."""
+"""Tools that show what runs have learned: the lens, the comparison of runs, the wandb dashboard."""

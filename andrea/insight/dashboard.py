@@ -1,7 +1,7 @@
 """The command `python -m andrea dashboard entity=me project=andrea`: a saved workspace in Weights & Biases.
 
-The workspace shows the figures that every run logs against tokens, FLOPs and seconds, and health and attention against
-tokens, with the runs in their groups. Without a login the command prints the specification that it would send.
+The workspace groups the runs. It plots the losses of every run against tokens, FLOPs and seconds, and all other figures
+against tokens. Without a login the command prints the specification that it would send.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ATTENTION = {
     "attention/previous_token_mass": "weight on the previous token",
     "attention/highest_previous_token_mass": "weight on the previous token, in the highest head",
 }
-HEALTH = {  # a pattern of keys for each panel, as andrea/training/health/ defines which checks there are
+HEALTH = {  # pattern of keys -> title of the panel; the keys come from andrea/training/health/
     "^health/findings/.*": "findings: 1 where a check failed",
     "^health/text/.*": "the same figures for generated text and for validation text",
     "^health/(loss|gradient)_spikes$|^health/clipped_share$|^health/update_ratio": "optimisation",
@@ -50,7 +50,7 @@ HEALTH = {  # a pattern of keys for each panel, as andrea/training/health/ defin
 
 
 def dashboard(config: DashboardConfig) -> int:
-    """Save the workspace and print its address; without a login print what would be sent. Returns the exit code.
+    """Save the workspace and print its address; without a login print its specification. Returns the exit code.
 
     Raises UserError.
     """
@@ -70,7 +70,7 @@ def dashboard(config: DashboardConfig) -> int:
 
 
 def make_workspace(config: DashboardConfig) -> Workspace:
-    """The workspace with its sections, not yet sent. Raises UserError where wandb-workspaces is missing."""
+    """The workspace with its sections, not yet sent. Raises UserError if wandb-workspaces is missing."""
     reports, workspaces = import_packages()
 
     def section(name: str, panels: list, is_open: bool = False) -> workspaces.Section:
@@ -91,13 +91,13 @@ def make_workspace(config: DashboardConfig) -> Workspace:
             section("Course of training", line_plots(reports, OPTIMISATION, "tokens")),
         ],
         settings=workspaces.WorkspaceSettings(x_axis="tokens", max_runs=MOST_RUNS),
-        # By group and then by name: grouped by group alone, wandb draws one mean line for a sweep's different sizes.
+        # Grouped by name too, because otherwise wandb would draw one mean line over all model sizes of a sweep.
         runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("Group"), workspaces.Metric("Name")]),
     )
 
 
 def import_packages() -> tuple[ModuleType, ModuleType]:
-    """(wandb_workspaces.reports.v2, wandb_workspaces.workspaces). Raises UserError where they are missing."""
+    """Returns wandb_workspaces.reports.v2 and wandb_workspaces.workspaces. Raises UserError if they are missing."""
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
@@ -127,7 +127,7 @@ def health_plots(reports: ModuleType) -> list:
 
 
 def specification(workspace: Workspace) -> dict[str, Any]:
-    """What `workspace.save()` sends, as plain mappings."""
+    """The content that `workspace.save()` sends, as plain mappings."""
     view = workspace._to_model()  # the package has no public function for this
     return {
         "entity": view.entity,

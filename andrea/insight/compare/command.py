@@ -21,7 +21,8 @@ LEAST_WIDTH, USUAL_WIDTH = 80, 100  # characters of the terminal's lines
 def compare(config: CompareConfig, predicted: ModelConfig | None, say: Callable[[str], None] = print) -> int:
     """Compare the runs of config.runs; `say` takes each line of text. Returns the exit code.
 
-    predicted: the model of config.predict. Raises UserError where no folder can be compared, StorageFailed.
+    predicted: the model of config.predict. Raises UserError if no folder can be compared, StorageFailed if writing
+    fails.
     """
     runs, left_out = read_runs(find_run_folders(config.runs))
     for line in left_out:
@@ -43,7 +44,7 @@ def compare(config: CompareConfig, predicted: ModelConfig | None, say: Callable[
 
 
 def terminal_lines(comparison: Comparison) -> list[str]:
-    """The comparison as text."""
+    """The comparison as lines of text for a terminal."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size((USUAL_WIDTH, 24)).columns)
     heads = ["run", *(column.title for column in comparison.columns)]
     lines = [terminal_table(heads, comparison.rows, width), *comparison.unfinished]

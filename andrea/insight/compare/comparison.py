@@ -1,4 +1,4 @@
-"""Everything that the terminal, the page and the picture show of the compared runs, computed once."""
+"""Computes everything that the terminal, the page and the picture show about the compared runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from andrea.training.records.format import format_number
 
 @dataclass(frozen=True)
 class Comparison:
-    """The compared runs, by rising size, and what is shown of them."""
+    """The compared runs, smallest model first, and the results of the comparison."""
 
     runs: list[Run]
     styles: list[LineStyle]  # of each run
@@ -47,7 +47,7 @@ class Comparison:
 def compare_runs(
     runs: list[Run], left_out: list[str], predicted: ModelConfig | None, predict_tokens: int | None, seed: int
 ) -> Comparison:
-    """Compare runs (at least one, by rising size). `predicted`: a model whose loss the scaling fit is to predict."""
+    """Compare runs (at least one, smallest first). predicted: a model whose loss the scaling fit will predict."""
     columns, cells = make_table(runs)
     target = target_of(predicted, predict_tokens, largest=runs[-1]) if predicted else None
     return Comparison(

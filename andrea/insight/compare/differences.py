@@ -1,4 +1,4 @@
-"""In what the compared runs differ: configuration keys, and differences that make their figures incomparable."""
+"""Finds differences between the compared runs: configuration keys, and anything that makes figures incomparable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from andrea.insight.compare.runs import Run
 
-# Keys of the configuration that do not affect what is trained.
+# Configuration keys that do not affect training.
 NOT_COMPARED = ("name", "runs_dir", "data_dir", "resume", "init_from", "dry_run", "logger", "threads")
 MISSING = "—"  # stands for the value of a key that a run's configuration lacks
 NAMES_SHOWN = 3
@@ -33,7 +33,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def as_typed(value: Any) -> str:
-    """A value of the configuration in the form in which the command line takes it."""
+    """A value of the configuration, written as on the command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -66,7 +66,7 @@ def data_name(run: Run) -> str:
 
 
 def group_names(runs: list[Run], key: Callable[[Run], str]) -> dict[str, list[str]]:
-    """Value of `key` -> the names of the runs that have the value."""
+    """Group runs by the value of `key`: value -> names of the runs."""
     found: dict[str, list[str]] = {}
     for run in runs:
         found.setdefault(key(run), []).append(run.name)

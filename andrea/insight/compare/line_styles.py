@@ -1,4 +1,4 @@
-"""Colours, dashes and markers that distinguish the runs, the same on the page and in the picture."""
+"""Colours, dashes and markers that distinguish the runs, on the page and in the picture."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def line_styles(runs: list[Run]) -> list[LineStyle]:
 def colour_at(place: float, darkest: float, lightest: float) -> str:
     """The colour at `place` (0 to 1) of a scale from dark blue over green to light ochre, as #rrggbb.
 
-    The lightness rises evenly, so the order is visible with every kind of colour vision and in greyscale. Computed in
-    OKLCH, with the matrices of Ottosson 2020 (A perceptual color space for image processing).
+    The lightness rises evenly, so the order is visible in greyscale and with any colour blindness. The colour is
+    computed in OKLCH, with the matrices of Ottosson 2020 (A perceptual color space for image processing).
     """
     lightness, chroma, hue = darkest + place * (lightest - darkest), 0.12, math.radians(275 - 195 * place)
     a, b = chroma * math.cos(hue), chroma * math.sin(hue)

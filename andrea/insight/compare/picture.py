@@ -36,7 +36,7 @@ def draw_picture(path: Path, runs: list[Run], styles: list[LineStyle], width: in
 
 
 def draw_panel(panel, runs: list[Run], styles: list[LineStyle], metric: str, axis: str) -> None:
-    """One metric against one axis, both on log scales; the vertical range is that of the validation figures."""
+    """Draw one metric against one axis, both on log scales. The vertical range is that of the validation figures."""
     from matplotlib.ticker import LogLocator, MaxNLocator, ScalarFormatter
 
     for run, style in zip(runs, styles, strict=True):
@@ -55,7 +55,7 @@ def draw_panel(panel, runs: list[Run], styles: list[LineStyle], metric: str, axi
 
 
 def draw_run(panel, run: Run, style: LineStyle, metric: str, axis: str) -> None:
-    """The run's validation curve with markers; with the loss also its training curve as a thin line."""
+    """Draw the run's validation curve with markers. For the loss, also draw its training curve as a thin line."""
     if metric == "val/loss":
         panel.plot(
             [point[axis] for point in run.training],

@@ -1,4 +1,4 @@
-"""Run folders as the comparison reads them.
+"""Reads run folders for the comparison.
 
 All figures come from `config.yaml`, `metrics.jsonl` and the newest checkpoint's `state.json` and file headers. No tensor is
 read.
@@ -28,7 +28,7 @@ class LeftOut(UserError):
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What the comparison needs of a run's newest checkpoint."""
+    """The facts that the comparison reads from a run's newest checkpoint."""
 
     path: Path
     parameters: int
@@ -38,7 +38,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed and memory of a run; None where the run did not record the figure."""
+    """Speed and memory of a run. A figure is None if the run did not record it."""
 
     tokens_per_second: float | None  # median over the records
     mfu: float | None  # model FLOPs utilisation: median share of the device's peak
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of training steps alone, without compilation, evaluation and saving."""
+        """Time of the training steps, without compilation, evaluation and saving."""
         return self.last["seconds"]
 
     @property
@@ -94,12 +94,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Evaluated at the last step of the schedule. Earlier losses are higher than the run's tokens would allow."""
+        """Whether the run was evaluated at the last step of its schedule, after its learning rate has decayed."""
         return self.validation[-1]["step"] == self.config["train"]["steps"]
 
     @property
     def progress(self) -> str:
-        """'' for a finished run, else its step and, where that is earlier, the step of its last evaluation."""
+        """'' for a finished run, else its step, and the step of its last evaluation if that is earlier."""
         if self.finished:
             return ""
         evaluated = self.validation[-1]["step"]
@@ -122,11 +122,11 @@ def find_run_folders(paths: list[str]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    return os.path.isfile(folder / "config.yaml")  # os.path: also False where the folder may not be read
+    return os.path.isfile(folder / "config.yaml")  # False, without an error, for a folder that may not be read
 
 
 def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
-    """(the runs by rising size, one line for each folder that was left out)."""
+    """Returns the runs, smallest model first, and one line for each folder that was left out."""
     runs, left_out = [], []
     for folder, name in zip(folders, unique_names(folders), strict=True):
         try:
@@ -138,7 +138,7 @@ def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def unique_names(folders: list[Path]) -> list[str]:
-    """Folder names; where two are equal, with the parent folder's name."""
+    """The folders' names. Equal names are preceded by the name of the parent folder."""
     names = [folder.resolve().name for folder in folders]
     return [
         f"{folder.resolve().parent.name}/{name}" if names.count(name) > 1 else name
@@ -176,7 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     try:
         config = with_current_keys(RunConfig, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
-        config["model"]["name"], config["train"]["steps"]  # noqa: B018 - raises here where a key is missing
+        config["model"]["name"], config["train"]["steps"]  # noqa: B018 - raises here if a key is missing
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise LeftOut(f"config.yaml cannot be read as the configuration of a run ({error!r})") from None
     return config
@@ -197,14 +197,14 @@ def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
 
 
 def stored_numbers(path: Path) -> int:
-    """The size of all tensors of a .safetensors file, from its header: 8 bytes of length, then JSON."""
+    """The number of elements in all tensors of a .safetensors file, from its header: 8 bytes of length, then JSON."""
     with open(path, "rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def curve(records: list[dict[str, Any]], figures: tuple[str, ...]) -> Curve:
-    """The records that have all the figures; of several at one step, the last."""
+    """The records that have all the figures. If a step has several such records, the last one counts."""
     by_step = {}
     for record in records:
         if all(is_number(record.get(key)) for key in ("step", *AXES, *figures)):

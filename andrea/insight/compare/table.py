@@ -1,4 +1,4 @@
-"""The table of the runs' latest figures, and its form for a terminal."""
+"""The table of the runs' latest figures, also formatted for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_FIGURE = "–"  # in the cell of a run that did not record the column's figur
 class Column:
     title: str
     unit: str
-    figure: Callable[[Run], str | None]  # None where the run did not record it
+    figure: Callable[[Run], str | None]  # None if the run did not record it
 
 
 COLUMNS = (
@@ -42,14 +42,14 @@ def memory_text(size_bytes: int | None) -> str | None:
 
 
 def make_table(runs: list[Run]) -> tuple[list[Column], list[list[str]]]:
-    """(the columns for which at least one run has a figure, one row of cells for each run)."""
+    """Returns the columns for which at least one run has a figure, and one row of cells for each run."""
     cells = {column: [column.figure(run) for run in runs] for column in COLUMNS}
     columns = [column for column in COLUMNS if any(cell is not None for cell in cells[column])]
     return columns, [[cells[column][row] or NO_FIGURE for column in columns] for row in range(len(runs))]
 
 
 def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
-    """Aligned columns. The first is left-aligned, its texts shortened where a line would be longer than `width`."""
+    """Format aligned columns. The first column is left-aligned, and shortened if a line would exceed `width`."""
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(heads) - 1)))
 

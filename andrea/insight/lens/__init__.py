@@ -1,1 +1,1 @@
-"""The lens: every attention head of a model over one prompt, as a page, arrays or a picture."""
+"""The lens: shows every attention head of a model on one prompt, as a page, arrays or a picture."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from andrea.insight.lens.trace import LayerTrace, finish_block
 from andrea.model.gpt import GPT
 
-LOGITS_AT_ONCE = 1 << 26  # of ablations that are computed together: a quarter of a GiB
+LOGITS_AT_ONCE = 1 << 26  # of ablations computed at once: a quarter of a GiB
 
 
 def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
@@ -25,9 +25,10 @@ def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
 def ablate_heads(
     model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Ablate each of a layer's `heads` alone by setting its z to zero: (head, ln p of the next token (T, V)).
+    """Ablate one of a layer's `heads` at a time by setting its z to zero. Yields (head, ln p of the next token (T, V)).
 
-    tokens (1, T). The forward pass restarts at this layer, from the residual stream in `trace`.
+    tokens (1, T). z is `LayerTrace.retrieved`. The forward pass restarts at this layer, from the residual stream in
+    `trace`.
     """
     n_token = tokens.shape[1]
     at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))
@@ -37,15 +38,16 @@ def ablate_heads(
         retrieved[range(len(some)), some] = 0
         x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), retrieved)
         for block in model.blocks[layer + 1 :]:
-            x, _ = block(x, trace.shared)  # those of the one sequence serve every copy of it
+            x, _ = block(x, trace.shared)  # all copies share the inputs of the one sequence
         yield from zip(some, next_log_probabilities(model, x), strict=True)
 
 
 @torch.no_grad()
 def logit_attribution(model: GPT, layer: int, head: int, vectors: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Direct logit attribution of W_O^(h) times `vectors` (T, D): the `count` largest increases, then decreases, of logits.
+    """Direct logit attribution: the `count` logits that W_O^(h) · `vectors` (T, D) raises most, then lowers most.
 
-    (ids, changes), (T, 2 count) each. The final norm is left out: it depends on what all other parts of the model write.
+    Returns token ids and changes, (T, 2 count) each. The final norm is left out, because it depends on all other parts
+    of the model.
     """
     unembedding = model.embedding.weight if model.head is None else model.head.weight  # (V, d_model)
     of_head = unembedding @ model.blocks[layer].attention.output_by_head[head]  # (V, D)

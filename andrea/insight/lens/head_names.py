@@ -1,4 +1,4 @@
-"""Names of heads, given by scores on two fixed texts, so that a name does not depend on the prompt.
+"""Names heads by their scores on two fixed texts, so that a name does not depend on the prompt.
 
 L layers, H heads. The texts are
   repeat   different tokens in random order, then the same tokens again: only the repetition makes a token predictable
@@ -31,9 +31,9 @@ def water(plants, litres=2.5):
     return done
 '''
 
-# Among about a hundred visible keys, one key has a hundredth of the weight by chance. Heads of small models share their
-# work: ENOUGH is thirty times chance, and no untrained head comes near it. MOST: a first-token sink does nothing else most
-# of the time.
+# Thresholds of scores. Among about a hundred visible keys, one key has a hundredth of the weight by chance. ENOUGH is
+# thirty times chance: no untrained head comes near it, but heads of small models, which share their work, can reach it.
+# MOST: a first-token sink puts most of its weight on the first token.
 ENOUGH, MOST = 0.3, 0.5
 
 
@@ -43,7 +43,7 @@ class HeadName:
     title: str
     meaning: str  # continues "the head …"
     probe: str  # the fixed text: repeat or text
-    threshold: float  # the smallest score on the fixed text with which a head gets the name
+    threshold: float  # a head gets the name if its score on the fixed text is at least this
 
 
 NAMES = (
@@ -62,10 +62,10 @@ NAMES = (
 
 
 def repetition(model: GPT, tokenizer: Tokenizer) -> Tensor:
-    """(N_REPETITION, 1 + 2 n) int64: end-of-text, n different tokens in random order, and the same n again.
+    """The text `repeat`, (N_REPETITION, 1 + 2 n) int64: end-of-text, n different shuffled tokens, the same n again.
 
-    n is as large as the model's sequence length and sliding window allow. The tokens are those of `PASSAGE`: a model has
-    seen these often in training, and what a head does with rare tokens says little about ordinary text.
+    n is as large as the model's sequence length and sliding window allow, up to MOST_REPEATED_TOKENS. The tokens are
+    those of `PASSAGE`, which are frequent in training. How a head treats rare tokens says little about ordinary text.
     """
     length = model.config.sequence_length
     first, stop = model.blocks[0].attention.mask.interval(torch.tensor([length - 1]), length)
@@ -79,13 +79,13 @@ def repetition(model: GPT, tokenizer: Tokenizer) -> Tensor:
 
 
 def passage(model: GPT, tokenizer: Tokenizer) -> Tensor:
-    """(1, T') int64: end-of-text and `PASSAGE`, cut to the model's sequence length."""
+    """The text `text`, (1, T') int64: end-of-text and `PASSAGE`, cut to the model's sequence length."""
     tokens = [tokenizer.end_of_text, *tokenizer.encode(PASSAGE)][: model.config.sequence_length]
     return torch.tensor([tokens], device=model.embedding.weight.device)
 
 
 def probe_scores(model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """The scores (L, H) by which heads get their names, each measured on its own fixed text."""
+    """The scores (L, H) that decide the names of heads, each measured on its own fixed text."""
     table = tokenizer.token_bytes()
     texts = {"repeat": repetition(model, tokenizer), "text": passage(model, tokenizer)}
     found: dict[str, Tensor] = {}

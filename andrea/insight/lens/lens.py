@@ -1,4 +1,4 @@
-"""The command `python -m andrea lens [key=value …]`: every head of a model over one prompt, as a page, arrays or a picture.
+"""The command `python -m andrea lens [key=value …]`: shows every head on one prompt, as a page, arrays or a picture.
 
 T tokens, L layers, H heads.
 """
@@ -31,7 +31,7 @@ from andrea.runtime.own_parts import allowing
 from andrea.text.tokenizer import Tokenizer
 
 LARGEST_PAGE_BYTES = 30_000_000
-MOST_TOKENS_ALL_FULL = 128  # up to so many tokens every head is shown in full
+MOST_TOKENS_ALL_FULL = 128  # for a prompt of at most this many tokens, every head is shown in full
 
 
 def lens(config: LensConfig, device: torch.device) -> int:
@@ -65,7 +65,7 @@ def lens(config: LensConfig, device: torch.device) -> int:
 
 
 def check_writable(out: Path) -> None:
-    """Raises UserError before anything is computed."""
+    """Raises UserError if `out` cannot be written. Called before anything is computed."""
     folder = out.parent
     if not folder.is_dir():
         raise UserError(f"out={out}: there is no folder {str(folder)!r}; make it, or name another with out=…")
@@ -74,7 +74,7 @@ def check_writable(out: Path) -> None:
 
 
 def choose_heads(patterns: list[str], n_layer: int, n_head: int) -> list[Head]:
-    """Patterns such as '3.7', '5.*' or several with commas, LAYER.HEAD from 0 -> heads, each once. Raises UserError."""
+    """The heads that match patterns LAYER.HEAD, counted from 0, such as '3.7', '5.*' or '3.7,5.*'. Raises UserError."""
     found: dict[Head, None] = {}
     for pattern in (part.strip() for text in patterns for part in text.strip("[]").split(",")):
         parts = pattern.split(".")
@@ -92,7 +92,7 @@ def choose_heads(patterns: list[str], n_layer: int, n_head: int) -> list[Head]:
 def write_page(
     out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int], chosen: list[Head], source: Source
 ) -> str:
-    """Write the page; return a summary. In full are the chosen heads, the named ones, and with a short prompt all."""
+    """Write the page and return a summary. It shows chosen and named heads in full; for a short prompt, all heads."""
     measurements = measure(model, tokenizer, tokens)
     page = LensPage(model, tokenizer, measurements, source)
     most = page.most_full_heads(LARGEST_PAGE_BYTES)
@@ -124,8 +124,11 @@ def named_heads(measurements: Measurements) -> str:
 
 
 def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Write an .npz; return a summary. Arrays: weights (L, H, T, T) float32, tokens (T,), token_texts (T,), and each score
-    (L, H), of the prompt (prompt_…) and of the fixed texts (probe_…)."""
+    """Write an .npz file and return a summary.
+
+    Its arrays are weights (L, H, T, T) float32, tokens (T,), token_texts (T,), and the scores (L, H) each: prompt_… for
+    the prompt, probe_… for the fixed texts.
+    """
     prompt = torch.tensor([tokens], device=model.embedding.weight.device)
     table = tokenizer.token_bytes()
     targets = targets_of(prompt, table)
@@ -145,7 +148,7 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
 
 
 def write_picture(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int], chosen: list[Head]) -> str:
-    """Write one head's map as a PNG; return a summary. Raises UserError unless exactly one head was chosen."""
+    """Write one head's attention map as a PNG and return a summary. Raises UserError unless one head was chosen."""
     if len(chosen) != 1:
         raise UserError(f"out={out} shows one head, but {len(chosen)} were chosen; choose one with heads=LAYER.HEAD")
     ((index, head),) = chosen
@@ -159,7 +162,7 @@ def write_picture(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int]
 
 
 def save(out: Path, content: bytes | memoryview) -> None:
-    """Write the file whole or not at all. Raises UserError where the disk refuses."""
+    """Write the file completely or not at all. Raises UserError if writing fails."""
     try:
         with replacing(out) as staging:
             staging.write_bytes(content)

@@ -1,4 +1,4 @@
-"""One head's attention map as a PNG."""
+"""Draws one head's attention map as a PNG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_LABELLED_TOKENS = 96  # more would overlap on the axes
 
 
 def attention_map_png(weights: np.ndarray, labels: list[str], title: str) -> bytes:
-    """weights (T, T), NaN where masked -> PNG with queries as rows and keys as columns; masked cells are blank."""
+    """PNG of weights (T, T): rows are queries, columns are keys. Masked weights are NaN, and their cells are blank."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""What a head attends to, as numbers.
+"""Scores that measure where a head attends.
 
-B sequences, T tokens, L layers, H heads. Every score but the entropy is the weight that a query puts on certain keys, its
-targets, averaged over the queries that see at least one target. `TARGETS` defines the targets of each score.
+B sequences, T tokens, L layers, H heads. Except for the entropy, each score defines target keys for every query
+(`TARGETS`). The score is the weight on the targets, averaged over the queries that see at least one target.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from andrea.model.gpt import GPT
 
 
 def previous_token(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
-    """tokens (B, T), and the bytes of each -> bool (B, T, T): the key just before the query."""
+    """Targets bool (B, T, T): the key just before the query. tokens (B, T); pieces: the bytes of each token."""
     position = torch.arange(tokens.shape[1], device=tokens.device)
     return (position[:, None] - 1 == position).expand(len(tokens), -1, -1)
 
 
 def first_token(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
-    """Key 0, except for query 0: idle heads put their weight there (attention sinks: Xiao et al. 2023, arXiv 2309.17453)."""
+    """Key 0, except for query 0 (attention sinks: Xiao et al. 2023, arXiv 2309.17453)."""
     position = torch.arange(tokens.shape[1], device=tokens.device)
     return ((position[:, None] > 0) & (position == 0)).expand(len(tokens), -1, -1)
 
@@ -44,8 +44,10 @@ def induction(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
 
 
 def opener(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
-    """The token with the innermost bracket or quote that is open at the query, unless it is the token just before, which
-    a previous-token head attends to as well."""
+    """The token with the innermost bracket or quote that is open at the query.
+
+    The token just before the query is not a target, because a previous-token head attends to it too.
+    """
     found = torch.zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool)
     for row, texts in enumerate(pieces):
         for query, key in enumerate(open_at(texts)):
@@ -63,9 +65,9 @@ QUOTES = (ord("'"), ord('"'))
 
 
 def open_at(pieces: Sequence[bytes]) -> list[int | None]:
-    """For each token's bytes: the index of the token that holds the innermost opener still open after it.
+    """For each token: the index of the token with the innermost bracket or quote that is still open after it, or None.
 
-    Brackets inside a quote do not count. A quote ends with its line. ' after a letter or digit is an apostrophe.
+    Brackets inside a quote do not count. The end of a line closes a quote. ' after a letter or digit is an apostrophe.
     """
     awaited: list[tuple[int, int]] = []  # (the byte that closes, token of the opener), innermost last
     before, found = ord(" "), []
@@ -93,8 +95,10 @@ def targets_of(tokens: Tensor, table: Sequence[bytes], names: Iterable[str] = tu
 
 
 def mass_on(weights: Tensor, target: Tensor, visible: Tensor) -> Tensor:
-    """weights (B, H, T, T), target and visible bool (B, T, T) -> (H,): the weight on targets, averaged over the queries
-    that see one; NaN where no query does."""
+    """weights (B, H, T, T), target and visible bool (B, T, T) -> (H,): mean weight on the targets.
+
+    The mean is over the queries that see a target; NaN if there are none.
+    """
     target = target & visible
     counted = target.any(-1)  # (B, T)
     mass = torch.where(target[:, None], weights, 0).sum((0, 2, 3))
@@ -102,8 +106,10 @@ def mass_on(weights: Tensor, target: Tensor, visible: Tensor) -> Tensor:
 
 
 def score_layer(layer: LayerTrace, targets: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The scores of a layer's heads, (H,) each: `entropy_share` (the entropy divided by ln(visible keys), so that 1 is
-    uniform) and the mass on each of the targets, bool (B, T, T)."""
+    """The scores of a layer's heads, (H,) each: `entropy_share`, and the weight on each of the targets, bool (B, T, T).
+
+    `entropy_share` is the entropy divided by ln(visible keys), so that 1 means uniform attention.
+    """
     measured = statistics_of_scores(layer.scores, layer.weights, 0)
     scores = {"entropy_share": measured.per_head()["entropy_share"].mean(0)}
     for name, target in targets.items():
@@ -112,7 +118,7 @@ def score_layer(layer: LayerTrace, targets: dict[str, Tensor]) -> dict[str, Tens
 
 
 def stack_layers(layers: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Scores of layers, (H,) each -> scores of the model, (L, H) on the CPU."""
+    """Scores (H,) of each layer -> scores (L, H) of the model, on the CPU."""
     layers = list(layers)
     return {name: torch.stack([layer[name] for layer in layers]).cpu() for name in layers[0]}
 

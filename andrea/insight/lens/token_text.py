@@ -1,4 +1,4 @@
-"""Tokens as text that can be shown, with spaces and line ends made visible."""
+"""Converts tokens to printable text, with visible spaces and line ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def token_texts(tokenizer: Tokenizer) -> list[str]:
 
 
 def visible_text(piece: bytes) -> str:
-    """A token's bytes as text: marks for space, newline and tab, hexadecimal digits for what cannot be printed."""
+    """A token's bytes as text, with marks for space, newline and tab, and hexadecimal codes for unprintable bytes."""
     try:
         text = piece.decode("utf-8")
     except UnicodeDecodeError:

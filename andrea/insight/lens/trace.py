@@ -1,7 +1,7 @@
-"""The model's forward pass, layer by layer, with every intermediate result of attention.
+"""Runs the model's forward pass layer by layer, with every intermediate result of attention.
 
 B sequences, T tokens, H heads, D = d_head, N width of a query or key as it is scored (D; for the additive function its
-hidden width). In the type of the weights, fp32, without compilation and without a cache.
+hidden width). The pass runs in the type of the weights (fp32), without compilation and without a cache.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from andrea.model.gpt import GPT, Block
 class LayerTrace:
     """The inputs, intermediate results and output of one layer.
 
-    query and key are as their dot product takes them: after QK-norm, the compatibility function's factors and rotary
-    positions. The additive function has no dot product; there they are A q and B k. For a user's own function without a
-    dot product N = T: a query is its row of scores, and key j is 1 at place j and 0 elsewhere. Keys and values that
-    several heads share are repeated for each.
+    query and key are the factors of the dot product: QK-norm, the compatibility function's factors and rotary positions
+    are already applied. The additive function has no dot product; its query and key are A q and B k. For a user's own
+    function without a dot product N is T: each query is its row of scores, and key j is the unit vector j, so that
+    their dot products are the scores. Keys and values that several heads share are repeated for each head.
     """
 
     before: Tensor  # (B, T, d_model): the residual stream that the layer reads
@@ -40,13 +40,13 @@ class LayerTrace:
 
     @property
     def visible(self) -> Tensor:
-        """(B, T, T) bool: which keys each query sees, the same for all heads."""
+        """(B, T, T) bool: the keys that each query sees, the same for all heads."""
         return self.scores[:, 0] > -torch.inf
 
 
 @torch.no_grad()
 def trace_layers(model: GPT, tokens: Tensor) -> Iterator[LayerTrace]:
-    """tokens (B, T) -> each layer in turn. `model.logits(model.final_norm(last.after))` are the model's logits."""
+    """Yields the trace of each layer for tokens (B, T). The logits are `model.logits(model.final_norm(last.after))`."""
     x, shared = model.block_inputs(tokens)
     for block in model.blocks:
         layer = trace_block(block, x, shared)

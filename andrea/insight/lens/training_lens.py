@@ -1,4 +1,4 @@
-"""The lens that training draws at each evaluation: small, without ablations, of a fixed prompt."""
+"""The lens page that training draws at each evaluation: a small page on a fixed prompt, without ablations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
 
 LARGEST_SMALL_PAGE_BYTES = 300_000
-MOST_TOKENS = 32  # with so few, the map of every head is complete even for many heads
+MOST_TOKENS = 32  # few enough for a complete map of every head, even of many heads
 MOST_MAP_CELLS = 64_000  # of all heads
 
 
 @torch.no_grad()
 def small_lens(model: GPT, tokenizer: Tokenizer, prompt: str) -> str:
-    """The HTML text of a page of at most LARGEST_SMALL_PAGE_BYTES, of the prompt's first tokens.
+    """The HTML text of a page on the prompt's first tokens, at most LARGEST_SMALL_PAGE_BYTES long.
 
-    As many heads as fit are in full, the most interesting first. The model is left as it was.
+    The most interesting heads are shown in full, as many as fit. The model is not changed.
     """
     tokens = [tokenizer.end_of_text, *tokenizer.encode(prompt)][: min(MOST_TOKENS, model.config.sequence_length)]
     n_head = model.config.n_layer * model.config.n_head

@@ -23,7 +23,7 @@ def render_page(comparison: Comparison) -> str:
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
-    """What the page's script reads."""
+    """The data that the page's script reads."""
     return {
         "summary": comparison.summary,
         "warnings": comparison.warnings,
@@ -37,7 +37,7 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
 
 
 def run_data(run: Run, style: LineStyle) -> dict[str, Any]:
-    """One run's line in the chart."""
+    """The data of one run's line in the charts."""
     stride = -(-len(run.training) // MOST_TRAINING_POINTS) or 1
     return dataclasses.asdict(style) | {
         "name": run.name,

@@ -1,1 +1,1 @@
-"""How the loss depends on model size and tokens, fitted to finished runs."""
+"""Scaling laws: the loss as a function of model size and tokens, fitted to finished runs."""

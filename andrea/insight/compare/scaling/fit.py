@@ -1,11 +1,9 @@
-"""Fitting a scaling law to a few finished runs, with intervals that reflect how little a few runs determine.
+"""Fits a scaling law to a few finished runs, with intervals that are wide enough for so few runs.
 
-Eight runs leave three degrees of freedom beside the five parameters of L(N, D), too few to resample the runs. The
-bootstrap is therefore parametric. Each refit draws
-(a) a noise level, from its distribution given the degrees of freedom of the residuals,
-(b) new losses around the fitted ones, with that noise,
-(c) new centres of the prior. Without (c) a refit would treat the prior's centres as exact, and the intervals would be too
-    narrow.
+With eight runs and the five parameters of L(N, D), three degrees of freedom remain. They are too few for a bootstrap
+that resamples the runs, so the bootstrap is parametric. Each refit draws (a) a noise level, from its distribution given
+the degrees of freedom of the residuals, (b) new losses around the fitted ones, with that noise, (c) new centres of the
+prior. Without (c) a refit would treat the prior's centres as exact, and the intervals would be too narrow.
 `bench/scaling_fit.py` measures how often the intervals contain the true loss.
 
 Shapes as in law.py: n runs, K terms, P parameters.
@@ -23,18 +21,18 @@ from andrea.insight.compare.scaling.least_squares import Objective, huber_weight
 
 FEWEST_RUNS = 4  # one more than L(C) has parameters
 FEWEST_RUNS_OF_FULL_LAW = 7  # two more than L(N, D) has parameters
-LEAST_SPAN = 4.0  # factor between the largest and the smallest N (or D, or C) that an exponent needs
+LEAST_SPAN = 4.0  # an exponent needs at least this ratio between the largest and the smallest N (or D, or C)
 FEWEST_VALUES = 3  # distinct N (or D) that distinguish a power law from a straight line
-MOST_CORRELATION = 0.98  # of log N and log D; above, the two terms cannot be separated
-TESTED_FACTOR = 4.0  # extrapolation in N and in D up to which bench/scaling_fit.py has tested the intervals
+MOST_CORRELATION = 0.98  # between log N and log D; above it, the two terms cannot be separated
+TESTED_FACTOR = 4.0  # bench/scaling_fit.py has tested the intervals up to this extrapolation in N and in D
 REFITS = 500
 
 # The prior: the median of each quantity, and the standard deviation of its logarithm. Published exponents of losses with
 # an irreducible part lie between 0.2 and 0.6, most near a third. The noise is the relative standard deviation of the
-# final loss over seeds: 0.16 % over five seeds of a model of a million parameters; the prior is wider.
+# final loss over seeds. Five seeds of a model of a million parameters gave 0.16 %; the prior allows more.
 PRIOR_EXPONENT, PRIOR_EXPONENT_SPREAD = 0.33, 0.45
-PRIOR_PART_SPREAD = 1.5  # of E and of each term at the middle of the runs; their medians are equal parts of the loss
-PRIOR_NOISE, PRIOR_NOISE_FREEDOM = 0.003, 3.0  # the second: degrees of freedom that the prior counts as
+PRIOR_PART_SPREAD = 1.5  # of E and of each term at the runs' mean size; the medians split the loss equally
+PRIOR_NOISE, PRIOR_NOISE_FREEDOM = 0.003, 3.0  # the second: the prior's weight, in degrees of freedom
 
 
 class NoFit(UserError):
@@ -44,7 +42,7 @@ class NoFit(UserError):
 def fit_scaling(
     parameters: np.ndarray, tokens: np.ndarray, flops: np.ndarray, loss: np.ndarray, seed: int
 ) -> tuple[ScalingFit, str]:
-    """(fit, text): L(N, D) where the runs determine it, else L(C) along the compute frontier; the text says which and why.
+    """Fits L(N, D) if the runs determine it, else L(C) along the compute frontier. The text says which, and why.
 
     parameters, tokens, flops, loss: (n,) of finished runs with the same data and tokenizer. Raises NoFit.
     """
@@ -68,7 +66,7 @@ def fit_scaling(
 
 
 def obstacle_to_full_law(parameters: np.ndarray, tokens: np.ndarray) -> str:
-    """Why these runs do not determine the five parameters of L(N, D); '' where they do."""
+    """The reason why these runs do not determine the five parameters of L(N, D); '' if they do."""
     if len(parameters) < FEWEST_RUNS_OF_FULL_LAW:
         return f"the full law has 5 parameters and needs {FEWEST_RUNS_OF_FULL_LAW} runs to estimate them and the noise"
     for values, term, name in ((parameters, "A/N^alpha", "parameter"), (tokens, "B/D^beta", "token")):
@@ -87,13 +85,13 @@ def span(values: np.ndarray) -> float:
 
 
 def distinct(values: np.ndarray) -> int:
-    """The number of different values; values within a fifth of the next smaller one count as the same."""
+    """The number of different values. A value at most 20 % above the next smaller one counts as equal to it."""
     steps = np.diff(np.sort(np.log(values)))
     return 1 + int((steps > math.log(1.2)).sum())
 
 
 def compute_frontier(flops: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """Indices of the runs with a lower loss than every run of as many or fewer FLOPs, by rising FLOPs."""
+    """Indices of the runs, by rising FLOPs, that have a lower loss than every run with as many or fewer FLOPs."""
     kept: list[int] = []
     for index in np.lexsort((loss, flops)):
         if not kept or loss[index] < loss[kept[-1]]:
@@ -122,10 +120,10 @@ def fit_law(variables: tuple[str, ...], values: np.ndarray, loss: np.ndarray, se
 def fit_with_noise(
     x: np.ndarray, y: np.ndarray, centre: np.ndarray, spread: np.ndarray
 ) -> tuple[np.ndarray, float, float]:
-    """(parameters (1, P), variance of a log loss, its degrees of freedom), from a grid of starting exponents.
+    """Returns parameters (1, P), variance of a log loss, and its degrees of freedom. Starts from a grid of exponents.
 
-    The fit depends on the noise, which weighs the data against the prior, and the noise on the fit's residuals: the two
-    are computed in turn.
+    The fit depends on the noise, which weighs the data against the prior. The noise depends on the fit's residuals.
+    Therefore fit and noise are computed in turn.
     """
     n_run, n_term = x.shape
     grid = np.array(np.meshgrid(*[[0.15, 0.3, 0.6, 1.2]] * n_term)).reshape(n_term, -1).T
@@ -137,7 +135,7 @@ def fit_with_noise(
         best = found[[costs.argmin()]]
         predicted, derivative = log_loss(best, x)
         residual, information = y - predicted[0], derivative[0].T @ derivative[0] / variance
-        # effective number of parameters: those that the data determine rather than the prior
+        # effective number of parameters: how many the data determine, not the prior
         used = np.trace(np.linalg.solve(information + np.diag(spread**-2), information))
         freedom = PRIOR_NOISE_FREEDOM + n_run - used
         squares = PRIOR_NOISE_FREEDOM * PRIOR_NOISE**2 + (huber_weight(residual) * residual**2).sum()

@@ -21,7 +21,7 @@ CONFIDENCE = 0.90  # of every interval
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its interval at the level CONFIDENCE."""
+    """An estimate, and the ends of its confidence interval at the level CONFIDENCE."""
 
     value: float
     low: float
@@ -43,7 +43,7 @@ class ScalingFit:
     noise: float  # relative standard deviation of one run's loss
 
     def predict(self, *values: float) -> Interval:
-        """The expected loss in nats per token at N and D (or at C): the mean over seeds, not the loss of one run."""
+        """The expected loss in nats per token at N and D (or at C). The interval is that of the mean over seeds."""
         x = np.log(np.array([values])) - self.middle
         refits = np.exp(log_loss(self.refits, x)[0][:, 0])
         return interval(float(np.exp(log_loss(self.parameters[None], x)[0][0, 0])), refits)
@@ -58,7 +58,7 @@ class ScalingFit:
         return interval(float(np.exp(self.parameters[column])), np.exp(self.refits[:, column]))
 
     def numerator(self, variable: str) -> float:
-        """A, B or K. It has no interval: its value depends almost entirely on the exponent's."""
+        """A, B or K. It gets no interval, because its value depends almost entirely on the exponent."""
         index = self.variables.index(variable)
         term, exponent = np.exp(self.parameters[[1 + index, 1 + len(self.variables) + index]])
         return float(term * math.exp(exponent * self.middle[index]))
@@ -69,7 +69,7 @@ class ScalingFit:
 
 
 def log_loss(parameters: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The law and its derivative: parameters (R, P), centred log variables x (n, K) -> log loss (R, n), (R, n, P)."""
+    """Parameters (R, P), centred log variables x (n, K) -> log loss (R, n), and its derivative (R, n, P)."""
     n_term = x.shape[1]
     irreducible = np.exp(parameters[:, None, :1])
     exponents = np.exp(parameters[:, None, 1 + n_term :])
@@ -80,14 +80,14 @@ def log_loss(parameters: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def interval(value: float, refits: np.ndarray) -> Interval:
-    """The quantiles of the refits (R,) between which lies the share CONFIDENCE."""
+    """`value` with the quantiles of the refits (R,) that enclose the share CONFIDENCE of them."""
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(refits, [tail, 1 - tail])
     return Interval(value, float(low), float(high))
 
 
 def format_interval(value: float, low: float, high: float) -> str:
-    """'3.14 (3.10 to 3.19)', rounded to the leading digit of half the interval's width: further digits mean nothing."""
+    """'3.14 (3.10 to 3.19)', rounded to the leading digit of half the interval's width."""
     assert low <= high and all(map(math.isfinite, (value, low, high)))
     half = (high - low) / 2
     if half == 0:

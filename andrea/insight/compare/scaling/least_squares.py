@@ -15,9 +15,9 @@ import numpy as np
 
 from andrea.insight.compare.scaling.law import log_loss
 
-HUBER = 0.01  # log residual from which the pull of a run no longer grows: two to three times the noise of one run
+HUBER = 0.01  # larger log residuals count linearly, not squared: two to three times the noise of one run
 MOST_STEPS = 60  # ten are usual
-LEAST_GAIN = 1e-3  # expected decrease of the cost at which a fit has converged; the cost is about one per run
+LEAST_GAIN = 1e-3  # a fit has converged when a step would lower its cost by less; the cost is about 1 per run
 
 
 class Evaluation(NamedTuple):
@@ -47,7 +47,7 @@ class Objective:
         return Evaluation(residual, derivative, data.sum(1) + prior.sum(1))
 
     def gradient(self, parameters: np.ndarray, at: Evaluation) -> tuple[np.ndarray, np.ndarray]:
-        """(half the Gauss-Newton Hessian (R, P, P), half the negative gradient (R, P)) by reweighted least squares."""
+        """Half the Gauss-Newton Hessian (R, P, P), half the negative gradient (R, P), by reweighted least squares."""
         weight = huber_weight(at.residual) / self.noise**2  # (R, n)
         hessian = np.einsum("rni,rn,rnj->rij", at.derivative, weight, at.derivative) + np.diag(self.spread**-2)
         prior_pull = (self.centre - parameters) / self.spread**2
@@ -55,12 +55,12 @@ class Objective:
 
 
 def huber_weight(residual: np.ndarray) -> np.ndarray:
-    """The weight with which a squared residual has the gradient of Huber's loss (iteratively reweighted least squares)."""
+    """The weight that gives a squared residual the gradient of Huber's loss (iteratively reweighted least squares)."""
     return np.minimum(1.0, HUBER / np.maximum(np.abs(residual), 1e-12))
 
 
 def minimise(objective: Objective, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """R fits from start (R, P) -> (parameters (R, P), cost (R,)).
+    """Solve R fits from start (R, P). Returns parameters (R, P) and cost (R,).
 
     Each fit has its own damping: divided by 4 after a step that lowered the cost, multiplied by 5 after a rejected one.
     """

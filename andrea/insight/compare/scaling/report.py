@@ -14,7 +14,8 @@ from andrea.insight.compare.scaling.law import CONFIDENCE, Interval, ScalingFit
 from andrea.text.tokenizer import load_tokenizer
 from andrea.training.records.format import format_number
 
-# Configuration keys that may differ between the runs of one scaling law, besides train.*: all others are its recipe.
+# Configuration keys, besides train.*, that may differ between the runs of one scaling law. All other keys are the
+# recipe.
 SIZE_KEYS = ("name", "d_model", "n_layer", "n_head", "n_kv_head", "d_mlp", "recipe_steps", "recipe_tokens_per_step")
 MAY_DIFFER = {
     *(f"model.{key}" for key in SIZE_KEYS),
@@ -31,7 +32,7 @@ TERMS = {"N": ("A", "alpha", "parameters"), "D": ("B", "beta", "tokens"), "C": (
 
 @dataclass(frozen=True)
 class Target:
-    """The model whose loss is to be predicted."""
+    """The model whose loss the scaling law predicts."""
 
     name: str
     parameters: int
@@ -40,7 +41,7 @@ class Target:
 
 
 def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
-    """The model of predict=…, trained on `tokens`, or on as many tokens per parameter as the largest run."""
+    """The model of predict=…, trained on `tokens`; by default on as many tokens per parameter as the largest run."""
     from andrea.model.size import count_parameters, flops_per_token
 
     attention = parse(AttentionConfig, largest.config["attention"], "attention")
@@ -51,7 +52,7 @@ def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
 
 
 def scaling_lines(runs: list[Run], target: Target | None, seed: int) -> list[str]:
-    """What the finished runs show about loss and size; or one line that says why no law can be fitted."""
+    """The scaling law of the finished runs as lines of text, or one line that says why no law can be fitted."""
     finished = [run for run in runs if run.finished]
     if len({run.checkpoint.fingerprint for run in finished}) > 1:
         return ["no fit: the runs were trained on different data or with different tokenizers"]
@@ -91,10 +92,10 @@ def law_line(fit: ScalingFit) -> str:
 
 
 def prediction_line(fit: ScalingFit, target: Target, run: Run) -> str:
-    """The predicted loss with its interval, in nats per token and bits per byte, and how far it is extrapolated."""
+    """The predicted loss with its interval, in nats per token and bits per byte, and the factor of extrapolation."""
     values = (target.parameters, target.tokens) if fit.variables == ("N", "D") else (target.flops,)
     nats = fit.predict(*values)
-    per_nat = run.bpb / run.loss  # bits per byte for one nat per token: the same for all runs, whose data are the same
+    per_nat = run.bpb / run.loss  # bits per byte for one nat per token, the same for all runs on these data
     bits = Interval(*(per_nat * number for number in (nats.value, nats.low, nats.high)))
     factors = fit.extrapolation(*values)
     reach = " and ".join(f"{factor:.3g} times the {TERMS[name][2]}" for name, factor in factors.items())

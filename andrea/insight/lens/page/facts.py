@@ -1,4 +1,4 @@
-"""What the page says in numbers and words: of the model, and of every head."""
+"""The facts that the page shows as text and numbers: about the model, and about every head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from andrea.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Source:
-    """Where the model comes from, as the page's title and footer say."""
+    """The origin of the model, for the page's title and footer."""
 
     title: str
     checkpoint: str | None  # its path
@@ -26,7 +26,7 @@ class Source:
 
 
 def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
-    """The model and the prompt's tokens (1, T)."""
+    """Facts about the model, and about the prompt's tokens (1, T)."""
     config = model.config
     attention = model.blocks[0].attention
     function = type(attention.compatibility)
@@ -55,7 +55,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
 
 
 def visible_keys(model: GPT, tokens: Tensor) -> tuple[list[int], list[int]]:
-    """tokens (1, T) -> the first visible key of each query, and the one after the last."""
+    """tokens (1, T) -> for each query, the index of the first visible key, and one past the last."""
     mask = model.blocks[0].attention.mask_with(model.document_mask(tokens))
     n_token = tokens.shape[1]
     first, stop = visible_interval(mask, n_token, n_token, 0, tokens.device)
@@ -76,5 +76,5 @@ def head_facts(measurements: Measurements) -> list[dict[str, Any]]:
 
 
 def json_number(number: float | Tensor | None) -> float | None:
-    """The number with six significant digits; None for what JSON has no number for."""
+    """The number with six significant digits, or None for NaN and infinity, which JSON lacks."""
     return None if number is None or not math.isfinite(float(number)) else float(f"{float(number):.6g}")

@@ -1,4 +1,4 @@
-"""The arrays that the page needs to show a head in full, and their form in the file.
+"""The arrays that the page needs to show a head in full, and their encoding in the file.
 
 T tokens, N width of a query or key as it is scored, D = d_head, V vocabulary, C candidates for the next token.
 """
@@ -16,18 +16,18 @@ from andrea.insight.lens.effects import logit_attribution
 from andrea.insight.lens.page.measurements import Head, Measurements
 from andrea.model.gpt import GPT
 
-LIKELIEST = 10  # next tokens of each position, with their probability with and without a head
-LIKELIEST_ABLATED = 5  # next tokens of each position without a head
-ATTRIBUTED = 3  # tokens whose logits a vector raises most, and as many that it lowers most
-COMPONENTS = 4  # first numbers shown of a vector in the residual stream
+LIKELIEST = 10  # next tokens shown at each position, with their probabilities with and without a head
+LIKELIEST_ABLATED = 5  # next tokens shown at each position after the ablation of a head
+ATTRIBUTED = 3  # number of tokens whose logits a vector raises most, and of those that it lowers most
+COMPONENTS = 4  # number of a residual-stream vector's first components that are shown
 
 Layout = list[list[Any]]  # [name, type, shape] of each array of a block
 
 
 def candidate_tokens(measurements: Measurements) -> Tensor:
-    """(T, C) ids: the likeliest next tokens of each position, then its target.
+    """Token ids (T, C): the likeliest next tokens of each position, then its target.
 
-    The target is the token that comes next; at the prompt's last position, the likeliest.
+    The target is the prompt's next token. The prompt's last position has none: its target is the likeliest token.
     """
     likeliest = measurements.log_probabilities.topk(LIKELIEST).indices
     targets = torch.cat((measurements.tokens[0, 1:], likeliest[-1:, 0]))
@@ -35,7 +35,7 @@ def candidate_tokens(measurements: Measurements) -> Tensor:
 
 
 def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool) -> dict[str, np.ndarray]:
-    """(T, …) arrays of one head, except those of its ablation. detail: with direct logit attribution."""
+    """Arrays (T, …) of one head, except those of its ablation. detail: include direct logit attribution."""
     layer, index = head
     trace = measurements.layers[layer]
     value, retrieved = trace.value[0, index], trace.retrieved[0, index]  # (T, D)
@@ -51,7 +51,7 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
 
 
 def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray]:
-    """The predicted next token without a head. candidates (T, C) ids, ablated (T, V) ln p."""
+    """Arrays of the predicted next tokens without a head. candidates (T, C): ids. ablated (T, V): ln p without it."""
     top = ablated.topk(LIKELIEST_ABLATED)
     arrays = {
         "ablated_candidates": ablated.gather(-1, candidates).exp(),
@@ -67,7 +67,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
-    """(base64 of the arrays one after another, their layout). Larger types come first, so that each is aligned."""
+    """Returns the base64 of all arrays, and their layout. Arrays of larger types come first, for alignment."""
     ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     layout = [[name, array.dtype.str.lstrip("<|"), list(array.shape)] for name, array in ordered]
     raw = b"".join(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes() for _, array in ordered)
@@ -75,7 +75,7 @@ def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
 
 
 def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
-    """The length of one head's base64."""
+    """The length in bytes of one head's base64 text."""
     trace = measurements.layers[0]
     n_token = measurements.tokens.shape[1]
     n_candidate = LIKELIEST + 1

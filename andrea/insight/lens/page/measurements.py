@@ -1,4 +1,4 @@
-"""All that the page shows of every head, measured on one prompt.
+"""Measures every head on one prompt, for the lens page.
 
 T tokens, L layers, H heads, V vocabulary.
 """
@@ -28,13 +28,13 @@ Head = tuple[int, int]  # layer, head
 
 @dataclass(frozen=True)
 class Measurements:
-    """One prompt, measured. Matrices (T, T) of all heads would take 600 MB at T = 1024, so only small maps are kept."""
+    """Measurements on one prompt. Only small maps are kept: full maps (T, T) would need 600 MB at T = 1024."""
 
     tokens: Tensor  # (1, T)
     layers: list[LayerTrace]  # with empty scores and weights
     maps: np.ndarray  # (L, H, side, side) uint8: 255 times the square root of the largest weight of a tile
     scores: dict[str, Tensor]  # (L, H) each, on the prompt
-    probed: dict[str, Tensor]  # (L, H) each, on the fixed texts that names are given by
+    probed: dict[str, Tensor]  # (L, H) each, on the fixed texts that decide the names
     log_probabilities: Tensor  # (T, V): ln p of the next token at each position
 
     @property
@@ -44,12 +44,12 @@ class Measurements:
 
     @property
     def named(self) -> dict[Head, list[str]]:
-        """The heads that have a name, with the scores that gave it."""
+        """The heads that have a name, with the scores that gave them their names."""
         names = {head: [name.score for name in names_of(self.probed, *head)] for head in self.heads}
         return {head: found for head, found in names.items() if found}
 
     def by_interest(self) -> list[Head]:
-        """All heads, by the largest factor by which a score exceeds the threshold of its name."""
+        """All heads, most interesting first: those whose best score is the largest multiple of its name's threshold."""
 
         def interest(head: Head) -> float:
             factors = [float(self.probed[name.score][head]) / name.threshold for name in NAMES]
@@ -80,7 +80,7 @@ def measure(model: GPT, tokenizer: Tokenizer, tokens: list[int], map_side: int =
 
 
 def small_maps(weights: Tensor, side: int) -> np.ndarray:
-    """weights (H, T, T) -> (H, s, s) uint8, s = min(T, side): 255 times the square root of each tile's largest weight."""
+    """weights (H, T, T) -> maps (H, s, s) uint8, s = min(T, side): 255 · sqrt(largest weight in each tile)."""
     side = min(side, weights.shape[-1])
     largest = functional.adaptive_max_pool2d(weights[None], side)[0]
     return (255 * largest.clamp(0, 1).sqrt()).round().to(torch.uint8).cpu().numpy()

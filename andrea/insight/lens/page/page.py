@@ -1,6 +1,6 @@
 """The lens as one HTML file: a small map of every head, and all vectors of the heads that are shown in full.
 
-The page computes the weights of such a head itself, in double precision, from the fp32 queries and keys in the file.
+For a head in full, the page computes the weights in double precision, from the fp32 queries and keys in the file.
 
 T tokens, C candidates for the next token, V vocabulary.
 """
@@ -34,8 +34,8 @@ from andrea.text.tokenizer import Tokenizer
 
 TEMPLATE = Path(__file__).parent / "template.html"
 LEAST_PROBABILITY = 1e-38  # fp32 rounds smaller ones to zero, which has no logarithm
-FACTS_BYTES = 200  # of a head in the page's facts, beyond those of a head that is not in full
-ELEMENT_BYTES = 100  # of the element that holds a head's arrays
+FACTS_BYTES = 200  # extra bytes in the page's facts for a head in full
+ELEMENT_BYTES = 100  # of the HTML element around a head's arrays
 
 
 @dataclass
@@ -44,13 +44,13 @@ class FullHeads:
 
     packed: dict[Head, tuple[str, Layout]] = field(default_factory=dict)
     effects: dict[Head, np.ndarray] = field(default_factory=dict)  # (T,): the target's probability without the head
-    token_ids: set[int] = field(default_factory=set)  # all tokens that the arrays name
+    token_ids: set[int] = field(default_factory=set)  # all tokens that occur in the arrays
 
 
 class LensPage:
-    """The page of one prompt. `most_full_heads` says how many heads fit in full; `render` gives the HTML text.
+    """The page of one prompt. `most_full_heads` returns how many heads fit in full; `render` returns the HTML text.
 
-    detail: with ablations and direct logit attribution, which take most of the time.
+    detail: include ablations and direct logit attribution, which take most of the time.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LensPage:
         }
 
     def most_full_heads(self, limit_bytes: int) -> int:
-        """How many heads can be shown in full in a page of at most limit_bytes."""
+        """The number of heads that can be shown in full on a page of at most limit_bytes."""
         n_head = len(self.measurements.heads)
         texts = dict(enumerate(self.texts)) if self.detail else self.texts_of(set())
         fixed = len(self.assemble(FullHeads(), texts)) + FACTS_BYTES * n_head
@@ -74,7 +74,7 @@ class LensPage:
         return max(0, min(n_head, (limit_bytes - fixed) // each))
 
     def render(self, full: list[Head]) -> str:
-        """The HTML text, with the heads of `full` in full."""
+        """The HTML text of the page that shows the heads `full` in full."""
         heads = FullHeads()
         for head, arrays in self.arrays_of(full):
             heads.packed[head] = pack(arrays)
@@ -100,7 +100,7 @@ class LensPage:
                 yield (layer, index), arrays[index]
 
     def loss_change(self, ablated: np.ndarray) -> float | None:
-        """The change of the prompt's mean loss, nats per token, by an ablation; None for a prompt of one token.
+        """The change of the prompt's mean loss by an ablation, in nats per token; None for a prompt of one token.
 
         ablated (T,): the probability of each position's target without the head.
         """
@@ -117,7 +117,7 @@ class LensPage:
         return {token: self.texts[token] for token in sorted(shown)}
 
     def assemble(self, heads: FullHeads, texts: dict[int, str]) -> str:
-        """The template filled with all data. texts: by token id."""
+        """The template filled with all data. texts: token id -> text."""
         blocks = dict(self.blocks)
         if heads.effects:
             blocks["effects"] = pack({"ablated": np.stack([heads.effects[head] for head in heads.packed])})
@@ -139,7 +139,7 @@ class LensPage:
         return fill_template(TEMPLATE, {"TITLE": html.escape(self.source.title), "DATA": "\n".join(elements)})
 
     def facts_of_heads(self, heads: FullHeads) -> list[dict]:
-        """The facts of every head, with whether it is in full and what its ablation does to the loss."""
+        """The facts of every head, whether it is shown in full, and the change of the loss by its ablation."""
         found = []
         for head, facts in zip(self.measurements.heads, head_facts(self.measurements), strict=True):
             effect = heads.effects.get(head)
