@@ -47,7 +47,7 @@ def sweep(argv: list[str]) -> int:
     group = typed.setdefault("logger.group", time.strftime("sweep-%Y%m%d-%H%M%S"))
     if "name" in typed:
         raise UserError(
-            "name=… would give all runs of a sweep the same folder; leave it out: runs are named by what differs"
+            "name=… would give all runs of a sweep the same folder; leave it out: runs are named by the settings that differ"
         )
     folder_name("logger.group", group)  # it becomes part of a path whose old content is removed
     readable_path("runs_dir", typed.get("runs_dir", "runs"))

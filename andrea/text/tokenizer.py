@@ -223,7 +223,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is damaged ({error}); copy it again, or prepare the data again") from error
     if found.description() != description:
         raise UserError(
-            f"{path} says {identity}, but describes {found.identity}: that file or {RANKS} was changed; copy both again"
+            f"{path} names {identity}, but describes the tokenizer {found.identity}: "
+            f"that file or {RANKS} was changed; copy both again"
         )
     return found
 

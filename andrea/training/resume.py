@@ -78,7 +78,7 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
     if checkpoint is not None:
         if checkpoint.state["data"] != corpus.fingerprint:
             raise UserError(
-                f"the data are not those of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
+                f"the data differ from those of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
                 f"{corpus.fingerprint[:12]}); restore them, or start a new run with init_from={checkpoint.path}"
             )
         return None
@@ -87,7 +87,7 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
     source = read_checkpoint(Path(config.init_from))
     if source.state["tokenizer"] != corpus.tokenizer.identity:
         raise UserError(
-            f"init_from={config.init_from} was trained with the tokenizer {source.state['tokenizer']}, this run has "
+            f"init_from={config.init_from} was trained with the tokenizer {source.state['tokenizer']}, but this run uses "
             f"{corpus.tokenizer.identity}; set tokenizer.path={config.init_from} or choose its tokenizer"
         )
     weights = source.model_tensors()

@@ -119,7 +119,7 @@ def test_changed_data_are_noticed_on_resume(tiny_run, notes: Path, tmp_path: Pat
     tiny_run("name=a", f"data.path={copy}", "train.steps=4")
     for path in copy.iterdir():
         path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(ValueError, match="data are not those"):
+    with pytest.raises(ValueError, match="data differ from those"):
         tiny_run("name=a", f"data.path={copy}", "train.steps=8", "resume=auto")
 
 

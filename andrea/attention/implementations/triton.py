@@ -36,9 +36,9 @@ def refusal(case: Case) -> str | None:
     query, key, value, mask = case.query, case.key, case.value, case.mask
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not has_triton():
-        return "triton is not installed (a CUDA build of torch brings it; else: pip install triton)"
+        return "triton is not installed (a CUDA build of torch includes it; otherwise run: pip install triton)"
     if query.device.type != "cuda" and not interpreted:
-        return f"it needs a CUDA card, got device={query.device.type} (TRITON_INTERPRET=1 runs it slowly anywhere)"
+        return f"it needs a CUDA card, got device={query.device.type} (TRITON_INTERPRET=1 runs it slowly on any device)"
     if case.product_dtype not in DTYPES:
         return f"it computes in fp32, fp16 and bf16, got {case.product_dtype}"
     if interpreted and case.product_dtype == torch.bfloat16:
