@@ -27,9 +27,10 @@ class PromptLookup:
         self.tokens.append(token)
 
     def lookahead(self, most: int) -> list[int]:
-        """The `most` tokens after the latest earlier occurrence of the run at the text's end; [] if there is none.
+        """Propose `most` next tokens; [] if the text's last token did not occur before.
 
-        Longer runs are tried first. If the text ends before there are `most` tokens, the proposed tokens are repeated.
+        The method looks for the longest run at the text's end that also occurred earlier. The proposal is the tokens after
+        the latest earlier occurrence. If these tokens reach the end of the text, the proposal goes on by repeating them.
         """
         for size in range(min(LONGEST_RUN, len(self.tokens)), 0, -1):
             place = self.follows.get(tuple(self.tokens[-size:]))

@@ -50,9 +50,10 @@ class SourceFolder:
 def prepare(
     folders: list[SourceFolder], config: TokenizerConfig, existing: Tokenizer | None, data_dir: Path, report: Report
 ) -> None:
-    """Make all `folders` that do not exist. existing: the tokenizer; None for GPT-2's, or to train one.
+    """Make all `folders` that do not exist.
 
-    Raises UserError. If the error lies in the input, nothing has been written.
+    existing: the tokenizer to use. If None, GPT-2's tokenizer is loaded or a new one is trained, according to `config`.
+    Raises UserError if the input is unusable, before anything is written, or if `data_dir` cannot be written.
     """
     if existing is None and config.kind == "gpt2":
         existing = configured_tokenizer(config)

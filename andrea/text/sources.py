@@ -231,7 +231,10 @@ def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
 
 
 def cut_at(file: BinaryIO, size: int) -> int:
-    """The byte at which a document's held-out last tenth begins, moved forward to the start of a line or a character."""
+    """The byte at which the last tenth of a document begins, which is held out.
+
+    The byte is moved forward to the start of the next line, or else to the start of a character.
+    """
     cut = size * 9 // 10
     file.seek(cut)
     tail = file.read(min(PIECE_BYTES, size - cut))
