@@ -155,9 +155,9 @@ def attention_weights(
     mask: Mask | None = None,
     start: int | Tensor | None = None,
 ) -> Tensor:
-    """The weight (..., T, S) of each value in each query's output, in fp32 or higher, by the reference implementation.
+    """The attention weights (..., T, S): the weight of each value in each query's output.
 
-    The arguments and errors are those of `attend`.
+    The reference implementation computes them, in fp32 or higher. The arguments and errors are those of `attend`.
 
     >>> import torch
     >>> from andrea.attention import causal

@@ -48,7 +48,7 @@ class AttentionStatistics:
 
 
 def statistics_of_scores(scores: Tensor, weights: Tensor, start: int | Tensor) -> AttentionStatistics:
-    """Statistics from all scores (..., T, S), -inf where masked, and from their softmax, the weights (..., T, S)."""
+    """Statistics from scores (..., T, S) and weights (..., T, S). A masked score is -inf."""
     scores, weights = scores.detach(), weights.detach()
     first_mass, previous_mass = masses_of_weights(weights, start)
     largest = scores.amax(-1)

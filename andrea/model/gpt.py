@@ -102,7 +102,7 @@ def recomputed(
 
 
 class GPT(nn.Module):
-    """A GPT. Its weights are unset until `initialise` draws them or a checkpoint is loaded.
+    """A GPT. Before its first use, call `initialise` or load the weights of a checkpoint.
 
     `model.logits(model(tokens))` scores the next token at every position.
     end_of_text: the token before every document. It is required if the config masks attention between documents.
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         )
 
     def document_mask(self, tokens: Tensor) -> Mask | None:
-        """A mask that prevents attention between the documents in tokens (B, T); None if the config does not want it."""
+        """A mask that prevents attention between the documents in tokens (B, T); None if the config allows attention."""
         if self.end_of_text is None:
             return None
         return packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads

@@ -36,9 +36,9 @@ class TrainingSource(Protocol):
 class Loader:
     """Training batches from one source or a mixture. The loader stores no position, so many readers can share it.
 
-    Without weights, an epoch is all windows of all sources. With weights, each block of BLOCK samples contains every
-    source by its share, and each source has its own epochs. Sources with weight None divide the remaining share in
-    proportion to their sizes.
+    Without weights, an epoch is all windows of all sources. With weights, each block of BLOCK samples contains the
+    sources in proportion to their shares, and each source has its own epochs. Sources with weight None divide the rest
+    in proportion to their sizes.
     """
 
     def __init__(self, sources: Sequence[TrainingSource], sequence_length: int, seed: int) -> None:

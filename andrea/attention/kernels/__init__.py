@@ -1,1 +1,4 @@
-"""Triton kernels: tensors in, tensors out. Imported when first needed, because triton is optional."""
+"""Our attention kernels in Triton and C++: tensors in, tensors out.
+
+The Triton kernels are imported when first needed, because triton is optional.
+"""

@@ -12,7 +12,7 @@ m also multiplies s by log2(e). The sum c is kept in base 2 too.
 Backward (the same paper, algorithm 2). The weights P are computed again from the log-sum-exp. For dK and dV one program
 computes BLOCK_N keys and loops over the queries of every head that shares them. There are two ways to compute dQ. The
 deterministic way is a second kernel, in which each program computes BLOCK_M queries and adds in a fixed order. The other
-way is atomic additions in the first kernel. It saves two matrix products, but the order of its additions varies.
+way is atomic additions in the first kernel. They save two matrix products, but their order varies.
 
 A mask has one of three modes. NONE: every query sees every key. CAUSAL: the kernel computes visibility from positions.
 INTERVAL: query i sees the keys first[i] .. stop[i]-1, and neither end decreases in i. In every mode, blocks without a
