@@ -3,8 +3,8 @@
     shards/shard-00001-model-00001-of-00002.safetensors     the rows of the weights that rank 0 keeps
     shards/shard-00001-model-00002-of-00002.safetensors     the optimizer's state of these rows
 
-The header of each file gives the first row of each of its parts in the whole tensor. This is the layout of
-torch.distributed.checkpoint, whose HuggingFaceStorageReader can read the files too.
+A file's header gives, for each tensor, the row of the whole tensor at which the file's part begins. This is the layout
+of torch.distributed.checkpoint, whose HuggingFaceStorageReader can read the files too.
 """
 
 from __future__ import annotations

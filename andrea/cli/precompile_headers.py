@@ -1,8 +1,8 @@
 """Precompiles torch's C++ headers in a separate process, while training loads torch and prepares its text.
 
 torch.compile precompiles these headers at its first use on a CPU with a new version of torch. This takes ten seconds of
-one core, and would start only when the model is compiled. This process starts earlier, on a core that is still idle.
-The first step then comes five to six seconds sooner: in the default run, within 30 s of the command.
+one core, and normally starts only when the model is compiled. This process starts earlier, on a core that is still
+idle. In the default run the first step then comes five to six seconds sooner, within 30 s of the command.
 
 Training does not depend on this process. torch's own lock makes training wait for headers that are being compiled; if
 the process fails, training compiles them itself.

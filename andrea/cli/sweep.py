@@ -64,7 +64,7 @@ def sweep(argv: list[str]) -> int:
 
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the values of our keys, and the words for Hydra. Raises UserError for a key that does not exist."""
+    """Returns the values of this package's keys, and the words for Hydra. Raises UserError for an unknown key."""
     typed: dict[str, str] = {}
     for_hydra = []
     for word in with_current_names(RunConfig, argv):
@@ -82,7 +82,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def read_values(typed: dict[str, str]) -> dict[str, Any]:
-    """Parse the values: key -> Hydra's override. The choices of groups are checked. Raises UserError."""
+    """Parse each value into an override object of Hydra. Group choices are checked. Raises UserError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -1,4 +1,4 @@
-"""The dotted keys of a configuration (train.steps): their types, and the old names of those that were renamed.
+"""The dotted keys of a configuration (train.steps): their types, and the old names of renamed keys.
 
 The old name of a renamed key stays valid forever. When it is typed on the command line, one line says its new name. In
 a saved configuration (a checkpoint or a config.yaml) it is accepted silently.

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def fill_template(template: Path, values: Mapping[str, str]) -> str:
-    """The template with each {{NAME}} replaced by values[NAME], and each {{file.ext}} by that file of the same folder."""
+    """The template with {{NAME}} replaced by values[NAME], and {{file.ext}} by the content of that file next to it."""
 
     def replacement(place: re.Match[str]) -> str:
         name = place[1]

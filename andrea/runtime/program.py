@@ -1,4 +1,4 @@
-"""The commands that start this program: the user's, and those of the processes that it starts. Imports no torch."""
+"""The commands that start this program, as the user types them and for processes of its own. Imports no torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 L layers, H heads. The definitions of the figures are in andrea/attention/statistics.py. `attention/…` is measured on the
 probe, a fixed batch of held-out text, in fp32, so that runs on the same data can be compared even if they train with
-different implementations. `attention/step/…` is measured in the training step itself, if `measures_every_step`.
+different implementations. `attention/step/…` is measured in the training step itself, if `measures_every_step` is true.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def finite_or_none(number: float) -> float | None:
 def measures_every_step(attention: AttentionConfig) -> bool:
     """Whether every training step measures the heads.
 
-    The Triton kernel does so at no extra pass. QK-clip needs each step's largest logits with any implementation.
+    The Triton kernel needs no extra pass for this. QK-clip needs each step's largest logits with any implementation.
     """
     return attention.implementation == "triton" or attention.qk_clip is not None

@@ -1,4 +1,4 @@
-"""The command `python -m andrea compare RUN_DIR… [key=value …]`: run folders in, a table, a page and a picture out."""
+"""The command `python -m andrea compare RUN_DIR… [key=value …]`: a table, a page and a picture of runs."""
 
 from __future__ import annotations
 

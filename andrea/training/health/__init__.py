@@ -1,1 +1,1 @@
-"""Health checks: a run with a problem names it."""
+"""Health checks: they detect the problems of a run and report them."""

@@ -1,4 +1,4 @@
-"""What the health checks share: the evidence they judge, the judgement they return, and the remedy they suggest.
+"""Shared parts of the health checks: the evidence that they judge, their judgement, and the remedy that they suggest.
 
 L layers, H heads.
 """

@@ -1,4 +1,4 @@
-"""Checks of the data: sources read too often, sources that others displace, leaked held-out text, overfitting."""
+"""Checks of the data: sources read too often, forgotten sources, leaked held-out text, overfitting."""
 
 from __future__ import annotations
 

@@ -76,10 +76,10 @@ def split_pieces(text: str) -> list[str]:
 def find_loop(pieces: Sequence[str]) -> Loop:
     """The loop that covers the largest share of the pieces. Its unit has at most N / 3 pieces.
 
-    In a stretch of period P, at least P + 2 consecutive pieces equal the piece P places before them. A loop with a unit
-    of P pieces covers all stretches of period P, and the P pieces before each stretch. A list or a table with different
-    entries has no such stretch, even if its rows are similar. A stray word splits a stretch but does not hide the loop.
-    The share counts pieces or characters, whichever gives the larger value.
+    A stretch of period P is a run of at least P + 2 pieces, each equal to the piece P places before it. A loop with a
+    unit of P pieces covers all stretches of period P, and the P pieces before each stretch. A list or a table with
+    different entries has no such stretch, even if its rows are similar. A stray word splits a stretch but does not hide
+    the loop. The share counts pieces or characters, whichever gives the larger value.
     """
     n_piece = len(pieces)
     number_of = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}

@@ -72,7 +72,7 @@ class ReferenceText:
         return cls(tuple(window for window in figures if window is not None), tokenizer)
 
     def lowest(self, name: str) -> float:
-        """The EXTREME quantile of a figure over the windows; for `compression`, where high is poor, 1 - EXTREME."""
+        """The EXTREME quantile of a figure over the windows. For `compression`, where high is poor: 1 - EXTREME."""
         values = [getattr(window, name) for window in self.windows]
         return float(np.quantile(values, 1 - EXTREME if name == "compression" else EXTREME))
 
@@ -84,6 +84,6 @@ class ReferenceText:
         return float(np.mean([each.loop.covers(repetition) for each in self.windows]))
 
     def relative_variety(self, text: TextFigures, name: str) -> float:
-        """A figure of `text` / `lowest`; the inverse for `compression`. Below 1, it is less varied than real text."""
+        """A figure of `text` over `lowest`; the inverse for `compression`. Below 1: less varied than real text."""
         ratio = getattr(text, name) / self.lowest(name)
         return 1 / ratio if name == "compression" else ratio

@@ -83,7 +83,7 @@ def judge_texts(texts: Sequence[str], reference: ReferenceText, config: HealthCo
 
 
 def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: HealthConfig) -> dict[str, str]:
-    """The most frequent kind of loop, if `failing_share` of the samples loop, and more than chance explains.
+    """The most frequent kind of loop, if at least `failing_share` of the samples loop, and more than chance explains.
 
     A share r of the held-out windows are loops, so the number of loops in n real texts is binomial. Chance explains at
     most its mean plus three standard deviations: n (r + 3 √(r (1 - r) / n)).

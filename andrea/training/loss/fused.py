@@ -60,7 +60,7 @@ class FusedCrossEntropy(torch.autograd.Function):
 def cross_entropy_in_chunks(
     rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """rows (N, d) -> sum of nats and, with `gradients`, its gradients by rows (N, d) and by weight (V, d)."""
+    """The sum of nats and, with `gradients`, its gradients with respect to rows (N, d) and weight (V, d)."""
     in_kernel = rows.is_cuda and has_triton()
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
     n_row = rows_in_chunk(len(rows), len(weight), n_logit)
@@ -79,7 +79,10 @@ def cross_entropy_in_chunks(
 
 
 def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
-    """Rows in a chunk of at most about n_logit logits. Chunks have equal size: a small last one would take as long."""
+    """Rows in a chunk of at most about n_logit logits.
+
+    Chunks have equal sizes, because a small last chunk would take as long as a full one.
+    """
     n_chunk = -(-n_row * n_vocab // n_logit)
     return -(-n_row // max(1, min(n_chunk, n_row)))
 
@@ -87,7 +90,7 @@ def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
 def torch_loss_of_chunk(
     logits: Tensor, targets: Tensor, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision. Eager or compiled."""
+    """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision, in plain torch."""
     z = logits.float() if cap is None else softcap(logits, cap)
     has_target = targets != IGNORED_TARGET
     log_sum_exp = z.logsumexp(1)

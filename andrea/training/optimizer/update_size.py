@@ -14,7 +14,10 @@ SAMPLED_WEIGHTS = 1 << 14  # weights of each matrix that are compared, at most
 
 @torch.no_grad()
 def sampled_weights(parallel: Parallel) -> list[Tensor]:
-    """Copies of at most SAMPLED_WEIGHTS evenly spaced weights of each matrix: those in this rank's rows, (n,) each."""
+    """Sample at most SAMPLED_WEIGHTS evenly spaced weights of each matrix.
+
+    Returns copies of the samples in this rank's rows, (n,) for each matrix.
+    """
     sampled = []
     for name, part in parallel.local_parameters.items():
         shape = parallel.shapes[name]

@@ -74,7 +74,7 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
 
 
 def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placement: Placement) -> int:
-    """Sequences in one pass: the configured number or, for `auto`, the most that the memory plan allows on a rank."""
+    """Sequences in one pass of a rank: the configured number or, for `auto`, the most that the memory plan allows."""
     most = machine.ranks.local_rows(config.sequences_per_step)[2]
     if config.train.micro_batch != "auto":
         return min(config.train.micro_batch, most)

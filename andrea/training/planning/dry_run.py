@@ -89,6 +89,9 @@ def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
 
 
 def parts_in_gib(memory: Memory) -> dict[str, float]:
-    """GiB of each part that is not empty. Activations and the optimizer step are not in memory at the same time."""
+    """GiB of each part that is not empty.
+
+    The parts add up to more than the peak: activations and the optimizer step are not in memory at the same time.
+    """
     parts = dataclasses.asdict(memory)
     return {name.replace("_", " "): n_byte / GIB for name, n_byte in parts.items() if n_byte}

@@ -18,7 +18,7 @@ def format_number(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """45 s, 3 min 05 s, 2 h 10 min, 3 d 4 h."""
+    """One or two units: 45 s, 3 min 05 s, 2 h 10 min, 3 d 4 h."""
     seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds} s"

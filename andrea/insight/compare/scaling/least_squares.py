@@ -47,7 +47,10 @@ class Objective:
         return Evaluation(residual, derivative, data.sum(1) + prior.sum(1))
 
     def gradient(self, parameters: np.ndarray, at: Evaluation) -> tuple[np.ndarray, np.ndarray]:
-        """Half the Gauss-Newton Hessian (R, P, P), half the negative gradient (R, P), by reweighted least squares."""
+        """Returns half the Gauss-Newton Hessian (R, P, P) and half the negative gradient (R, P).
+
+        Both are those of iteratively reweighted least squares.
+        """
         weight = huber_weight(at.residual) / self.noise**2  # (R, n)
         hessian = np.einsum("rni,rn,rnj->rij", at.derivative, weight, at.derivative) + np.diag(self.spread**-2)
         prior_pull = (self.centre - parameters) / self.spread**2

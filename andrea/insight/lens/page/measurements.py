@@ -49,7 +49,10 @@ class Measurements:
         return {head: found for head, found in names.items() if found}
 
     def by_interest(self) -> list[Head]:
-        """All heads, most interesting first: those whose best score is the largest multiple of its name's threshold."""
+        """All heads, most interesting first.
+
+        The interest of a head is the largest ratio between one of its scores and the threshold of the score's name.
+        """
 
         def interest(head: Head) -> float:
             factors = [float(self.probed[name.score][head]) / name.threshold for name in NAMES]
