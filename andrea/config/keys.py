@@ -77,7 +77,10 @@ def current_key(kind: type, key: str) -> str:
 
 
 def with_current_keys(hint: Any, values: Any) -> Any:
-    """Replace old keys of `values`, at any depth, by their current names. hint: type of `values`. Raises UserError."""
+    """Replace old keys of `values`, at any depth, by their current names. hint: type of `values`.
+
+    Raises UserError if a key is set under both names.
+    """
     if hint is None or not isinstance(values, dict):
         return values
     new_names, renamed = RENAMED.get(hint, {}), {}

@@ -30,7 +30,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Machine:
-    """free_bytes: free memory of the rank with the least."""
+    """The device and memory that a run may use. free_bytes: the smallest free memory of any rank."""
 
     device: torch.device
     ranks: Ranks

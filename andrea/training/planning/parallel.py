@@ -32,7 +32,7 @@ def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: fl
 def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, free_bytes: float) -> Choice:
     """Chooses ddp if the model, its gradients and optimizer state fit on each rank with one sequence, else fsdp.
 
-    A single rank gets none instead of ddp.
+    A single rank gets `none` in place of `ddp`.
     """
     capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
     alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total

@@ -42,9 +42,10 @@ class NoFit(UserError):
 def fit_scaling(
     parameters: np.ndarray, tokens: np.ndarray, flops: np.ndarray, loss: np.ndarray, seed: int
 ) -> tuple[ScalingFit, str]:
-    """Fits L(N, D) if the runs determine it, else L(C) along the compute frontier. The text says which, and why.
+    """Fits L(N, D) if the runs determine it, else L(C) along the compute frontier.
 
-    parameters, tokens, flops, loss: (n,) of finished runs with the same data and tokenizer. Raises NoFit.
+    parameters, tokens, flops, loss: (n,) of finished runs with the same data and tokenizer. Returns the fit, and a text
+    that names the fitted law and the reason for the choice. Raises NoFit.
     """
     n_run = len(loss)
     if n_run < FEWEST_RUNS:
