@@ -175,7 +175,7 @@ class Additive(Compatibility):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Draw A, B and w so that queries and keys of variance 1 give the inputs of tanh variance 1."""
+        """Draw A, B and w. If queries and keys have variance 1, the inputs of tanh then have variance 1 too."""
         for parameter, width in ((self.of_query, 2), (self.of_key, 2), (self.weight, 1)):
             deviation = 1 / math.sqrt(width * parameter.shape[-1])
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))

@@ -187,7 +187,7 @@ def sees(mask: Mask | None, key_position: Tensor, position: Tensor, n_key: int) 
 
 
 def masses_of_weights(weights: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
-    """From weights (..., T, S): each query's weight of key 0, and of the key one position before it, (..., T) each."""
+    """From weights (..., T, S), the weights (..., T) of two keys: key 0, and the key one position before each query."""
     n_query, n_key = weights.shape[-2:]
     previous = positions(n_query, start, weights.device) - 1
     index = previous.clamp(0, n_key - 1)[:, None].expand(*weights.shape[:-1], 1)
