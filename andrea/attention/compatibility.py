@@ -93,8 +93,8 @@ class DotProduct(Compatibility):
 class ScaledDotProduct(Compatibility):
     """f(q, k) = q·k / sqrt(d_k) (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
-    If the entries of q and k are independent and N(0, 1), q·k has variance d_k. After division by sqrt(d_k) the variance
-    is 1 at every width. The softmax therefore does not saturate as d_k grows, and keeps its gradient.
+    If the entries of q and k are independent and N(0, 1), q·k has variance d_k. After division by sqrt(d_k) the
+    variance is 1 at every width. The softmax therefore does not saturate as d_k grows, and keeps its gradient.
     """
 
     lower_upcasts = False
@@ -160,8 +160,8 @@ class Cosine(Compatibility):
 class Additive(Compatibility):
     """f(q, k) = w·tanh(A q + B k), with A (n, d_q), B (n, d_k) and w (n) learned per head.
 
-    The formula is from Bahdanau et al. 2015, arXiv 1409.0473, appendix A.1.2. It has no lowered form, because the tanh of
-    a sum is not the dot product of a vector made from q and a vector made from k.
+    The formula is from Bahdanau et al. 2015, arXiv 1409.0473, appendix A.1.2. It has no lowered form, because the tanh
+    of a sum is not the dot product of a vector made from q and a vector made from k.
     """
 
     equal_widths = False
@@ -214,8 +214,8 @@ KEY = "attention.compatibility"
 def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
     """Build the function `name`: one of COMPATIBILITIES, or the dotted path of a class of the user's own.
 
-    It is built for n_head heads whose queries and keys have width d_head. Its constructor may have any of the parameters
-    n_head, d_head, d_query, d_key and n_hidden; the last four are set to d_head.
+    It is built for n_head heads whose queries and keys have width d_head. Its constructor may have any of the
+    parameters n_head, d_head, d_query, d_key and n_hidden; the last four are set to d_head.
     Raises UserError if the class may not be imported, has no `scores`, or requires other arguments.
     """
     kind = own_class(KEY, name, Compatibility) if is_own(name) else BUILT_IN[name]

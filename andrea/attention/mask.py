@@ -1,7 +1,7 @@
 """Masks: which keys a query may see, as a predicate on absolute positions.
 
-T queries, S keys. The keys stand at positions 0 .. S-1, and query i at position start + i. By default start = S - T: the
-first S - T keys come from the cache and precede every query. Without a mask (None) every query sees every key.
+T queries, S keys. The keys stand at positions 0 .. S-1, and query i at position start + i. By default start = S - T:
+the first S - T keys come from the cache and precede every query. Without a mask (None) every query sees every key.
 
 A mask of your own must define only `visible`. With the masks in this file, alone or combined by `&`, the keys that a
 query sees form an interval. Neither end of the interval decreases from one query to the next. `interval` returns the

@@ -27,8 +27,8 @@ Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H
 class SharedInputs(NamedTuple):
     """The inputs besides x that all layers of one forward pass share. A model makes them once per pass.
 
-    This class is a NamedTuple because FSDP finds tensors inside tuples, but not inside dataclasses. FSDP needs a layer's
-    input tensors: their gradients show that the layer's backward pass is done.
+    This class is a NamedTuple because FSDP finds tensors inside tuples, but not inside dataclasses. FSDP needs a
+    layer's input tensors: their gradients show that the layer's backward pass is done.
     """
 
     first_value: Tensor | None = None  # (B, G, S, D): the first layer's values, for value_residual
@@ -151,8 +151,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
         """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores query and key.
 
-        If the layer's compatibility function has a lowered form, query and key are lowered, and the returned function is
-        the plain dot product. Otherwise query and key are not lowered, and the returned function is the layer's own.
+        If the layer's compatibility function has a lowered form, query and key are lowered, and the returned function
+        is the plain dot product. Otherwise query and key are not lowered, and the returned function is the layer's own.
         Raises ValueError for rotary positions without a lowered form.
         """
         context = x if context is None else context
@@ -195,6 +195,7 @@ class MultiHeadAttention(nn.Module):
     def output_by_head(self) -> Tensor:
         """W_O of each head, a view (H, d_model, D) of the output's weight. Head h writes W_O^(h) z^(h).
 
-        The sum over heads, plus the bias, equals the output of `forward`, which multiplies the concatenated heads by W_O.
+        The sum over heads, plus the bias, equals the output of `forward`, which multiplies the concatenated heads by
+        W_O.
         """
         return self.output.weight.unflatten(1, (-1, self.d_head)).transpose(0, 1)

@@ -1,8 +1,8 @@
 """Statistics of attention heads: of each query, and summed over the queries of each head.
 
 Query i has scores s_ij over the visible keys j, and weights p_ij = softmax_j(s_ij). Its statistics are the log-sum-exp
-ln Σ_j e^(s_ij), the largest logit max_j s_ij, the entropy -Σ_j p_ij ln p_ij, and the weights of the first key and of the
-previous key. The entropy lies between 0 (one key has all the weight) and ln(visible keys) (all weights are equal).
+ln Σ_j e^(s_ij), the largest logit max_j s_ij, the entropy -Σ_j p_ij ln p_ij, and the weights of the first key and of
+the previous key. The entropy lies between 0 (one key has all the weight) and ln(visible keys) (all weights are equal).
 
 B batch, T queries, S keys, H heads, G key/value heads (G divides H), any leading dimensions in front. All values are
 fp32 or higher, in nats, and detached from the autograd graph. An implementation of attention returns

@@ -96,8 +96,8 @@ class GrowingText:
 class Engine:
     """Generate text with a model.
 
-    dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type. The copy
-    is packed for fast decoding if a packed form exists for the device (packing.py).
+    dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type. The
+    copy is packed for fast decoding if a packed form exists for the device (packing.py).
     int8: store the matrices of the copy in 8 bits. The embedding and all activations keep the type `dtype`.
     compiled: run the decoding step through torch.compile. The start is slower, but on a GPU each token is faster. On a
     GPU the decoding step of a copy is recorded as a CUDA graph, compiled or not.
@@ -307,7 +307,8 @@ class Window:
 def step(model: GPT | PackedGPT, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
     """Read new tokens (B, N_new) after the tokens in the cache, and append their keys and values to the cache.
 
-    Returns the logits (B, J, V) after the tokens with indices `at` (B, J), or after the last token (J = 1) if `at` is None.
+    Returns the logits (B, J, V) after the tokens with indices `at` (B, J), or after the last token (J = 1) if `at` is
+    None.
     """
     hidden = model(tokens, cache)
     if at is None:

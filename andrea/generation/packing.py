@@ -121,8 +121,8 @@ class NativeAttention(nn.Module):
 class NativeBlocks:
     """All blocks and the final norm in one call of our kernel, for one new token per text.
 
-    The texts must have equal length, and at most FEW_ROWS texts are possible. The packed model computes the same block by
-    block. It is the readable form of this kernel, and both share one memory.
+    The texts must have equal length, and at most FEW_ROWS texts are possible. The packed model computes the same block
+    by block. It is the readable form of this kernel, and both share one memory.
     """
 
     def __init__(self, model: GPT) -> None:

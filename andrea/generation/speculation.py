@@ -29,8 +29,9 @@ class PromptLookup:
     def lookahead(self, most: int) -> list[int]:
         """Propose `most` next tokens; [] if the text's last token did not occur before.
 
-        The method looks for the longest run at the text's end that also occurred earlier. The proposal is the tokens after
-        the latest earlier occurrence. If these tokens reach the end of the text, the proposal goes on by repeating them.
+        The method looks for the longest run at the text's end that also occurred earlier. The proposal is the tokens
+        after the latest earlier occurrence. If these tokens reach the end of the text, the proposal goes on by
+        repeating them.
         """
         for size in range(min(LONGEST_RUN, len(self.tokens)), 0, -1):
             place = self.follows.get(tuple(self.tokens[-size:]))

@@ -40,8 +40,8 @@ def make_mlp(config: ModelConfig) -> nn.Module:
 class RMSNorm(nn.RMSNorm):
     """RMS norm, computed in the type of its input.
 
-    The weight is cast to this type, because torch's fused kernel requires equal types, and FSDP may gather the weight in
-    bf16.
+    The weight is cast to this type, because torch's fused kernel requires equal types, and FSDP may gather the weight
+    in bf16.
     """
 
     def forward(self, x: Tensor) -> Tensor:

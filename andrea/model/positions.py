@@ -1,7 +1,7 @@
 """Position encodings: learned vectors, rotary positions, or none.
 
-B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses positions start .. start + T - 1. `start`
-is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
+B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses positions start .. start + T - 1.
+`start` is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
 """
 
 from __future__ import annotations

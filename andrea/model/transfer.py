@@ -4,9 +4,9 @@ N = d_model / tuned_d_model and L = n_layer / tuned_n_layer say how much wider a
 model. Width follows muP (Yang et al. 2022, arXiv 2203.03466, table 8): one update changes every activation by the same
 amount at any width. Depth follows CompleteP (Dey et al. 2025, arXiv 2505.01618): each branch adds 1/L of its output to
 the residual stream. Muon's update has the same spectral norm at any width, so it needs no factor for width (Yang, Simon
-and Bernstein 2023, arXiv 2310.17813). These papers multiply activations in the forward pass. Here the initial values and
-rates are multiplied instead. The same function is trained, and the code of the model does not change. Both models must
-have the same head width and the same d_mlp / d_model.
+and Bernstein 2023, arXiv 2310.17813). These papers multiply activations in the forward pass. Here the initial values
+and rates are multiplied instead. The same function is trained, and the code of the model does not change. Both models
+must have the same head width and the same d_mlp / d_model.
 
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|

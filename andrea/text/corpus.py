@@ -122,7 +122,8 @@ def tokenizer_origin(
 ) -> list[Any]:
     """The tokenizer's entry in the list that `folder_of` hashes.
 
-    An existing tokenizer enters by its identity. A tokenizer to be trained enters by its settings and its training files.
+    An existing tokenizer enters by its identity. A tokenizer to be trained enters by its settings and its training
+    files.
     Raises UserError if the tokenizer would have to be trained on shards, because shards contain no text.
     """
     if existing is not None:

@@ -1,8 +1,8 @@
 """Batches as a pure function of (seed, global sample index).
 
 One integer is therefore enough to resume a run, and ranks need not communicate. T = sequence_length. A stream of N
-tokens is cut into ceil((N-1)/T) windows of T tokens; the targets of a window are the same tokens shifted by one. An epoch
-contains every window of every source once. Each epoch has its own order.
+tokens is cut into ceil((N-1)/T) windows of T tokens; the targets of a window are the same tokens shifted by one. An
+epoch contains every window of every source once. Each epoch has its own order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From documents to shards: train a vocabulary if none exists, encode the text, and write a prepared folder.
 
-The files are written to a folder `….partial`, which is renamed when it is complete. Its progress.json lists the finished
-shards. If the process is killed, the next run continues after these shards, and the result has the same bytes.
+The files are written to a folder `….partial`, which is renamed when it is complete. Its progress.json lists the
+finished shards. If the process is killed, the next run continues after these shards, and the result has the same bytes.
 """
 
 from __future__ import annotations

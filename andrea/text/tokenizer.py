@@ -1,8 +1,8 @@
 """Text to token ids and back. V = n_vocab. The special token end_of_text precedes every document and has no bytes.
 
-`ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding by tiktoken. The rank of a token is its
-id and its priority in merging. `train_bpe` trains the ranks, or `load_gpt2` loads those of GPT-2. A tokenizer is saved as
-`tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
+`ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding by tiktoken. The rank of a token is
+its id and its priority in merging. `train_bpe` trains the ranks, or `load_gpt2` loads those of GPT-2. A tokenizer is
+saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The additive function without its (T, S, n) tensor of hidden values.
 
-`Additive.scores` keeps tanh(A q_i + B k_j) of every pair (i, j) for the backward pass. Here the queries are processed in
-chunks. Only A q, B k and w are kept, and the backward pass computes the tanh of each chunk again.
+`Additive.scores` keeps tanh(A q_i + B k_j) of every pair (i, j) for the backward pass. Here the queries are processed
+in chunks. Only A q, B k and w are kept, and the backward pass computes the tanh of each chunk again.
 T queries, S keys, hidden width n.
 """
 

@@ -21,9 +21,9 @@ WARM_UPS, REPEATS = 3, 10
 def measure(case: Case, n_batch: int) -> dict[str, float]:
     """Milliseconds of forward and backward pass together, by implementation, fastest first.
 
-    The tensors are random. They have n_batch sequences, and otherwise the shapes, type, device and mask of the case. The
-    compatibility function is the plain dot product, because every other function is lowered to it. Implementations that
-    cannot serve the case are left out.
+    The tensors are random. They have n_batch sequences, and otherwise the shapes, type, device and mask of the case.
+    The compatibility function is the plain dot product, because every other function is lowered to it. Implementations
+    that cannot serve the case are left out.
     """
     shapes = [(n_batch, *each.shape[1:]) for each in (case.query, case.key, case.value)]
     shapes.append((*shapes[0][:-1], case.value.shape[-1]))

@@ -2,7 +2,8 @@
 
 This implementation serves every device and every compatibility function, and supports every kind of autograd. It is
 written to be read, not to be fast. Every other implementation is tested against it.
-T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q, d_k, d_v; any leading dimensions in front.
+T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q, d_k, d_v; any leading dimensions in
+front.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def attend_reference(
 ) -> Intermediates:
     """output_i = Σ_j softmax_j(mask(f(q_i, k_j))) v_j (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
-    query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v). The softmax is computed in fp32 or higher. A query
-    that sees no key gets an output of zeros. start: position of the first query among the keys.
+    query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v). The softmax is computed in fp32 or higher. A
+    query that sees no key gets an output of zeros. start: position of the first query among the keys.
     scores_of: computes the scores in place of `compatibility.scores`.
     """
     key, value = shared_by_group(key, query), shared_by_group(value, query)

@@ -1,18 +1,18 @@
 """Fused attention in Triton: forward and backward, with each head's statistics from the forward pass.
 
-B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D head width. Query and key are lowered: their
-plain dot product is the score. Nothing of size T × S is ever stored.
+B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D head width. Query and key are lowered:
+their plain dot product is the score. Nothing of size T × S is ever stored.
 
-Forward (Dao 2023, arXiv 2307.08691, algorithm 1). One program computes BLOCK_M queries of one head and loops over blocks
-of keys. For each query it carries the running maximum m, the denominator l = Σ e^(s-m) and the weighted sum of values z.
-With statistics it carries one more sum, c = Σ e^(s-m) (s-m). The entropy is ln l - c / l, which does not subtract large
-numbers from each other. Exponentials are computed in base 2, as the hardware does: the fused multiply-add that subtracts
-m also multiplies s by log2(e). The sum c is kept in base 2 too.
+Forward (Dao 2023, arXiv 2307.08691, algorithm 1). One program computes BLOCK_M queries of one head and loops over
+blocks of keys. For each query it carries the running maximum m, the denominator l = Σ e^(s-m) and the weighted sum of
+values z. With statistics it carries one more sum, c = Σ e^(s-m) (s-m). The entropy is ln l - c / l, which does not
+subtract large numbers from each other. Exponentials are computed in base 2, as the hardware does: the fused
+multiply-add that subtracts m also multiplies s by log2(e). The sum c is kept in base 2 too.
 
 Backward (the same paper, algorithm 2). The weights P are computed again from the log-sum-exp. For dK and dV one program
 computes BLOCK_N keys and loops over the queries of every head that shares them. There are two ways to compute dQ. The
-deterministic way is a second kernel, in which each program computes BLOCK_M queries and adds in a fixed order. The other
-way is atomic additions in the first kernel. They save two matrix products, but their order varies.
+deterministic way is a second kernel, in which each program computes BLOCK_M queries and adds in a fixed order. The
+other way is atomic additions in the first kernel. They save two matrix products, but their order varies.
 
 A mask has one of three modes. NONE: every query sees every key. CAUSAL: the kernel computes visibility from positions.
 INTERVAL: query i sees the keys first[i] .. stop[i]-1, and neither end decreases in i. In every mode, blocks without a
@@ -59,9 +59,9 @@ class Tuning:
 def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 90, 100).
 
-    These are the largest tiles without register spills according to bench/kernel_resources.py. bench/attention.py --tune
-    measures their speed on a GPU. Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4
-    warps, and ignores warp specialisation with 8.
+    These are the largest tiles without register spills according to bench/kernel_resources.py. bench/attention.py
+    --tune measures their speed on a GPU. Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90
+    with 4 warps, and ignores warp specialisation with 8.
     """
     if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
         if width <= 32:
@@ -551,9 +551,9 @@ def fused_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output (B, H, T, Dv), and log-sum-exp, largest logit and entropy in nats, (B, H, T) each in fp32.
 
-    query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have the same type. Without `statistics` the largest logit
-    and the entropy are empty. If first and stop are given, query i sees the keys first[i] .. stop[i]-1; both are int32,
-    broadcastable to (B, H, T), have equal strides and do not decrease in i. With `causal` query i sees the keys
+    query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have the same type. Without `statistics` the largest
+    logit and the entropy are empty. If first and stop are given, query i sees the keys first[i] .. stop[i]-1; both are
+    int32, broadcastable to (B, H, T), have equal strides and do not decrease in i. With `causal` query i sees the keys
     0 .. start + i, otherwise all keys. deterministic: whether the backward pass computes dQ without atomic additions.
     """
     query, key, value = rows_first(query), rows_first(key), rows_first(value)
