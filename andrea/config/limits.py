@@ -1,4 +1,4 @@
-"""Limits of single values, which the types in schema.py carry: ranges, and the form of paths, folder names and devices.
+"""Limits of single values: ranges, and the form of paths, folder names and devices. schema.py attaches them to types.
 
 Each limit is called with a key and its value, and raises UserError if the value is not allowed. `parse` calls it after
 converting the value to its type, so a limit on `int | None` never sees None.
