@@ -18,12 +18,11 @@ class Recorded:
 
 
 class GraphedStep:
-    """`step` of engine.py as a CUDA graph. The second call with the same cache and shapes records it.
+    """`step` of engine.py as a CUDA graph.
 
-    Later calls replay the graph.
-
-    The first call is not recorded, because it compiles, chooses kernels and allocates memory. The cache must have fixed
-    shapes. The graph itself reads and increases the cache's length, which is a tensor.
+    The second call with the same cache and shapes records the graph, and later calls replay it. The first call is not
+    recorded, because it compiles, chooses kernels and allocates memory. The cache must have fixed shapes. The graph
+    itself reads and increases the cache's length, which is a tensor.
     """
 
     def __init__(self, step) -> None:

@@ -485,10 +485,11 @@ def tuned_for(query: Tensor, value: Tensor) -> Tuning:
 def described(
     one: Tensor, other: Tensor, block: int
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, bool]:
-    """Return both tensors as descriptors of tiles of `block` rows, and True. If impossible: both unchanged, and False.
+    """Return both tensors as descriptors of tiles of `block` rows, and True.
 
-    Descriptors need a tensor memory accelerator (Hopper and later), 16-bit numbers, and addresses and strides that are
-    multiples of 16 bytes. They save up to a third of the registers, because threads compute no addresses.
+    If descriptors are impossible, return both tensors unchanged, and False. Descriptors need a tensor memory
+    accelerator (Hopper and later), 16-bit numbers, and addresses and strides that are multiples of 16 bytes. They save
+    up to a third of the registers, because threads compute no addresses.
     """
     tensors = (one, other)
     aligned = all(
