@@ -8,33 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_checkpoint import CONFIG, make_model, write_model
 
-from andrea.checkpoint import read_checkpoint, write_checkpoint
+from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.model import load_model
-from andrea.config import AttentionConfig, ModelConfig, UserError, to_plain
-from andrea.model import GPT, initialise
+from andrea.config import UserError, to_plain
 from andrea.text.tokenizer import ByteTokenizer
 
-CONFIG = ModelConfig(
-    name="tiny", d_model=10, n_layer=1, n_head=1, d_mlp=13, sequence_length=23, position="rotary", rotary_base=10000.0,
-    norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=False, qk_norm=True, logit_softcap=15.0,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=23,
-)  # fmt: skip
-ATTENTION = AttentionConfig("scaled_dot", "auto")
 
-
-def make_model() -> GPT:
-    model = GPT(CONFIG, ATTENTION, 257)
-    initialise(model, torch.Generator().manual_seed(7))
-    return model
-
-
-def write(runs: Path, **changes) -> Path:
-    """A checkpoint of that model, with other tensors, configuration groups or fields of its state where given."""
-    tensors = changes.pop("tensors", None) or make_model().state_dict()
-    config = {"model": to_plain(CONFIG), "attention": to_plain(ATTENTION)} | changes.pop("config", {})
-    state = {"step": 60, "tokens": 1380, "config": config, "val_bpb": 1.25} | changes
-    return write_checkpoint(runs / "one" / "checkpoints", state, tensors, {}, ByteTokenizer())
+def write(runs: Path, tensors: dict[str, torch.Tensor] | None = None, **changes) -> Path:
+    return write_model(runs, tensors or make_model().state_dict(), **changes)
 
 
 def test_a_loaded_model_computes_what_the_saved_one_computes(tmp_path):
@@ -77,9 +60,7 @@ def test_tokenizer_of_another_checkpoint_is_refused(tmp_path):
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(wrong: float, tmp_path):
-    model = GPT(CONFIG, ATTENTION, 257)
-    initialise(model, torch.Generator().manual_seed(7))
-    tensors = model.state_dict()
+    tensors = make_model().state_dict()
     tensors["blocks.0.mlp.up.weight"][0, 0] = wrong
     path = write(tmp_path, tensors=tensors)
     with pytest.raises(UserError, match="blocks.0.mlp.up.weight holds numbers that are not finite"):

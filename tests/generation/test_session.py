@@ -8,35 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_checkpoint import make_model, write_model
 
-from andrea.checkpoint import write_checkpoint
-from andrea.config import AttentionConfig, ModelConfig, SampleConfig, Text, UserError, parse, to_plain
+from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.session import read_prompt, sample
-from andrea.model import GPT, initialise
-from andrea.text.tokenizer import ByteTokenizer
-
-CONFIG = ModelConfig(
-    name="tiny", d_model=10, n_layer=1, n_head=1, d_mlp=13, sequence_length=23, position="rotary", rotary_base=10000.0,
-    norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=False, qk_norm=True, logit_softcap=15.0,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=23,
-)  # fmt: skip
-ATTENTION = AttentionConfig("scaled_dot", "auto")
 
 
-def write(runs: Path, **changes) -> Path:
+def write(runs: Path, **state) -> Path:
     """A checkpoint of a model that always writes 'a'; returns its folder."""
-    model = GPT(CONFIG, ATTENTION, 257)
-    initialise(model, torch.Generator().manual_seed(7))
+    model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
         model.embedding.weight[:, 0] = 1.0
         model.final_norm.weight.fill_(1.0)
         model.head.weight[ord("a"), 0] = 3.0
-    tensors = changes.pop("tensors", model.state_dict())
-    config = {"model": to_plain(CONFIG), "attention": to_plain(ATTENTION)} | changes.pop("config", {})
-    state = {"step": 60, "tokens": 1380, "config": config, "val_bpb": 1.25} | changes
-    return write_checkpoint(runs / "one" / "checkpoints", state, tensors, {}, ByteTokenizer())
+    return write_model(runs, model.state_dict(), **state)
 
 
 def config_of(runs: Path, **changes) -> SampleConfig:
