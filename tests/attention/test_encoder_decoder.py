@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -46,6 +47,7 @@ class EncoderDecoder(nn.Module):
         return self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
 
 
+@pytest.mark.untraced
 def test_it_learns_to_reverse_through_the_cross_attention():
     torch.manual_seed(0)
     model = EncoderDecoder()

@@ -26,6 +26,8 @@ from andrea.config import (
 )
 from andrea.config.group_files import choices
 
+pytestmark = pytest.mark.untraced
+
 TOP = {
     "train": RunConfig,
     "sample": SampleConfig,

@@ -22,6 +22,8 @@ from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.strategy import SingleProcess
 from andrea.training.planning.memory import Memory, plan_memory
 
+pytestmark = pytest.mark.untraced
+
 ATTENTION = AttentionConfig("scaled_dot", "auto")
 REFERENCE = AttentionConfig("scaled_dot", "reference")
 

@@ -13,6 +13,8 @@ from andrea.training.loss.cross_entropy import loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.strategy import SingleProcess
 
+pytestmark = pytest.mark.untraced
+
 N_VOCAB, N_TOKEN, N_BATCH, STEPS = 7, 11, 3, 6
 D_HEAD = 16
 SIZES = {  # (d_model, n_layer), the first being the one that the rates are tuned at

@@ -103,6 +103,7 @@ def test_our_kernel_measures_the_heads_of_every_training_step(tiny_run, tmp_path
     assert not any(record.keys() & of_step for record in readable)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window", "packed_documents"])
 def test_each_compatibility_function_trains_until_the_loss_falls(name, tiny_run, tmp_path):
     words = ["train.steps=30", "train.log_every=1", "train.attention_every=30", "train.sample_tokens=0"]

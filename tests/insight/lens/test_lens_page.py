@@ -24,9 +24,10 @@ SWITCHES = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM.exists(), reason=f"no browser at {CHROMIUM} (Debian: apt install chromium)"
-)
+pytestmark = [
+    pytest.mark.untraced,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no browser at {CHROMIUM} (Debian: apt install chromium)"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from andrea.checkpoint import newest_whole
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
@@ -13,6 +15,8 @@ from andrea.text.corpus import open_corpus
 from andrea.training.health.reference_text import ReferenceText
 from andrea.training.health.text import judge_texts
 from andrea.training.records.run_folder import read_lines
+
+pytestmark = pytest.mark.untraced
 
 FAILING = [
     "optimizer.matrix_learning_rate=5", "optimizer.learning_rate=3", "optimizer.embedding_learning_rate=3",

@@ -15,6 +15,8 @@ from andrea.training.planning.machine import CARD, GIB, USABLE_SHARE, Placement
 from andrea.training.planning.micro_batch import TOKENS_IN_PASS_ON_CPU, memory_of, micro_batches_that_fit
 from andrea.training.planning.parallel import sharing_that_fits
 
+pytestmark = pytest.mark.untraced
+
 V = 31
 WIDTH = len("  python and libraries ")  # of the names in a dry run's lines
 TINY = ["model.d_model=24", "model.n_layer=3", "model.n_head=3", "model.d_mlp=40", "model.sequence_length=11"]
@@ -87,8 +89,7 @@ def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> 
     assert lines["weights"] == f"{parts.weights / GIB:.2f} GiB" and "python and libraries" in lines
 
 
-@pytest.mark.slow
-@pytest.mark.untraced  # forty blocks, differentiated without memory: Python all through
+@pytest.mark.slow  # forty blocks, differentiated without memory: Python all through
 def test_a_dry_run_says_where_a_model_does_not_fit() -> None:
     words = ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"]
     run = configure(RunConfig, "train", words)
