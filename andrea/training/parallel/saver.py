@@ -129,8 +129,8 @@ class ShardedSaver(Saver):
     def tensors_of_this_rank(self) -> dict[str, Tensor]:
         """The tensors that this rank writes. Each row is written by one rank only.
 
-        With HSDP each copy of the model keeps all rows, so the copies write the tensors in turn. The first shard writes the
-        step counts, which every rank keeps.
+        With HSDP each copy of the model keeps all rows, so the copies write the tensors in turn. The first shard writes
+        the step counts, which every rank keeps.
         """
         n_shard = self.parallel.n_shard
         n_copy, (copy_index, shard_index) = (
