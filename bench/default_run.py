@@ -7,7 +7,6 @@ is read off the straight line. Seconds are of training steps: compiling, evaluat
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import subprocess
@@ -16,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 from common import RESULTS, ROOT, write_record
+
+from andrea.training.records.run_folder import read_lines
 
 MOMENTS = (60.0, 120.0, 180.0)
 QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0"]
@@ -41,8 +42,8 @@ def main() -> None:
             f"train.eval_every={-(-chosen.steps // chosen.evaluations)}",
         ]
         subprocess.run([*command, *QUIET, *chosen.words], check=True, stdout=subprocess.DEVNULL)
-        lines = (place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        seen = [record for record in map(json.loads, lines) if "val/bpb" in record]
+        records = read_lines(place / "runs" / "run" / "metrics.jsonl")
+        seen = [record for record in records if "val/bpb" in record]
         assert seen[-1]["step"] == chosen.steps or chosen.words, (
             f"the default has {seen[-1]['step']} steps: say --steps"
         )

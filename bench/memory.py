@@ -28,6 +28,7 @@ from andrea.config import RunConfig
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import GIB, Placement
 from andrea.training.planning.micro_batch import memory_of
+from andrea.training.records.run_folder import read_lines
 
 TOKENIZERS = {"andrea-nano": "bpe", "andrea-12m": "byte", "andrea-120m": "gpt2"}
 MICRO_BATCHES = (1, 2, 4)
@@ -77,8 +78,8 @@ def measure(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         where = [f"runs_dir={folder}", "name=run", *of_text]
         subprocess.run([sys.executable, str(ROOT / "train.py"), *words, *where], cwd=ROOT, check=True)
-        records = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return json.loads(records[-1])["train/peak_memory_bytes"]
+        records = read_lines(Path(folder) / "run" / "metrics.jsonl")
+    return records[-1]["train/peak_memory_bytes"]
 
 
 @functools.cache

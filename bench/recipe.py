@@ -32,6 +32,7 @@ import yaml
 from common import RESULTS, ROOT, write_record
 
 from andrea.config import group_values
+from andrea.training.records.run_folder import read_lines
 
 FIRST_RATES = (0.0012, 0.0024, 0.0048)
 SHARES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 1.0)
@@ -105,8 +106,8 @@ class Study:
             command += [f"train.steps={steps}", f"train.tokens_per_step={self.tokens_per_step}"]
             code = subprocess.run([*command, f"seed={seed}"], stdout=subprocess.DEVNULL).returncode
             assert code in (0, 3), f"exit code {code}: {key}"
-            lines = (self.place / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            self.record["runs"][key] = math.inf if code else json.loads(lines[-1])["val/bpb"]  # 3: it diverged
+            records = read_lines(self.place / "runs" / "run" / "metrics.jsonl")
+            self.record["runs"][key] = math.inf if code else records[-1]["val/bpb"]  # 3: it diverged
             self.write()
             print(f"{self.record['runs'][key]:.4f}  {key}", flush=True)
         return self.record["runs"][key]

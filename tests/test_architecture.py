@@ -119,6 +119,13 @@ def test_the_package_imports_with_torch_and_numpy_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_end_at_a_newline_alone(path: Path) -> None:
+    """str.splitlines also splits at U+2028, U+0085 and others, which a text may hold: use runtime.files.lines_of."""
+    called = {node.attr for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
+    assert not called & {"splitlines", "readlines"}
+
+
 def test_the_scripts_are_shells() -> None:
     for name in ("train.py", "sample.py"):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 60

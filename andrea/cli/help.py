@@ -32,7 +32,7 @@ class CommentedFile:
 def read_commented(name: str) -> CommentedFile:
     """configs/NAME.yaml, e.g. `train` or `model/andrea-nano`; inherited keys are left out."""
     description, group_keys, keys, prefix = "", [], [], ""
-    for line in (group_files.CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines():
+    for line in (group_files.CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\n"):
         if line.startswith("# "):
             description = description or line.removeprefix("# ")
         elif match := KEY_LINE.fullmatch(line):

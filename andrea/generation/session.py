@@ -18,6 +18,7 @@ from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.kernels.decode_cpp import library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
+from andrea.runtime.files import lines_of
 from andrea.runtime.own_parts import allowing
 from andrea.text.tokenizer import Tokenizer
 
@@ -96,7 +97,7 @@ def read_prompt(prompt: str) -> str:
 def read_prompts(file: str, max_new_tokens: int) -> list[str]:
     """The lines of the file that are not empty. Raises UserError if the file is unreadable or has too many lines."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = lines_of(Path(file).read_bytes().decode("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'the file is not UTF-8 text'}") from None
     prompts = [line for line in lines if line]
@@ -153,13 +154,14 @@ def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (importing it gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is accepted as well
+        # A line that is not UTF-8 is accepted as well; a line ends at "\n" alone.
+        sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
     show("each line is a separate prompt; Ctrl-D ends\n")
     if prompt:
         show_samples(engine, prompt, engine.encode(prompt), request)
     while True:
         try:
-            line = input("prompt> ")
+            line = input("prompt> ").removesuffix("\r")
         except EOFError:
             show("\n")
             return

@@ -22,7 +22,7 @@ def fill_template(template: Path, values: Mapping[str, str]) -> str:
 
 def without_comments(path: Path) -> str:
     """A script or style without comment lines and indentation, because the pages of training are limited in size."""
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").split("\n"))
     return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 

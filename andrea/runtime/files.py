@@ -81,6 +81,18 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def lines_of(text: str) -> list[str]:
+    r"""The lines of `text`, which end at "\n" alone; one "\r" before it is dropped. A last empty line is not counted.
+
+    str.splitlines and text-mode files also end a line at U+0085, U+2028, a lone "\r" and others, which a user's text
+    may hold within a line.
+    """
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
 def file_sha256(path: Path) -> str:
     """The sha256 of the file's content as 64 hexadecimal digits."""
     with open(path, "rb") as stream:

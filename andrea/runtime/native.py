@@ -57,7 +57,7 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
 
 def processor() -> str:
     """The facts that -march=native depends on. Machines that share a home directory may have different processors."""
-    first_core = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    first_core = Path("/proc/cpuinfo").read_text().split("\n\n")[0].split("\n")
     names = ("model name", "flags", "Features", "CPU part")
     return "\n".join([platform.machine(), *(line for line in first_core if line.startswith(names))])
 

@@ -235,7 +235,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     Raises UserError if the file is not a valid rank file, and OSError if it cannot be read.
     """
     try:
-        fields = [line.split() for line in path.read_bytes().splitlines() if line]
+        fields = [line.split() for line in path.read_bytes().split(b"\n") if line.strip()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
     except (ValueError, binascii.Error) as error:
         raise UserError(f"{path} is not a rank file (lines of base64 and a number); check tokenizer.path") from error

@@ -91,6 +91,17 @@ def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
         assert output(dataclasses.replace(config, lookahead=lookahead), capsys).split("\n\n", 1)[1] == expected
 
 
+def test_a_prompt_ends_at_a_newline_alone(tmp_path, capsys, monkeypatch):
+    write(tmp_path)
+    lines = "a\u2028b\u0085c\r\nd\re\r\n".encode()
+    (tmp_path / "prompts").write_bytes(lines)
+    out = output(config_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts")), capsys)
+    assert out.endswith("--- sample 1 ---\na\u2028b\u0085caaaaa\n--- sample 2 ---\nd\reaaaaa\n")
+    stdin(monkeypatch, lines)
+    out = output(config_of(tmp_path, prompt=Text(""), interactive=True), capsys)
+    assert out.endswith("prompt> a\u2028b\u0085caaaaa\nprompt> d\reaaaaa\nprompt> \n")
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

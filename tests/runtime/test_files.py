@@ -17,12 +17,27 @@ from andrea.runtime.files import (
     StorageFailed,
     exclusive_lock,
     file_sha256,
+    lines_of,
     remove_unfinished,
     replace_text,
     replacing,
     staging_path,
     storing,
 )
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", []),
+        ("\n", [""]),
+        ("a\n\nb", ["a", "", "b"]),
+        ("a\r\nb\r\r\n", ["a", "b\r"]),
+        ("a\rb\u2028c\u2029d\u0085e\x0bf\x0cg\x1ch\n", ["a\rb\u2028c\u2029d\u0085e\x0bf\x0cg\x1ch"]),
+    ],
+)
+def test_a_line_ends_at_a_newline_alone(text: str, lines: list[str]) -> None:
+    assert lines_of(text) == lines
 
 
 def test_a_replaced_file_has_the_new_content_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def make_loss(
     except compile_errors() as error:
         if not may_run_uncompiled:
             raise
-        console.say(f"torch.compile failed; training continues without it: {str(error).strip().splitlines()[0]}")
+        reason = str(error).strip().partition("\n")[0]
+        console.say(f"torch.compile failed; training continues without it: {reason}")
         parallel.uncompile(micro_loss)
         return loss, dataclasses.replace(config, compile="off")
     finally:

@@ -120,6 +120,6 @@ def raising_rank_lost() -> Iterator[None]:
     except RuntimeError as error:
         is_distributed = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
         if is_distributed or LOST_CONTACT.search(str(error)):
-            message = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without torch's source location
+            message = re.sub(r"^\[\S+\] ", "", str(error).strip().partition("\n")[0])  # without torch's source location
             raise RankLost(message.partition(". This is typically")[0]) from error
         raise

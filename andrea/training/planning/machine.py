@@ -65,6 +65,6 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        lines = meminfo.read_text().splitlines()
+        lines = meminfo.read_text().split("\n")
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

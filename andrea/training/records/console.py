@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+from andrea.runtime.files import lines_of
 from andrea.training.records.format import format_duration
 from andrea.training.records.logger import Logger
 
@@ -89,7 +90,7 @@ class Console(Logger):
             self.say(self.progress_line(record["step"], *figures, seconds_left))
 
     def sample(self, sample: dict[str, Any]) -> None:
-        text = "\n".join("  │ " + line for line in (sample["prompt"] + sample["text"]).splitlines())
+        text = "\n".join("  │ " + line for line in lines_of(sample["prompt"] + sample["text"]))
         self.say(f"sample at step {sample['step']}:\n{text}")
 
     def page(self, page: dict[str, Any]) -> None:

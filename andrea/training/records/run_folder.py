@@ -20,6 +20,7 @@ from andrea.runtime.files import (
     Locked,
     exclusive_lock,
     flush_to_disk,
+    lines_of,
     remove_unfinished,
     replace_text,
     storing,
@@ -86,7 +87,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines_of(path.read_bytes().decode("utf-8", "replace")):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -32,6 +32,23 @@ def test_cutting_removes_later_records_and_events(tmp_path: Path) -> None:
     assert read_lines(folder.samples) == []
 
 
+UNUSUAL_LINE_ENDS = (
+    "\u2028 \u2029 \u0085 \x0b \x0c \x1c \r\n"  # only "\n" ends a line of the files, and JSON escapes it
+)
+
+
+def test_line_separators_within_a_record_end_no_line(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    samples = [{"step": step, "prompt": "", "text": UNUSUAL_LINE_ENDS} for step in (1, 2, 3)]
+    for sample in samples:
+        folder.sample(sample)
+        folder.record({"step": sample["step"], f"val/{UNUSUAL_LINE_ENDS}/loss": 2.5})
+    assert read_lines(folder.samples) == samples
+    folder.cut_after(2)  # as a resume does
+    assert read_lines(folder.samples) == samples[:2]
+    assert [record["step"] for record in read_lines(folder.metrics)] == [1, 2]
+
+
 def test_a_new_run_has_empty_files(tmp_path: Path) -> None:
     RunFolder(tmp_path).cut_after(-1)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
