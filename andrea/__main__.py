@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
     command = COMMANDS[name]
     if {"-h", "--help"} & set(words):
         typed = typed_command(name)
-        print(help_text(command.config_name, f"{typed} [key=value …]\nFor example: {typed} {command.example}"))
+        usage = f"{typed} [key=value …]\nFor example: {typed} {command.example}"
+        print(help_text(command.config_name, usage, words))
         return 0
     return command.main(words)
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from andrea.checkpoint import Checkpoint, locate
 from andrea.checkpoint.model import load_model
-from andrea.config import SampleConfig, UserError, nearest, parse, to_plain
+from andrea.config import SampleConfig, UserError, parse, to_plain
+from andrea.config.keys import suggestion
 from andrea.generation.engine import Engine
 from andrea.generation.session import describe, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
@@ -175,9 +176,8 @@ class LoadedModel:
         """The settings, overridden by `keywords` after a check. Raises UserError."""
         for key in keywords:
             if key not in GENERATE_KEYS:
-                raise UserError(
-                    f"unknown keyword {key}; allowed: {', '.join(GENERATE_KEYS)}{nearest(key, GENERATE_KEYS)}"
-                )
+                near = suggestion(SampleConfig, key, GENERATE_KEYS)
+                raise UserError(f"unknown keyword {key}; allowed: {', '.join(GENERATE_KEYS)}{near}")
         return parse(SampleConfig, to_plain(self.settings) | keywords)
 
     def tokens_of(self, text: TextOrIds) -> list[int]:

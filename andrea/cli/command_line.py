@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, nearest, parse
-from andrea.config.keys import current_key, dotted_keys, type_of_key
+from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, parse
+from andrea.config.keys import current_key, key_types, suggestion, type_of_key
 from andrea.runtime import torchrun
 from andrea.runtime.files import StorageFailed
 
@@ -93,9 +93,8 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     for word in with_current_names(kind, argv):
         key, equals, value = word.partition("=")
         if not equals:
-            raise UserError(
-                f"{word!r} is not of the form key=value{nearest(key, dotted_keys(kind))}; --help lists the keys"
-            )
+            hint = suggestion(kind, word) or hint_for_text(kind, word)
+            raise UserError(f"{word!r} is not of the form key=value{hint}; --help lists the keys")
         if key[:1] in "+~":
             raise UserError(f"{word!r}: keys cannot be added (+) or removed (~); write {key.lstrip('+~')}=…")
         hint = type_of_key(kind, key)
@@ -108,8 +107,16 @@ def read(kind: type, argv: list[str]) -> CommandLine:
         else:
             values[key] = value
     for group, choice in groups.items():
-        check_choice(group, choice)
+        group_files.check_choice(group, choice)
     return CommandLine(groups, values)
+
+
+def hint_for_text(kind: type, word: str) -> str:
+    """How to give a prompt, or a path to train on, that was typed without its key; '' if the word is neither."""
+    keys = key_types(kind)
+    if "prompt" in keys:
+        return "; a text is given as prompt=…"
+    return "; your own text is given as data=text data.path=…" if "data" in keys and os.path.exists(word) else ""
 
 
 def with_current_names(kind: type, argv: list[str]) -> list[str]:
@@ -154,12 +161,6 @@ def hydra_errors() -> tuple[type[Exception], ...]:
     from omegaconf.errors import OmegaConfBaseException
 
     return HydraException, OmegaConfBaseException
-
-
-def check_choice(group: str, choice: str) -> None:
-    choices = group_files.choices(group)
-    if choice not in choices:
-        raise UserError(f"{group}={choice} is not known; allowed: {', '.join(choices)}{nearest(choice, choices)}")
 
 
 def read_list(hint: Any, key: str, value: str) -> list:

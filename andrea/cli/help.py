@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from andrea.config import group_files
@@ -47,8 +48,44 @@ def read_commented(name: str) -> CommentedFile:
     return CommentedFile(description, group_keys, keys)
 
 
-def help_text(config_name: str, usage: str) -> str:
-    """The output of `--help` for the command that configs/CONFIG_NAME.yaml belongs to."""
+def keys_of_choice(group: str, choice: str) -> list[Key]:
+    """All keys of GROUP=CHOICE with their values there; an inherited key keeps its comment."""
+    keys: dict[str, Key] = {}
+    parents = group_files.own_values(group, choice).get("defaults", [])
+    for parent in parents:
+        own = read_commented(f"{group}/{choice}").keys if parent == "_self_" else keys_of_choice(group, parent)
+        for key in own:
+            keys[key.name] = Key(key.name, key.value, key.comment or keys[key.name].comment)
+    return list(keys.values()) or read_commented(f"{group}/{choice}").keys
+
+
+def typed_choices(config_name: str, words: list[str]) -> list[Key]:
+    """The groups of configs/CONFIG_NAME.yaml that the words choose (data=text). Raises UserError for an unknown choice."""
+    typed = dict(word.split("=", 1) for word in words if "=" in word)
+    groups = [group for group in read_commented(config_name).groups if group.name in typed]
+    for group in groups:
+        group_files.check_choice(group.name, typed[group.name])
+    return [Key(group.name, typed[group.name], group.comment) for group in groups]
+
+
+def group_help(usage: str, chosen: list[Key]) -> str:
+    """The output of `GROUP=CHOICE --help`: every key of the chosen groups, with its value under this choice."""
+    lines = [usage]
+    for group in chosen:
+        lines += ["", f"{group.name}={group.value}: {read_commented(f'{group.name}/{group.value}').description}"]
+        keys = keys_of_choice(group.name, group.value)
+        lines += [help_line(Key(f"{group.name}.{key.name}", key.value, key.comment)) for key in keys]
+    return "\n".join([*lines, "", "--help alone lists all keys."])
+
+
+def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
+    """The output of `--help` for the command that configs/CONFIG_NAME.yaml belongs to.
+
+    words: the other words of the command line; if they choose groups (data=text), only the keys of these are shown.
+    Raises UserError for an unknown choice.
+    """
+    if chosen := typed_choices(config_name, list(words)):
+        return group_help(usage, chosen)
     file = read_commented(config_name)
     lines = [usage, "", file.description]
     if file.groups:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import check_choice, hydra_errors, with_current_names
-from andrea.config import CONFIGS, RunConfig, UserError, folder_name, nearest, readable_path
-from andrea.config.keys import dotted_keys, type_of_key
+from andrea.cli.command_line import hydra_errors, with_current_names
+from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
+from andrea.config.group_files import check_choice
+from andrea.config.keys import suggestion, type_of_key
 from andrea.runtime.program import module_command, module_environment
 
 SWITCHES = ("-m", "--multirun")
@@ -75,7 +76,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             for_hydra.append(word)
             continue
         if not equals:
-            raise UserError(f"{word!r} is not of the form key=value{nearest(key, dotted_keys(RunConfig))}")
+            raise UserError(f"{word!r} is not of the form key=value{suggestion(RunConfig, word)}")
         type_of_key(RunConfig, key)
         typed[key] = value
     return typed, for_hydra

@@ -10,7 +10,8 @@ import importlib.resources
 from pathlib import Path
 from typing import Any
 
-from andrea.config.keys import key_types
+from andrea.config.errors import UserError
+from andrea.config.keys import key_types, nearest
 from andrea.config.parse import parse
 from andrea.config.schema import RunConfig
 
@@ -23,12 +24,24 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
-def group_values(group: str, choice: str) -> dict[str, Any]:
-    """The values that GROUP=CHOICE stands for, inherited values included, as Hydra would compose them."""
+def check_choice(group: str, choice: str) -> None:
+    """Raises UserError if GROUP=CHOICE names no file."""
+    names = choices(group)
+    if choice not in names:
+        raise UserError(f"{group}={choice} is not known; allowed: {', '.join(names)}{nearest(choice, names)}")
+
+
+def own_values(group: str, choice: str) -> dict[str, Any]:
+    """The content of configs/GROUP/CHOICE.yaml, with `defaults` naming the choices that it inherits from."""
     import yaml
 
+    return yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+
+
+def group_values(group: str, choice: str) -> dict[str, Any]:
+    """The values that GROUP=CHOICE stands for, inherited values included, as Hydra would compose them."""
     values: dict[str, Any] = {}
-    own = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+    own = own_values(group, choice)
     for parent in own.pop("defaults", ["_self_"]):
         values |= own if parent == "_self_" else group_values(group, parent)
     return values

@@ -1,4 +1,4 @@
-"""The dotted keys of a configuration (train.steps): their types, and the old names of renamed keys.
+"""The dotted keys of a configuration (train.steps): their types, their old names, and their names in other programs.
 
 The old name of a renamed key stays valid forever. When it is typed on the command line, one line says its new name. In
 a saved configuration (a checkpoint or a config.yaml) it is accepted silently.
@@ -9,16 +9,105 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from andrea.config.errors import UserError
-from andrea.config.schema import HealthConfig, SampleConfig
+from andrea.config.schema import HealthConfig, LensConfig, RunConfig, SampleConfig
 
 RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name: new name}
     HealthConfig: {"showing": "failing_share"},
     SampleConfig: {"guess": "lookahead"},
+}
+
+# Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not
+# accepted, because units and meanings differ (steps, not epochs); a message suggests our key.
+TRAINING_NAMES = {
+    "name": "run_name wandb_run_name",
+    "runs_dir": "out_dir output_dir logging_dir",
+    "seed": "random_seed",
+    "device": "use_cpu no_cuda device_type",
+    "threads": "num_threads",
+    "precision": "dtype torch_dtype bf16 fp16",
+    "float8": "fp8",
+    "compile": "torch_compile",
+    "resume": "resume_from resume_from_checkpoint checkpoint",
+    "init_from": "checkpoint initial_checkpoint_dir model_name_or_path pretrained",
+    "model": "model_name model_type config_name",
+    "model.d_model": "n_embd hidden_size dim",
+    "model.n_layer": "depth n_layers num_layers num_hidden_layers",
+    "model.n_head": "n_heads num_heads num_attention_heads",
+    "model.n_kv_head": "num_key_value_heads n_query_groups",
+    "model.d_mlp": "intermediate_size",
+    "model.sequence_length": "block_size context_length max_length max_seq_len max_seq_length max_position_embeddings",
+    "model.rotary_base": "rope_base rope_theta",
+    "model.norm_epsilon": "norm_eps rms_norm_eps",
+    "model.mlp": "hidden_act",
+    "model.tied_head": "tie_embeddings tie_word_embeddings",
+    "attention.implementation": "attn_implementation flash_attn",
+    "attention.window": "sliding_window sliding_window_size",
+    "data": "dataset dataset_name",
+    "data.path": "train_file train_data_path text_file input_file",
+    "data.sample_prompt": "prompt",
+    "tokenizer": "tokenizer_name",
+    "tokenizer.path": "tokenizer_dir",
+    "optimizer": "optim",
+    "optimizer.learning_rate": "lr max_lr",
+    "optimizer.matrix_learning_rate": "matrix_lr muon_lr",
+    "optimizer.embedding_learning_rate": "embedding_lr",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.epsilon": "adam_epsilon eps",
+    "optimizer.weight_decay": "wd",
+    "optimizer.clip_norm": "grad_clip max_grad_norm max_norm gradient_clip_val",
+    "optimizer.schedule": "decay_lr lr_scheduler_type",
+    "optimizer.warmup_steps": "warmup warmup_iters warmup_ratio lr_warmup_steps",
+    "optimizer.decay_fraction": "lr_decay_iters warmdown_ratio",
+    "optimizer.final_fraction": "min_lr",
+    "logger": "wandb_log report_to logger_name",
+    "logger.project": "wandb_project",
+    "logger.group": "wandb_group",
+    "parallel": "fsdp ddp strategy backend",
+    "train.steps": "iters max_iters max_steps num_iterations epochs num_epochs num_train_epochs max_tokens",
+    "train.tokens_per_parameter": "max_tokens",
+    "train.tokens_per_step": "batch_size total_batch_size global_batch_size train_batch_size gradient_accumulation_steps",
+    "train.micro_batch": "batch_size micro_batch_size device_batch_size per_device_train_batch_size",
+    "train.activation_checkpointing": "gradient_checkpointing",
+    "train.max_minutes": "max_time",
+    "train.log_every": "log_interval logging_steps",
+    "train.eval_every": "eval_interval eval_steps eval_strategy eval.interval",
+    "train.eval_tokens": "eval_iters eval.max_iters",
+    "train.save_every": "save_interval save_steps save_strategy checkpoint_interval",
+    "train.keep": "save_total_limit",
+    "train.sample_every": "sample_interval",
+    "train.sample_tokens": "max_new_tokens",
+}
+SAMPLING_NAMES = {
+    "checkpoint": "ckpt out_dir checkpoint_dir model model_name_or_path name run resume init_from",
+    "prompt": "start text input",
+    "max_new_tokens": "max_tokens max_length n_tokens num_tokens length",
+    "temperature": "temp do_sample",
+    "num_samples": "n_samples num_return_sequences",
+    "repetition_penalty": "repeat_penalty",
+    "stop": "stop_strings",
+    "lookahead": "prompt_lookup_num_tokens",
+    "interactive": "chat",
+    "precision": "dtype torch_dtype quantize",
+    "compile": "torch_compile",
+    "device": "device_type",
+    "threads": "num_threads",
+    "seed": "random_seed",
+}
+LENS_NAMES = {
+    **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "prompt", "device", "threads")},
+    "out": "output out_file",
+    "heads": "head layer",
+}
+OTHER_NAMES: dict[Any, dict[str, str]] = {
+    RunConfig: TRAINING_NAMES,
+    SampleConfig: SAMPLING_NAMES,
+    LensConfig: LENS_NAMES,
 }
 
 
@@ -45,6 +134,27 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+def suggestion(kind: type, typed: str, allowed: Sequence[str] = ()) -> str:
+    """'; did you mean X?' for a word that is no key of the dataclass `kind`, or '' if no key is near.
+
+    In this order: a name from another program, the last part of a key without its group, the nearest spelling.
+    allowed: suggest only these keys; by default any key of `kind`.
+    """
+    word = typed.lstrip("-+~").replace("-", "_").lower()
+    group, _, last = word.rpartition(".")
+    keys = list(allowed) or dotted_keys(kind)
+    others = {key: names for key, names in OTHER_NAMES.get(kind, {}).items() if key in keys}
+    found = (
+        [key for key in keys if key == word]
+        or [key for key, names in others.items() if word in names.split()]
+        or [key for key, names in others.items() if last in names.split()]
+        or [key for key in keys if key.rpartition(".")[2] == last]
+    )
+    if found:
+        return f"; did you mean {' or '.join(found)}?"
+    return nearest(word, [key for key in keys if key.rpartition(".")[0] == group]) or nearest(word, keys)
+
+
 def member_type(hint: Any, name: Any) -> Any:
     """The type of the key `name` in a value of the type `hint`, or None if there is no such key."""
     if typing.get_origin(hint) is dict:
@@ -55,13 +165,10 @@ def member_type(hint: Any, name: Any) -> Any:
 def type_of_key(kind: type, key: str) -> Any:
     """The type of a dotted key. Raises UserError for an unknown key, with the nearest spelling."""
     hint: Any = kind
-    names = key.split(".")
-    for depth, name in enumerate(names):
+    for name in key.split("."):
         inner = member_type(hint, name)
         if inner is None:
-            known = key_types(hint) if dataclasses.is_dataclass(hint) else ()
-            siblings = [".".join([*names[:depth], each]) for each in known]
-            raise UserError(f"unknown key {key}{nearest(key, siblings) or nearest(key, dotted_keys(kind))}")
+            raise UserError(f"unknown key {key}{suggestion(kind, key)}")
         hint = inner
     return hint
 

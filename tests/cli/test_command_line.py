@@ -99,6 +99,9 @@ def test_a_bug_keeps_its_traceback() -> None:
         ("model.depth=3", "unknown key model.depth"),
         ("model=../gpt2", "not known"),
         ("seed.x=3", "unknown key"),
+        ("optimizer.lr=1", "unknown key optimizer.lr; did you mean optimizer.learning_rate"),
+        ("--lr", "key=value; did you mean optimizer.learning_rate"),
+        (__file__, "your own text is given as data=text data.path=…"),
     ],
 )
 def test_words_that_are_refused(word: str, message: str) -> None:
@@ -133,3 +136,8 @@ def test_a_broken_yaml_file_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) 
 def test_one_line_is_one_line(text: str) -> None:
     line = one_line(text)
     assert len(line.splitlines()) <= 1 and line.isprintable()
+
+
+def test_a_text_without_its_key_is_told_the_key() -> None:
+    with pytest.raises(UserError, match="'once upon' is not of the form key=value; a text is given as prompt=…"):
+        read(SampleConfig, ["once upon"])

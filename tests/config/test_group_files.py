@@ -20,6 +20,7 @@ from andrea.config import (
     LensConfig,
     RunConfig,
     SampleConfig,
+    UserError,
     group_config,
     group_values,
     parse,
@@ -130,3 +131,17 @@ def test_the_help_shows_every_visible_key_as_it_is_typed() -> None:
 def test_hidden_keys_are_accepted() -> None:
     config = configure(RunConfig, "train", ["health.leak_nats=0.5"])
     assert (config.health.leak_nats, config.health.leak_errors) == (0.5, 4.0)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_the_help_of_a_choice_shows_every_key_of_its_group_with_its_value_and_comment(group: str, choice: str) -> None:
+    text = help_text("train", "usage", ["--help", f"{group}={choice}", "train.steps=3"])
+    assert text.startswith(f"usage\n\n{group}={choice}: ") and "  train.steps=" not in text
+    shown = dict(re.findall(rf"^  {group}\.(\w+)=(.*?)  +\S", text, re.MULTILINE))
+    assert {key: yaml.safe_load(value) for key, value in shown.items()} == group_values(group, choice)
+
+
+def test_the_help_of_an_unknown_choice_is_an_error() -> None:
+    with pytest.raises(UserError, match="data=txt is not known; .*did you mean text"):
+        help_text("train", "usage", ["data=txt"])
+    assert help_text("sample", "usage", ["data=txt"]) == help_text("sample", "usage")

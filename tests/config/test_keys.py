@@ -7,6 +7,7 @@ import pytest
 from andrea.cli.command_line import configure, read
 from andrea.config import (
     HealthConfig,
+    LensConfig,
     RunConfig,
     SampleConfig,
     UserError,
@@ -14,7 +15,7 @@ from andrea.config import (
     to_plain,
     with_current_keys,
 )
-from andrea.config.keys import RENAMED, current_key
+from andrea.config.keys import OTHER_NAMES, RENAMED, current_key, dotted_keys, suggestion
 from andrea.training.resume import merge
 
 
@@ -72,3 +73,39 @@ def test_keys_that_do_not_exist_stay_as_they_are() -> None:
     assert current_key(RunConfig, "guess") == "guess"  # a key of sample alone
     hostile = {"health": 3, "model": None, 7: {"showing": 1}}
     assert with_current_keys(RunConfig, hostile) == hostile
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_names_of_other_programs_lead_to_keys_and_are_no_keys(kind: type) -> None:
+    keys = dotted_keys(kind)
+    for key, names in OTHER_NAMES[kind].items():
+        assert key in keys
+        for name in names.split():
+            assert name not in keys and key in suggestion(kind, name), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "typed", "meant"),
+    [
+        (RunConfig, "optimizer.lr", "optimizer.learning_rate"),
+        (RunConfig, "train.learning_rate", "optimizer.learning_rate"),
+        (RunConfig, "--learning-rate", "optimizer.learning_rate"),
+        (RunConfig, "--lr", "optimizer.learning_rate"),
+        (RunConfig, "batch_size", "train.tokens_per_step or train.micro_batch"),
+        (RunConfig, "train.global_batch_size", "train.tokens_per_step"),
+        (RunConfig, "eval.interval", "train.eval_every"),
+        (RunConfig, "n_layer", "model.n_layer"),
+        (RunConfig, "path", "data.path or tokenizer.path"),
+        (RunConfig, "train.setps", "train.steps"),
+        (SampleConfig, "--prompt", "prompt"),
+        (SampleConfig, "model", "checkpoint"),
+        (LensConfig, "--prompt", "prompt"),
+    ],
+)
+def test_the_key_that_a_user_of_another_program_means_is_suggested(kind: type, typed: str, meant: str) -> None:
+    assert suggestion(kind, typed) == f"; did you mean {meant}?"
+
+
+def test_suggestions_keep_to_what_is_allowed() -> None:
+    assert suggestion(SampleConfig, "model", ["temperature", "seed"]) == ""
+    assert suggestion(SampleConfig, "temp", ["temperature", "seed"]) == "; did you mean temperature?"

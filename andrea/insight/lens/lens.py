@@ -74,12 +74,12 @@ def check_writable(out: Path) -> None:
 
 
 def choose_heads(patterns: list[str], n_layer: int, n_head: int) -> list[Head]:
-    """The heads that match patterns LAYER.HEAD, counted from 0, such as '3.7', '5.*' or '3.7,5.*'. Raises UserError."""
+    """The heads that match patterns LAYER.HEAD, counted from 0, such as '2.1', '3.*' or '2.1,3.*'. Raises UserError."""
     found: dict[Head, None] = {}
     for pattern in (part.strip() for text in patterns for part in text.strip("[]").split(",")):
         parts = pattern.split(".")
         if len(parts) != 2 or not all(part == "*" or part.isdecimal() for part in parts):
-            raise UserError(f"heads={pattern} is not LAYER.HEAD; write heads=3.7, heads=5.* or heads=3.7,5.*")
+            raise UserError(f"heads={pattern} is not LAYER.HEAD; write heads=2.1, heads=3.* or heads=2.1,3.*")
         ranges = []
         for part, count, kind in zip(parts, (n_layer, n_head), ("layer", "head"), strict=True):
             if part != "*" and int(part) >= count:

@@ -1,0 +1,79 @@
+"""The commands of README.md and docs/ are accepted as they stand, and fit the default model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from andrea.cli.command_line import configure
+from andrea.cli.key_value import to_key_value
+from andrea.cli.sweep import split
+from andrea.config import (
+    CompareConfig,
+    ConsolidateConfig,
+    DashboardConfig,
+    LensConfig,
+    RunConfig,
+    SampleConfig,
+    group_config,
+)
+from andrea.insight.lens.lens import choose_heads
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(
+    r"(?:^    |`)(?:(?:torchrun|sbatch) .*?)?(?:python )?(?:(train|sample)\.py|-m andrea (\w+))\b(?!  )([^`\n]*)",
+    re.MULTILINE,
+)
+KINDS = {
+    "train": RunConfig,
+    "prepare": RunConfig,
+    "sample": SampleConfig,
+    "lens": LensConfig,
+    "compare": CompareConfig,
+    "consolidate": ConsolidateConfig,
+    "dashboard": DashboardConfig,
+}
+
+
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Each command of the page with its words; the shell's comments and what follows && are left out."""
+    found = []
+    for script, command, rest in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", "")):
+        words = shlex.split(rest, comments=True)
+        found.append((script or command, words[: words.index("&&")] if "&&" in words else words))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_the_pages_are_accepted(page: Path) -> None:
+    for name, words in commands(page):
+        if "-m" in words:
+            split(words)
+        elif "--help" not in words and name in KINDS:
+            typed = (
+                to_key_value(words, "runs" if name == "compare" else None)
+                if name in ("compare", "dashboard")
+                else words
+            )
+            config = configure(KINDS[name], "train" if KINDS[name] is RunConfig else name, typed)
+            model = group_config("model", "andrea-nano")
+            if name == "lens":
+                choose_heads(config.heads, model.n_layer, model.n_head)
+
+
+def test_the_heads_in_comments_and_messages_exist_in_the_default_model() -> None:
+    model = group_config("model", "andrea-nano")
+    comment = (ROOT / "configs" / "lens.yaml").read_text(encoding="utf-8")
+    code = (ROOT / "andrea" / "insight" / "lens" / "lens.py").read_text(encoding="utf-8")
+    shown = re.findall(r"\b\d+\.(?:\d+|\*)", re.search("^heads: .*", comment, re.MULTILINE)[0])
+    shown += re.findall(r"(?<=[=,])\d+\.(?:\d+|\*)", code)
+    assert len(shown) >= 5
+    choose_heads(shown, model.n_layer, model.n_head)
+
+
+def test_the_readme_names_every_command_of_the_lens() -> None:
+    assert len([words for name, words in commands(ROOT / "README.md") if name == "lens"]) >= 3
