@@ -117,7 +117,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[st
 def tiny_run(tmp_path: Path, notes: Path, script) -> Callable[..., int]:
     """Trains the tiny model on the notes under tmp_path/runs; more words override the defaults. Returns the exit code."""
 
-    return lambda *words: script("train")(tiny_words(tmp_path, notes, *words))
+    def trained(*words: str) -> int:
+        code = script("train")(tiny_words(tmp_path, notes, *words))
+        failed_extras = [log.read_text(encoding="utf-8") for log in tmp_path.glob("runs/*/run.log")]
+        assert not failed_extras, failed_extras
+        return code
+
+    return trained
 
 
 @pytest.fixture(scope="session")

@@ -34,8 +34,9 @@ class Endings:
         step, done = self.evaluator.step, progress.step == config.steps
         if not done and self.stopping.agreed == "stopped":
             self.records.log(self.evaluator.evaluate(size_ratios=None, whole=True))
-            self.evaluator.show_sample()
         checkpoints.save_if_new()
+        if not done and self.stopping.agreed == "stopped":
+            self.evaluator.show_sample()
         self.records.watchdog.rest(progress.step, "writing the last checkpoint to the disk")
         if done:
             checkpoints.saver.conclude()

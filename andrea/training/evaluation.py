@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from andrea.attention import HeadStatistics
-from andrea.config import RunConfig
+from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.text.corpus import Corpus
@@ -99,8 +99,14 @@ class Evaluator:
     def judge(self, by_source: dict[str, dict[str, float]], size_ratios: Tensor | None) -> dict[str, Any]:
         """The health figures. Findings that begin or end are sent to the loggers as alerts."""
         model = self.model()
-        if model is None:
-            return {}
+        if model is not None:
+            with self.records.extra("the health checks"):
+                return self.health_figures(model, by_source, size_ratios)
+        return {}
+
+    def health_figures(
+        self, model: GPT, by_source: dict[str, dict[str, float]], size_ratios: Tensor | None
+    ) -> dict[str, Any]:
         texts = self.texts(model, self.config.health.samples)
         if self.health.needs_more_samples(texts, self.progress.step):
             texts = self.texts(model, SECOND_SAMPLES * self.config.health.samples)
@@ -121,10 +127,11 @@ class Evaluator:
     def measure_heads(self) -> dict[str, Any]:
         """The attention figures on the probe: over all heads, and of each head."""
         model = self.model()
-        if model is None:
-            return {}
-        heads = self.measured_heads(model)
-        return scalars(heads) | heatmaps(heads)
+        if model is not None:
+            with self.records.extra("the measurement of the heads"):
+                heads = self.measured_heads(model)
+                return scalars(heads) | heatmaps(heads)
+        return {}
 
     def show_sample(self) -> None:
         model = self.model()
@@ -134,7 +141,8 @@ class Evaluator:
     def draw_attention(self) -> None:
         model = self.model()
         if model is not None and self.draw_lens is not None and self.lens_prompt:
-            self.records.page("lens", self.draw_lens(model, self.corpus.tokenizer, self.lens_prompt))
+            with self.records.extra("the lens page"):
+                self.records.page("lens", self.draw_lens(model, self.corpus.tokenizer, self.lens_prompt))
 
     # ------------------------------------------------------------------------------- cached until the next step
 
@@ -151,18 +159,29 @@ class Evaluator:
         return self.heads
 
     def written_samples(self, model: GPT, count: int) -> list[dict[str, str]]:
-        """At least `count` samples with the keys "prompt" and "text"; none if train.sample_tokens is 0."""
+        """At least `count` samples with the keys "prompt" and "text"; none if train.sample_tokens is 0 or writing fails."""
         if self.config.train.sample_tokens and len(self.samples) < count:
             self.records.working("writing samples")
             prompt = str(self.config.data.sample_prompt)
             sampling, seed = Sampling(temperature=SAMPLE_TEMPERATURE), self.config.seed + self.progress.step
             request = Request(self.config.train.sample_tokens, num_samples=count, seed=seed, sampling=sampling)
-            texts = Engine(model, self.corpus.tokenizer).write(prompt, request)
-            self.samples = [{"prompt": prompt, "text": text} for text in texts]
+            with self.records.extra("writing samples"):
+                texts = Engine(model, self.corpus.tokenizer).write(prompt, request)
+                self.samples = [{"prompt": prompt, "text": text} for text in texts]
         return self.samples
 
     def texts(self, model: GPT, count: int) -> list[str]:
         return [sample["text"] for sample in self.written_samples(model, count)] if count else []
+
+
+def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for a prompt of the samples that is longer than the model's window, before training begins."""
+    n_token, n_window = len(tokenizer.encode(str(config.data.sample_prompt))), config.model.sequence_length
+    if config.train.sample_tokens and n_token > n_window:
+        raise UserError(
+            f"data.sample_prompt has {n_token} tokens, the model sees at most model.sequence_length={n_window}; shorten "
+            f"data.sample_prompt, or write no samples with train.sample_tokens=0"
+        )
 
 
 def lens_prompt(config: RunConfig, corpus: Corpus) -> str:

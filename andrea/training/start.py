@@ -17,7 +17,7 @@ from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
-from andrea.training.evaluation import DrawLens, Evaluator
+from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.health.health import make_health
 from andrea.training.loss.compiled import make_loss
 from andrea.training.optimizer.loss_scale import LossScale
@@ -34,6 +34,7 @@ from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records, open_loggers
 from andrea.training.records.run_folder import new_run_folder, run_folder_locked, write_config
+from andrea.training.records.run_log import RunLog
 from andrea.training.resume import restore, run_folder_of, starting_weights
 from andrea.training.step import TrainingStep
 from andrea.training.stop_requests import StopRequests
@@ -72,6 +73,7 @@ def start(
     folder = run_folder_of(checkpoint) if checkpoint else ranks.from_rank_0(lambda: new_run_folder(config))
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, config.tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
+    ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
     resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus))
     for line in resolved.lines:
         console.say(line)
@@ -121,7 +123,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     ranks.from_rank_0(lambda: write_config(folder, config))
     facts = checkpoint_facts(config, corpus, ranks)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
-    records = Records(loggers, console, progress, setup.watchdog)
+    records = Records(loggers, console, RunLog(folder), progress, setup.watchdog)
     health = make_health(config, corpus, loader, checkpoint)
     step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)

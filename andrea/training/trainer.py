@@ -78,13 +78,13 @@ class Trainer:
                 if due.record or due.evaluation:
                     figures = self.training_figures(update, rate)
                     self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
+                if due.save:  # before the extras: none of them can cost the checkpoint
+                    self.checkpoints.save()
                 if due.evaluation:
                     self.evaluator.draw_attention()
                 if due.sample:
                     self.evaluator.show_sample()
                 self.evaluator.forget()
-                if due.save:
-                    self.checkpoints.save()
                 if due.evaluation and (failed := self.evaluator.failed()):
                     return self.endings.stop_failed(failed)
             if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):

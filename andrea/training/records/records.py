@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig, to_plain
 from andrea.model.size import flops_per_token
+from andrea.runtime.files import StorageFailed
+from andrea.runtime.torchrun import RankLost
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
 from andrea.training.records.run_folder import RunFolder, plain_text
+from andrea.training.records.run_log import RunLog
 from andrea.training.records.weights_and_biases import Wandb, choose_wandb_mode
+
+# An error of the run folder ends the run: its records are the run's result. So does the loss of another rank.
+ENDS_THE_RUN = (StorageFailed, RankLost)
 
 
 @dataclass(frozen=True)
@@ -27,30 +36,32 @@ class Records:
 
     loggers: list[Logger]
     console: Console
+    run_log: RunLog
     progress: Progress
     watchdog: Watchdog
+    failed_extras: set[str] = field(default_factory=set)  # names, each reported once
 
     def working(self, doing: str) -> None:
         """Announce slow work between two steps, on the terminal and to the watchdog."""
         self.watchdog.at(self.progress.step, doing)
         self.console.waiting(f"step {self.progress.step}: {doing} …")
 
+    def extra(self, name: str) -> Extra:
+        """The context of work that the run can do without: if the work fails, the run goes on."""
+        return Extra(name, self)
+
     def log(self, figures: dict[str, Any]) -> None:
-        record = self.progress.axes() | figures
-        for logger in self.loggers:
-            logger.record(record)
+        self.send(lambda logger, axes: logger.record(axes | figures))
 
     def sample(self, sample: dict[str, str]) -> None:
-        for logger in self.loggers:
-            logger.sample(self.progress.axes() | sample)
+        self.send(lambda logger, axes: logger.sample(axes | sample))
 
     def page(self, name: str, html: str) -> None:
-        for logger in self.loggers:
-            logger.page(self.progress.axes() | {"name": name, "html": html})
+        self.send(lambda logger, axes: logger.page(axes | {"name": name, "html": html}))
 
     def alert(self, finding: str, begins: bool, message: str) -> None:
-        for logger in self.loggers:
-            logger.alert(self.progress.axes() | {"finding": finding, "begins": begins, "message": message})
+        about = {"finding": finding, "begins": begins, "message": message}
+        self.send(lambda logger, axes: logger.alert(axes | about))
 
     def flush(self) -> None:
         """Flush the run folder's records to the disk: a checkpoint must not exist without the records before it."""
@@ -59,8 +70,39 @@ class Records:
                 logger.flush()
 
     def finish(self, exit_code: int) -> None:
+        self.send(lambda logger, axes: logger.finish(exit_code))
+
+    def send(self, call: Callable[[Logger, dict[str, Any]], None]) -> None:
+        """Call every logger. The run folder must not fail; any other logger is an extra."""
+        axes = self.progress.axes()
         for logger in self.loggers:
-            logger.finish(exit_code)
+            with nullcontext() if isinstance(logger, RunFolder) else self.extra(f"the logger {type(logger).__name__}"):
+                call(logger, axes)
+
+
+@final
+class Extra:
+    """Reports the first failure of each extra in one line, with the traceback in the run's log, and suppresses all of them.
+
+    Any error counts, whatever its class: a run of many hours must not end because of a picture.
+    """
+
+    def __init__(self, name: str, records: Records) -> None:
+        self.name, self.records = name, records
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, ENDS_THE_RUN):
+            return False
+        if self.name not in self.records.failed_extras:
+            self.records.failed_extras.add(self.name)
+            what = f"step {self.records.progress.step}: {self.name} failed"
+            self.records.run_log.write(f"{what}\n{''.join(traceback.format_exception(error))}")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.records.console.say(f"{what} ({reason}); training continues, {self.records.run_log.path} has more")
+        return True
 
 
 def open_loggers(

@@ -46,10 +46,10 @@ class RunFolder(Logger):
         append_line(self.samples, sample)
 
     def page(self, page: dict[str, Any]) -> None:
+        """Raises OSError if writing fails: unlike a record, a page is something that the run can do without."""
         path = self.folder / page["name"] / f"step-{page['step']:08d}.html"
-        with storing(path):
-            path.parent.mkdir(exist_ok=True)
-            replace_text(path, page["html"])
+        path.parent.mkdir(exist_ok=True)
+        replace_text(path, page["html"])
 
     def alert(self, alert: dict[str, Any]) -> None:
         append_line(self.alerts, alert)

@@ -1,0 +1,17 @@
+"""`run.log` in the run folder: what failed without ending the run. The file exists only if something did."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+class RunLog:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "run.log"
+
+    def write(self, text: str) -> None:
+        """Append `text` with the date and time. If the disk is full, the text is lost, because it must not end the run."""
+        with suppress(OSError), open(self.path, "a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

@@ -1,0 +1,53 @@
+"""Every record reaches every logger, and a logger that fails does not end the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from andrea.runtime.files import StorageFailed
+from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.progress import Progress
+from andrea.training.records.console import Console
+from andrea.training.records.logger import Logger
+from andrea.training.records.records import Records
+from andrea.training.records.run_folder import RunFolder, read_lines
+from andrea.training.records.run_log import RunLog
+
+
+class Broken(Logger):
+    def fail(self, *arguments: Any) -> None:
+        raise KeyError("a logger's own bug")
+
+    record = sample = page = alert = finish = fail
+
+
+def records_of(folder: Path, loggers: list[Logger]) -> Records:
+    return Records(loggers, Console(steps=9), RunLog(folder), Progress(step=7), Watchdog())
+
+
+def test_a_failing_logger_is_reported_once_and_the_others_get_every_record(tmp_path: Path, capsys) -> None:
+    records = records_of(tmp_path, [Broken(), RunFolder(tmp_path)])
+    for loss in (2.0, 1.0):
+        records.log({"train/loss": loss})
+    records.sample({"prompt": "a", "text": "b"})
+    records.page("lens", "<p>")
+    records.alert("loops", begins=True, message="…")
+    records.finish(0)
+    assert [record["train/loss"] for record in read_lines(tmp_path / "metrics.jsonl")] == [2.0, 1.0]
+    assert [(tmp_path / name).stat().st_size > 0 for name in ("samples.jsonl", "health.jsonl", "lens")] == 3 * [True]
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and 'step 7: the logger Broken failed (KeyError: "a logger\'s own bug")' in out
+    assert "in fail" in (tmp_path / "run.log").read_text()
+
+
+def test_the_run_folder_is_no_extra(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    records = records_of(tmp_path, [RunFolder(tmp_path)])
+    with pytest.raises(StorageFailed, match="metrics.jsonl cannot be written"):
+        records.log({"train/loss": 1.0})
+    with pytest.raises(KeyboardInterrupt), records.extra("a sample"):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "run.log").exists()
