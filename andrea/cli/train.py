@@ -47,7 +47,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
             config = with_length_and_name(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
-                return FinishedRun(0, resume.run_folder_of(checkpoint))
+                return FinishedRun(0, resume.run_folder_of(checkpoint) or checkpoint.path)
             ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))

@@ -76,9 +76,10 @@ class RunCheckpoints:
             self.save()
 
 
-def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
+def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str) -> dict[str, Any]:
     """Facts that checkpoints record, to check a resumed run against. `open_loggers` fills in wandb's run id."""
     return {
+        "run": run_id,
         "config": to_plain(config),
         "data": corpus.fingerprint,
         "tokenizer": corpus.tokenizer.identity,

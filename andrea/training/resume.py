@@ -27,6 +27,7 @@ from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.parallel.saver import Saver
 from andrea.training.progress import Progress
+from andrea.training.records.recognise import run_folder_of
 
 # Keys that a resumed run may not change: with other values it would be a different run.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",
@@ -43,9 +44,7 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
         return None
     if config.resume != "auto":
         found = locate(config.resume, Path(config.runs_dir), key="resume")
-        if torchrun.is_restart():  # the run may have written newer checkpoints since
-            return newest_whole(run_folder_of(found)) or found
-        return found
+        return newest_since_restart(found, config) if torchrun.is_restart() else found
     folder = Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
     if folder is None or not folder.is_dir():
         return None
@@ -53,6 +52,17 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
     if found is None and checkpoints_of(folder):  # a new run would remove checkpoints that may be repairable
         raise UserError(f"resume=auto: every checkpoint of {folder} is damaged; start a new run with another name=…")
     return found
+
+
+def newest_since_restart(named: Checkpoint, config: RunConfig) -> Checkpoint:
+    """The newest checkpoint that the run resumed from `named` has written before torchrun restarted it."""
+    folder = run_folder_of(named) or (Path(config.runs_dir) / config.name if config.name else None)
+    return (newest_whole(folder) if folder else None) or named
+
+
+def without_run(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as the start of a run in another folder, with its own best checkpoint and its own wandb run."""
+    return dataclasses.replace(checkpoint, state=checkpoint.state | {"run": None, "best_bpb": None, "wandb_id": None})
 
 
 def is_done(checkpoint: Checkpoint, steps: int) -> bool:
@@ -110,10 +120,6 @@ def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
     scale.load_state(state["loss_scale"])
     torch.set_rng_state(torch.tensor(state["torch_random"], dtype=torch.uint8))
     return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
-
-
-def run_folder_of(checkpoint: Checkpoint) -> Path:
-    return checkpoint.path.parent.parent
 
 
 def merge(

@@ -32,10 +32,16 @@ from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
+from andrea.training.records.recognise import mark
 from andrea.training.records.records import Records, open_loggers
-from andrea.training.records.run_folder import new_run_folder, run_folder_locked, write_config
+from andrea.training.records.run_folder import (
+    folder_to_write,
+    run_folder_locked,
+    set_later_checkpoints_aside,
+    write_config,
+)
 from andrea.training.records.run_log import RunLog
-from andrea.training.resume import restore, run_folder_of, starting_weights
+from andrea.training.resume import restore, starting_weights, without_run
 from andrea.training.step import TrainingStep
 from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
@@ -70,7 +76,10 @@ def start(
     """
     console = Console(config.steps, quiet=not ranks.is_rank_0)
     machine = Machine.of_rank(config.device, ranks)
-    folder = run_folder_of(checkpoint) if checkpoint else ranks.from_rank_0(lambda: new_run_folder(config))
+    folder, holds_checkpoint = ranks.from_rank_0(lambda: folder_to_write(config, checkpoint))
+    if checkpoint and not holds_checkpoint:
+        console.say(f"{checkpoint.path} is a copy, outside the folder of its run: the run continues in {folder}")
+        checkpoint = without_run(checkpoint)
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, config.tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
@@ -80,7 +89,7 @@ def start(
     set_up_process(resolved.config, machine.device)
     weights = ranks.rank_0_first(lambda: starting_weights(resolved.config, corpus, checkpoint))
     with contextlib.ExitStack() as held:
-        ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder, checkpoint, console)))
+        ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
         setup = RunSetup(asked, resolved, machine, corpus, checkpoint, folder, console, watchdog, draw_lens)
         config, parallel, loss = make_model_and_loss(setup, weights)
@@ -120,8 +129,10 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
 
     ranks = parallel.ranks
+    ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
+    run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
     ranks.from_rank_0(lambda: write_config(folder, config))
-    facts = checkpoint_facts(config, corpus, ranks)
+    facts = checkpoint_facts(config, corpus, ranks, run_id)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
     records = Records(loggers, console, RunLog(folder), progress, setup.watchdog)
     health = make_health(config, corpus, loader, checkpoint)

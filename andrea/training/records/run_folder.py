@@ -1,4 +1,4 @@
-"""The run folder: its name, its lock, `config.yaml`, and the records in it.
+"""The run folder: its name, its lock, `config.yaml`, and the records in it. `recognise` tells which folders are ours.
 
 `metrics.jsonl`, `samples.jsonl` and `health.jsonl` hold one record of JSON a line; each evaluation adds an HTML page. On
 resume, the lines after the checkpoint's step are removed.
@@ -16,6 +16,7 @@ from typing import Any, final
 from andrea.checkpoint import Checkpoint, checkpoints_of
 from andrea.checkpoint.keep import set_aside_after
 from andrea.config import RunConfig, UserError, to_plain
+from andrea.runtime import torchrun
 from andrea.runtime.files import (
     Locked,
     exclusive_lock,
@@ -27,6 +28,7 @@ from andrea.runtime.files import (
 )
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
+from andrea.training.records.recognise import is_free, is_run_folder, run_folder_of
 
 
 @final
@@ -96,38 +98,64 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def new_run_folder(config: RunConfig) -> Path:
-    """The folder of a new run. Raises UserError if a run of this name exists.
+    """The folder of a new run. Raises UserError if the folder holds another run, or files of other programs.
 
-    With resume=auto, a run without a checkpoint may start again in its folder.
+    With resume=auto, or after a restart by torchrun, a run without a checkpoint may start again in its folder.
     """
     name = config.name or f"{config.model.name}-{config.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / name
-    may_start_again = config.resume == "auto" and not checkpoints_of(folder)  # killed before its first checkpoint
-    if (folder / "config.yaml").exists() and not may_start_again:
+    with reporting_unusable(folder):
+        if is_free(folder):
+            return folder
+    killed_early = is_run_folder(folder) and not checkpoints_of(folder)
+    if killed_early and (config.resume == "auto" or torchrun.is_restart()):
+        return folder
+    if is_run_folder(folder):
         raise UserError(f"name={name}: {folder} exists; continue it with resume=auto, or choose another name")
-    return folder
+    raise UserError(f"name={name}: {folder} exists and is not a run folder of this program; choose another name")
+
+
+def folder_to_write(config: RunConfig, checkpoint: Checkpoint | None) -> tuple[Path, bool]:
+    """The folder that the run writes to, and whether it holds the checkpoint from which the run is resumed.
+
+    A checkpoint outside the folder of its run is a copy: the run continues in a new folder. Raises UserError.
+    """
+    own = run_folder_of(checkpoint) if checkpoint else None
+    return (new_run_folder(config), False) if own is None else (own, True)
 
 
 @contextlib.contextmanager
-def run_folder_locked(folder: Path, checkpoint: Checkpoint | None, console: Console) -> Iterator[None]:
+def reporting_unusable(folder: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a UserError that names runs_dir."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a writable folder"
+        ) from None
+
+
+@contextlib.contextmanager
+def run_folder_locked(folder: Path) -> Iterator[None]:
     """Make the folder, lock it for this process, and remove files that a crash left half-written. Raises UserError."""
     with contextlib.ExitStack() as held:
         try:
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            held.enter_context(exclusive_lock(folder / ".lock"))
+            with reporting_unusable(folder):
+                (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+                held.enter_context(exclusive_lock(folder / ".lock"))
         except Locked as holder:
             raise UserError(
                 f"{folder} is in use by another process ({holder}); wait for it, or choose another name=…"
             ) from None
-        except OSError as error:
-            raise UserError(
-                f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a writable folder"
-            ) from None
         for unfinished in (folder, folder / "checkpoints"):
             remove_unfinished(unfinished)
-        for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
-            console.say(f"renamed, because the run continues from an earlier step: {path}")
         yield
+
+
+def set_later_checkpoints_aside(folder: Path, checkpoint: Checkpoint | None, console: Console) -> None:
+    """Rename the checkpoints after the one from which the run continues. Raises StorageFailed."""
+    for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
+        console.say(f"renamed, because the run continues from an earlier step: {path}")
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

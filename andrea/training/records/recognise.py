@@ -1,0 +1,124 @@
+"""Recognises run folders: only a folder that this program made may be written to.
+
+A run folder has a mark, `run.json`, with a random id. Each checkpoint of the run holds the same id, so a copy of a
+checkpoint in another folder is recognised as a copy. Folders and checkpoints of older versions have no id: there
+config.yaml, metrics.jsonl and the checkpoint must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from andrea.checkpoint import Checkpoint, step_name
+from andrea.runtime.files import replace_text, storing
+
+MARK = "run.json"
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+LARGEST_CONFIG_BYTES = 1 << 18
+RUN_ID = re.compile("[0-9a-f]{16}")
+# What a run folder of an older version and its checkpoints have in common. `None`: every key of the group.
+COMPARED: dict[str, tuple[str, ...] | None] = {
+    "model": None,
+    "data": ("kind", "path", "sources"),
+    "tokenizer": None,
+    "train": ("tokens_per_step",),
+}
+
+
+def run_folder_of(checkpoint: Checkpoint) -> Path | None:
+    """The run folder that holds the checkpoint; None if the folders around the checkpoint are not those of its run."""
+    folder, real = checkpoint.path.parent.parent, checkpoint.path.resolve()
+    if real.parent.name != "checkpoints" or real.name != step_name(checkpoint.step):
+        return None
+    if folder.resolve() != real.parent.parent:  # the path goes through a link, or is relative to the run folder
+        folder = real.parent.parent
+    found, expected = run_id_of(folder), checkpoint.state.get("run")
+    if found is not None and expected is not None:
+        return folder if found == expected else None
+    return folder if agrees(folder, checkpoint) else None
+
+
+def mark(folder: Path, run_id: str | None) -> str:
+    """The id of the run in `folder`. A folder without one is marked with `run_id`, or with a new id. Raises StorageFailed."""
+    found = run_id_of(folder)
+    if found is None:
+        found = run_id or secrets.token_hex(8)
+        with storing(folder / MARK):
+            replace_text(folder / MARK, json.dumps({"run": found}) + "\n")
+    return found
+
+
+def run_id_of(folder: Path) -> str | None:
+    """The id in the folder's mark; None without a readable mark."""
+    try:
+        found = json.loads((folder / MARK).read_bytes()[:LARGEST_CONFIG_BYTES])
+    except (OSError, ValueError, RecursionError):
+        return None
+    run_id = found.get("run") if isinstance(found, dict) else None
+    return run_id if isinstance(run_id, str) and RUN_ID.fullmatch(run_id) else None
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether this program made the folder for a run, which may not have a checkpoint yet."""
+    return run_id_of(folder) is not None or {"model", "train", "runs_dir", "tokenizer"} <= config_of(folder).keys()
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a new run may use `folder`: it does not exist, or holds only what a run killed at its start leaves there.
+
+    Raises OSError if the folder cannot be read.
+    """
+    if not os.path.lexists(folder):
+        return True
+    names = {name for name in os.listdir(folder) if not name.startswith(".writing-")}
+    started = names <= {MARK, ".lock", "checkpoints"}
+    return started and not ("checkpoints" in names and os.listdir(folder / "checkpoints"))
+
+
+def agrees(folder: Path, checkpoint: Checkpoint) -> bool:
+    """Whether config.yaml and metrics.jsonl, of a version without marks, are of the checkpoint's run."""
+    config, saved = config_of(folder), checkpoint.state["config"]
+    for group, names in COMPARED.items():
+        ours, theirs = config.get(group), saved.get(group)
+        if not isinstance(ours, dict) or not isinstance(theirs, dict):
+            return False
+        compared = names or tuple(ours.keys() & theirs.keys())
+        if any(ours.get(name) != theirs.get(name) for name in compared):
+            return False
+    if config.get("seed") != saved.get("seed"):
+        return False
+    return metrics_agree(folder / METRICS, config["train"]["tokens_per_step"])
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The content of the folder's config.yaml; empty if it is missing, too large or not a mapping."""
+    import yaml
+
+    path = folder / CONFIG
+    try:
+        if not path.is_file() or path.stat().st_size > LARGEST_CONFIG_BYTES:
+            return {}
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def metrics_agree(path: Path, tokens_per_step: Any) -> bool:
+    """Whether every whole line of metrics.jsonl is a record of a run with `tokens_per_step`."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            records = [json.loads(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError, RecursionError):
+        return False
+    return all(
+        isinstance(record, dict)
+        and type(record.get("step")) is int
+        and record.get("tokens") == record["step"] * tokens_per_step
+        for record in records
+    )
