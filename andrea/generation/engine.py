@@ -129,14 +129,21 @@ class Engine:
 
         Raises UserError if the prompt is longer than the model's window.
         """
-        tokens = self.tokenizer.encode(prompt)
+        tokens, n_cut = self.encode_end(prompt)
         n_window = self.model.config.sequence_length
-        if len(tokens) > n_window:
+        if n_cut:
             raise UserError(
-                f"prompt has {len(tokens)} tokens, the model sees at most model.sequence_length={n_window}; shorten "
+                f"prompt has {n_window + n_cut} tokens, the model sees at most model.sequence_length={n_window}; shorten "
                 f"prompt=…, or train a model with a larger model.sequence_length"
             )
-        return tokens if len(tokens) == n_window else [self.tokenizer.end_of_text, *tokens]
+        return tokens
+
+    def encode_end(self, prompt: str) -> tuple[list[int], int]:
+        """As `encode`, but of a prompt longer than the window, the last tokens that fill it, and the number cut before."""
+        tokens = self.tokenizer.encode(prompt)
+        n_window = self.model.config.sequence_length
+        n_cut = max(0, len(tokens) - n_window)
+        return tokens[n_cut:] if len(tokens) >= n_window else [self.tokenizer.end_of_text, *tokens], n_cut
 
     def write(self, prompt: str, request: Request) -> list[str]:
         """Generate the texts of `request.num_samples` samples; the prompt is not included."""

@@ -1,4 +1,7 @@
-"""The command `sample.py`: load a checkpoint, describe it, and show text in the terminal as it is generated."""
+"""The command `sample.py`: load a checkpoint, describe it, and show text in the terminal as it is generated.
+
+Standard output receives the texts alone, each a prompt with its continuation. Everything else goes to standard error.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -22,9 +26,14 @@ from andrea.runtime.files import lines_of
 from andrea.runtime.own_parts import allowing
 from andrea.text.tokenizer import Tokenizer
 
+PROMPT = "prompt> "  # of an interactive session
+
 
 def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Print a description of the checkpoint, then the texts, and return the exit code. Raises UserError for wrong input."""
+    """Describe the checkpoint, print the texts, and return the exit code. Raises UserError for wrong input.
+
+    Ctrl-C ends the text that is being written, and with it the command; an interactive session goes on until a second one.
+    """
     prompt = read_prompt(config.prompt)
     checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
@@ -32,9 +41,9 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
         model = load_model(checkpoint, tokenizer).to(device)
     engine = make_engine(config, model, tokenizer, dtype)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
-    tokens = [engine.encode(each) for each in prompts]  # refuses a prompt that is too long before any output
+    tokens = [last_tokens(engine, each) for each in prompts]
     numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
-    show(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
+    tell(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
     request = request_of(config)
     if config.prompts is not None:
         show_texts(prompts, engine.stream_all(tokens, request))
@@ -111,6 +120,17 @@ def read_prompts(file: str, max_new_tokens: int) -> list[str]:
     return prompts
 
 
+def last_tokens(engine: Engine, prompt: str) -> list[int]:
+    """The prompt's tokens, at most as many as the model sees. One line on standard error says if its beginning is cut."""
+    tokens, n_cut = engine.encode_end(prompt)
+    if n_cut:
+        tell(
+            f"prompt has {len(tokens) + n_cut} tokens: its beginning is cut, and the model reads the last {len(tokens)} "
+            f"(model.sequence_length)\n"
+        )
+    return tokens
+
+
 def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: str) -> str:
     """Two lines: the checkpoint's path, then model, step, validation result, tokenizer, and `where` the model runs."""
     n_parameter = sum(parameter.numel() for parameter in model.parameters())
@@ -128,18 +148,29 @@ def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Reques
 
 
 def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken]) -> None:
-    """Show the first text as it is generated. Then show the other texts, which were generated in the same batch."""
+    """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
+
+    After Ctrl-C, what has been generated of every text is shown; then KeyboardInterrupt is raised again.
+    """
     is_labelled = len(prompts) > 1
     waiting = [""] * len(prompts)
-    show((label(0) if is_labelled else "") + prompts[0])
-    for token in tokens:
-        if token.sample == 0:
-            show(token.text)
-        else:
-            waiting[token.sample] += token.text
+    interrupt = None
+    tell(label(0) if is_labelled else "")
+    show(prompts[0])
+    try:
+        for token in tokens:
+            if token.sample == 0:
+                show(token.text)
+            else:
+                waiting[token.sample] += token.text
+    except KeyboardInterrupt as raised:
+        interrupt = raised
     show("\n")
     for index in range(1, len(prompts)):
-        show(label(index) + prompts[index] + waiting[index] + "\n")
+        tell(label(index))
+        show(prompts[index] + waiting[index] + "\n")
+    if interrupt is not None:
+        raise interrupt
 
 
 def label(sample_index: int) -> str:
@@ -149,32 +180,63 @@ def label(sample_index: int) -> str:
 def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
     """Continue each line of standard input until the input ends (Ctrl-D). Earlier lines do not affect later ones.
 
-    A prompt given with prompt= comes first.
+    A prompt given with prompt= comes first. Ctrl-C ends the text that is being written; a second Ctrl-C before the next
+    line raises KeyboardInterrupt.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (importing it gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):
         # A line that is not UTF-8 is accepted as well; a line ends at "\n" alone.
         sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
-    show("each line is a separate prompt; Ctrl-D ends\n")
-    if prompt:
-        show_samples(engine, prompt, engine.encode(prompt), request)
+    tell("each line is a separate prompt; Ctrl-C ends a text, Ctrl-D the session\n")
+    line: str | None = prompt or None
     while True:
+        is_interrupted = False
         try:
-            line = input("prompt> ").removesuffix("\r")
+            if line is not None:
+                show_samples(engine, line, last_tokens(engine, line), request)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        try:
+            line = ask(is_interrupted)
         except EOFError:
-            show("\n")
+            tell("\n")
             return
-        try:
-            tokens = engine.encode(line)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            continue
-        show_samples(engine, line, tokens, request)
+
+
+def ask(is_interrupted: bool) -> str:
+    """The next line of standard input. Raises KeyboardInterrupt at the second Ctrl-C, EOFError at the input's end.
+
+    is_interrupted: whether the last text was already ended by Ctrl-C.
+    """
+    if is_interrupted:
+        tell("Ctrl-C again ends the session\n")
+    in_terminal = (
+        sys.stdin.isatty() and sys.stdout.isatty()
+    )  # there, input() edits the line, and must know what precedes it
+    try:
+        tell("" if in_terminal else PROMPT)
+        return input(PROMPT if in_terminal else "").removesuffix("\r")
+    except KeyboardInterrupt:
+        tell("\n")
+        if is_interrupted:
+            raise
+        return ask(is_interrupted=True)
 
 
 def show(text: str) -> None:
     """Write to standard output and flush. Characters that its encoding lacks are written as '?'."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    write(sys.stdout, text)
+
+
+def tell(text: str) -> None:
+    """The same on standard error, for everything that is not generated text."""
+    write(sys.stderr, text)
+
+
+def write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # closed before the start (2>&-)
+        return
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.flush()

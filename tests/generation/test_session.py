@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,11 @@ import torch
 from tiny_checkpoint import make_model, write_model
 
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
+from andrea.generation.engine import Engine
 from andrea.generation.session import read_prompt, sample
+from andrea.text.tokenizer import ByteTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def write(runs: Path, **state) -> Path:
@@ -36,9 +44,10 @@ def config_of(runs: Path, **changes) -> SampleConfig:
     return dataclasses.replace(defaults, **changes)
 
 
-def output(config: SampleConfig, capsys, dtype=torch.float32) -> str:
+def output(config: SampleConfig, capsys, dtype=torch.float32) -> tuple[str, str]:
+    """What is written to standard output, the texts alone, and to standard error."""
     assert sample(config, torch.device("cpu"), dtype) == 0
-    return capsys.readouterr().out
+    return tuple(capsys.readouterr())
 
 
 def stdin(monkeypatch, content: bytes) -> None:
@@ -47,7 +56,7 @@ def stdin(monkeypatch, content: bytes) -> None:
 
 def test_the_checkpoint_is_described_before_the_text(tmp_path, capsys):
     write(tmp_path)
-    head, text = output(config_of(tmp_path), capsys).split("\n\n", 1)
+    text, head = output(config_of(tmp_path), capsys)
     for fact in ("step-00000060", "tiny", "step 60", "validation 1.2500 bits per byte", "byte-257-", "cpu, float32"):
         assert fact in head
     assert text == "def aaaaa\n"
@@ -56,8 +65,10 @@ def test_the_checkpoint_is_described_before_the_text(tmp_path, capsys):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_description_names_matrices_in_8_bits(tmp_path, capsys, dtype):
     write(tmp_path)
-    head, text = output(config_of(tmp_path, precision="int8"), capsys, dtype).split("\n\n", 1)
-    assert head.endswith(f"cpu, {str(dtype).removeprefix('torch.')} with matrices in int8") and text == "def aaaaa\n"
+    text, head = output(config_of(tmp_path, precision="int8"), capsys, dtype)
+    assert (
+        head.endswith(f"cpu, {str(dtype).removeprefix('torch.')} with matrices in int8\n\n") and text == "def aaaaa\n"
+    )
 
 
 def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
@@ -76,30 +87,28 @@ def test_8_bits_without_a_compiler_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_samples_are_labelled_and_follow_each_other(tmp_path, capsys, dtype):
     write(tmp_path, val_bpb=None)
-    text = output(config_of(tmp_path, num_samples=3), capsys, dtype)
-    assert "not validated yet" in text
-    body = text.split("\n\n", 1)[1]
-    assert body == "".join(f"--- sample {number} ---\ndef aaaaa\n" for number in (1, 2, 3))
+    text, told = output(config_of(tmp_path, num_samples=3), capsys, dtype)
+    assert "not validated yet" in told and text == "def aaaaa\n" * 3
+    assert told.split("\n\n", 1)[1] == "".join(f"--- sample {number} ---\n" for number in (1, 2, 3))
 
 
 def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
     write(tmp_path)
     (tmp_path / "prompts").write_text("def \n\nclass A:\n")
     config = config_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"))
-    expected = "--- sample 1 ---\ndef aaaaa\n--- sample 2 ---\nclass A:aaaaa\n"
     for lookahead in (0, 3):
-        assert output(dataclasses.replace(config, lookahead=lookahead), capsys).split("\n\n", 1)[1] == expected
+        text, told = output(dataclasses.replace(config, lookahead=lookahead), capsys)
+        assert text == "def aaaaa\nclass A:aaaaa\n" and told.endswith("\n\n--- sample 1 ---\n--- sample 2 ---\n")
 
 
 def test_a_prompt_ends_at_a_newline_alone(tmp_path, capsys, monkeypatch):
     write(tmp_path)
     lines = "a\u2028b\u0085c\r\nd\re\r\n".encode()
     (tmp_path / "prompts").write_bytes(lines)
-    out = output(config_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts")), capsys)
-    assert out.endswith("--- sample 1 ---\na\u2028b\u0085caaaaa\n--- sample 2 ---\nd\reaaaaa\n")
+    expected = "a\u2028b\u0085caaaaa\nd\reaaaaa\n"
+    assert output(config_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts")), capsys)[0] == expected
     stdin(monkeypatch, lines)
-    out = output(config_of(tmp_path, prompt=Text(""), interactive=True), capsys)
-    assert out.endswith("prompt> a\u2028b\u0085caaaaa\nprompt> d\reaaaaa\nprompt> \n")
+    assert output(config_of(tmp_path, prompt=Text(""), interactive=True), capsys)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -127,14 +136,14 @@ def test_a_file_of_prompts_excludes_another_prompt(tmp_path):
 
 def test_stop_strings_reach_the_engine(tmp_path, capsys):
     write(tmp_path)
-    assert output(config_of(tmp_path, stop=[Text("aaa")]), capsys).endswith("\n\ndef \n")
+    assert output(config_of(tmp_path, stop=[Text("aaa")]), capsys)[0] == "def \n"
 
 
 @pytest.mark.parametrize("prompt", ["", "привет", "it's", "a, b", "🙂", "a\nb", "\udcff"])
 def test_prompts_arrive_as_they_are(tmp_path, capsys, prompt):
     write(tmp_path)
     shown = prompt.encode("utf-8", "replace").decode()
-    assert output(config_of(tmp_path, prompt=Text(prompt)), capsys).endswith(f"\n\n{shown}aaaaa\n")
+    assert output(config_of(tmp_path, prompt=Text(prompt)), capsys)[0] == f"{shown}aaaaa\n"
 
 
 def test_prompt_from_a_file_or_standard_input(tmp_path, monkeypatch):
@@ -158,22 +167,77 @@ def test_unreadable_prompts_are_refused(tmp_path, monkeypatch):
         read_prompt("-")
 
 
-def test_prompt_too_long_is_refused_before_anything_is_shown(tmp_path, capsys):
+@pytest.mark.parametrize(("n_prompt", "n_cut"), [(22, 0), (23, 0), (24, 1), (99, 76)])
+def test_a_prompt_longer_than_the_window_is_cut_at_its_beginning_and_this_is_said(tmp_path, capsys, n_prompt, n_cut):
     write(tmp_path)
-    with pytest.raises(UserError, match="prompt has 24 tokens"):
-        sample(config_of(tmp_path, prompt=Text("x" * 24)), torch.device("cpu"), torch.float32)
-    assert capsys.readouterr().out == ""
+    prompt = "".join(chr(ord("a") + place % 23) for place in range(n_prompt))
+    text, told = output(config_of(tmp_path, prompt=Text(prompt)), capsys)
+    line = (
+        f"prompt has {n_prompt} tokens: its beginning is cut, and the model reads the last 23 (model.sequence_length)\n"
+    )
+    assert text == prompt + "aaaaa\n" and ("cut" in told) == (line in told) == bool(n_cut)
 
 
-def test_interactive_answers_line_by_line_and_survives_a_long_one(tmp_path, capsys, monkeypatch):
+def test_the_end_of_a_long_prompt_is_what_the_model_reads():
+    engine = Engine(make_model(), ByteTokenizer())
+    long = bytes(range(97, 122)).decode() * 2
+    assert engine.encode_end(long) == (list(long[-23:].encode()), 27)
+    assert engine.encode_end("abc") == (engine.encode("abc"), 0) == ([engine.tokenizer.end_of_text, *b"abc"], 0)
+
+
+def test_interactive_answers_line_by_line_and_cuts_a_long_one(tmp_path, capsys, monkeypatch):
     write(tmp_path)
     stdin(monkeypatch, b"one\n" + b"x" * 99 + b"\ntwo\n")
-    assert sample(config_of(tmp_path, interactive=True, prompt=Text("zero")), torch.device("cpu"), torch.float32) == 0
-    captured = capsys.readouterr()
-    assert captured.out.endswith(
-        "\n\neach line is a separate prompt; Ctrl-D ends\nzeroaaaaa\nprompt> oneaaaaa\nprompt> prompt> twoaaaaa\nprompt> \n"
+    text, told = output(config_of(tmp_path, interactive=True, prompt=Text("zero")), capsys)
+    assert text == "zeroaaaaa\noneaaaaa\n" + "x" * 99 + "aaaaa\ntwoaaaaa\n"
+    assert told.split("\n\n", 1)[1] == (
+        "each line is a separate prompt; Ctrl-C ends a text, Ctrl-D the session\nprompt> prompt> prompt has 99 tokens: its "
+        "beginning is cut, and the model reads the last 23 (model.sequence_length)\nprompt> prompt> \n"
     )
-    assert captured.err.startswith("error: prompt has 99 tokens")
+
+
+def started(runs: Path, *words: str) -> subprocess.Popen:
+    """A process of sample.py that writes without an end."""
+    words = (f"runs_dir={runs}", "prompt=def ", "max_new_tokens=1000000", "device=cpu", "threads=1", *words)
+    command = [sys.executable, "-m", "andrea", "sample", *words]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_ctrl_c_ends_the_text_and_the_command(tmp_path, others):
+    write(tmp_path)
+    process = started(tmp_path, f"num_samples={1 + others}")
+    begun = process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    rest, told = process.communicate(timeout=60)
+    texts = (begun + rest).decode().split("\n")
+    assert len(texts) == 2 + others and all(re.fullmatch("def a+", text) for text in texts[:-1]) and texts[-1] == ""
+    assert process.returncode == 130 and told.endswith(b"interrupted\n") and b"Traceback" not in told
+
+
+def test_ctrl_c_twice_ends_an_interactive_session(tmp_path):
+    write(tmp_path)
+    process = started(tmp_path, "interactive=true")
+    assert process.stdout.read(10) == b"def aaaaaa"
+    process.send_signal(signal.SIGINT)
+    assert b"Ctrl-C again ends the session" in read_until(process.stderr, b"session\nprompt> ")
+    process.stdin.write(b"next \n")
+    process.stdin.flush()
+    assert b"\nnext aaa" in read_until(process.stdout, b"next aaa")
+    process.send_signal(signal.SIGINT)
+    read_until(process.stderr, b"prompt> ")
+    process.send_signal(signal.SIGINT)
+    rest, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (130, b"\ninterrupted\n") and re.fullmatch(b"a*\n", rest)
+
+
+def read_until(stream, end: bytes) -> bytes:
+    found = b""
+    while end not in found:
+        piece = stream.read1(1 << 16)
+        assert piece, found
+        found += piece
+    return found
 
 
 def test_a_prompt_file_of_an_impossible_name_is_refused():
@@ -184,4 +248,4 @@ def test_a_prompt_file_of_an_impossible_name_is_refused():
 def test_a_line_that_is_not_utf_8_is_a_prompt_as_well(tmp_path, capsys, monkeypatch):
     write(tmp_path)
     stdin(monkeypatch, b"a\xff\nb\n")
-    assert output(config_of(tmp_path, prompt=Text(""), interactive=True), capsys).count("aaaaa") == 2
+    assert output(config_of(tmp_path, prompt=Text(""), interactive=True), capsys)[0].count("aaaaa") == 2

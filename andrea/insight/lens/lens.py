@@ -16,7 +16,7 @@ from andrea.checkpoint import locate
 from andrea.checkpoint.model import load_model
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
-from andrea.generation.session import read_prompt
+from andrea.generation.session import last_tokens, read_prompt
 from andrea.insight.lens.head_names import NAMES, probe_scores
 from andrea.insight.lens.page.facts import Source
 from andrea.insight.lens.page.measurements import Head, Measurements, measure
@@ -49,7 +49,7 @@ def lens(config: LensConfig, device: torch.device) -> int:
         model = load_model(checkpoint, tokenizer).to(device)
     for block in model.blocks:
         block.attention.implementation = "auto"  # the one used in training may not run on this device
-    tokens = Engine(model, tokenizer).encode(prompt)
+    tokens = last_tokens(Engine(model, tokenizer), prompt)
     print(checkpoint.path, flush=True)
     chosen = choose_heads(config.heads, model.config.n_layer, model.config.n_head)
     if out.suffix == ".npz":

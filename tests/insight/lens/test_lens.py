@@ -99,11 +99,18 @@ def test_the_file_stays_within_its_limit(tmp_path: Path, monkeypatch) -> None:
         lens(run_of(tmp_path, heads=["*.*"]), torch.device("cpu"))
 
 
+def test_a_prompt_longer_than_the_window_is_cut_at_its_beginning(tmp_path: Path, capsys) -> None:
+    write(tmp_path, make())
+    out = tmp_path / "lens.npz"
+    lens(run_of(tmp_path, out=str(out), prompt="ab" + "x" * 40), torch.device("cpu"))
+    assert "prompt has 42 tokens: its beginning is cut, and the model reads the last 41" in capsys.readouterr().err
+    assert "".join(np.load(out)["token_texts"]) == "b" + "x" * 40
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": "x" * 42}, "at most model.sequence_length=41"),
         ({"heads": ["3.0"]}, "there is no layer 3; the model's layers are 0 to 2"),
         ({"heads": ["0.1,2.5"]}, "there is no head 5"),
         ({"heads": ["7"]}, "not LAYER.HEAD"),
