@@ -17,7 +17,7 @@ from andrea.runtime.program import typed_command
 
 @dataclass(frozen=True)
 class Command:
-    """Its docstring describes it in the list of commands; --help shows the keys of configs/CONFIG_NAME.yaml."""
+    """A command. The list of commands shows main's docstring; --help shows the keys of configs/CONFIG_NAME.yaml."""
 
     main: Callable[[list[str]], int]
     config_name: str

@@ -18,8 +18,7 @@ class LayerCache:
     """One layer's keys and values (B, H, S, D); the first `length` tokens of each sequence are filled.
 
     length: an int or a 0-d tensor for all sequences, or a tensor (B,) with the length of each sequence.
-    filled: if `length` is a tensor, the largest length of any sequence; None if only the device knows it. With None `append`
-    returns the whole capacity, otherwise the filled tokens and the new ones.
+    filled: the largest length of any sequence, used if `length` is a tensor; None if only the device knows this number.
     """
 
     keys: Tensor

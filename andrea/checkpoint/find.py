@@ -24,7 +24,7 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
-    """The newest checkpoint of a run that passes verification. Newer, damaged ones are reported."""
+    """The newest checkpoint of a run that passes verification. `report` gets a line for each newer one that fails."""
     for path in reversed(checkpoints_of(run)):
         try:
             return read_checkpoint(path)
@@ -34,7 +34,7 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
 
 
 def best_of(run: Path) -> str | None:
-    """The name of the checkpoint with the lowest validation loss, read from the file `best`; None without this file."""
+    """The checkpoint with the lowest validation bits per byte: its name, from the file `best`; None without the file."""
     path = run / "checkpoints" / "best"
     name = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
     return name if STEP_NAME.fullmatch(name) else None
@@ -55,8 +55,8 @@ def locate(
 ) -> Checkpoint:
     """The checkpoint that a user requests by a checkpoint folder, a run folder or a run's name.
 
-    A run stands for its newest complete checkpoint, and None for the newest run under `runs_dir`. Raises UserError or
-    Damaged; the message names `key`, the configuration key to change.
+    A run stands for its newest complete checkpoint. If `requested` is None, the newest run under `runs_dir` is used.
+    Raises UserError or Damaged. The message of a UserError names `key`, the configuration key to change.
     """
     if not requested:
         run = newest_run(runs_dir)

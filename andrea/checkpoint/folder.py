@@ -206,7 +206,7 @@ def read_small_json(path: Path) -> Any:
 
 
 def check_files(path: Path, files: dict[str, Any]) -> bool:
-    """Compare the folder's files with the manifest's list. Returns whether they are shards; raises Damaged."""
+    """Compare the folder's files with the manifest's list. Returns whether the tensors are sharded. Raises Damaged."""
     is_sharded = any(name.startswith(f"{SHARDS}/") for name in files)
     for name in ("state.json", "tokenizer.json", *([] if is_sharded else ["model.safetensors"])):
         if name not in files:
@@ -224,7 +224,7 @@ def check_files(path: Path, files: dict[str, Any]) -> bool:
 
 
 def check_file(folder: Path, name: str, expected: Any) -> None:
-    """Raises Damaged if the file is missing, is not a plain file here, or differs from the manifest's entry."""
+    """Raises Damaged if the file is missing, is not a plain file in `folder`, or differs from the manifest's entry."""
     has_link = (folder / name).is_symlink() or (folder / name).parent.is_symlink()
     if not FILE_NAME.fullmatch(name) or has_link or not isinstance(expected, dict):
         raise Damaged(
@@ -244,7 +244,7 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
 
 
 def check_state(path: Path, state: Any) -> None:
-    """Raises Damaged if state.json lacks a field or holds one of a wrong type."""
+    """Raises Damaged if state.json lacks a field, or holds a field of a wrong type."""
     if not isinstance(state, dict) or not {"step", "config", "tokens"} <= state.keys():
         raise Damaged(f"{path} is damaged: state.json lacks step, tokens or config")
     for key, types in STATE_TYPES.items():

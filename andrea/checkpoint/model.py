@@ -22,7 +22,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
 
     Raises Damaged when configuration, weights and tokenizer disagree. Memory for the model is allocated only after the
     names and shapes of all weights have been compared.
-    A class of the user's own whose source file changed after the training is named on standard error.
+    If the source file of a user's own class has changed since the training, a line on standard error says so.
     """
     written = checkpoint.state.get("tokenizer", tokenizer.identity)
     model_config, attention_config = configs_of(checkpoint)
@@ -44,7 +44,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
 
 
 def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:
-    """The configuration of the model and of its attention. Raises Damaged for one that this version does not know."""
+    """The configuration of the model and of its attention. Raises Damaged if this version cannot read them."""
     config = checkpoint.state["config"]
     try:
         return (

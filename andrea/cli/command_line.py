@@ -112,7 +112,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
 
 
 def hint_for_text(kind: type, word: str) -> str:
-    """How to give a prompt, or a path to train on, that was typed without its key; '' if the word is neither."""
+    """A hint for a word without a key: the key of a prompt, or the keys of a text to train on; '' if no hint fits."""
     keys = key_types(kind)
     if "prompt" in keys:
         return "; a text is given as prompt=…"

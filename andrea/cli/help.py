@@ -49,7 +49,7 @@ def read_commented(name: str) -> CommentedFile:
 
 
 def keys_of_choice(group: str, choice: str) -> list[Key]:
-    """All keys of GROUP=CHOICE with their values there; an inherited key keeps its comment."""
+    """All keys of GROUP=CHOICE with their values under this choice; an inherited key keeps its comment."""
     keys: dict[str, Key] = {}
     parents = group_files.own_values(group, choice).get("defaults", [])
     for parent in parents:

@@ -137,8 +137,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 def suggestion(kind: type, typed: str, allowed: Sequence[str] = ()) -> str:
     """'; did you mean X?' for a word that is no key of the dataclass `kind`, or '' if no key is near.
 
-    In this order: a name from another program, the last part of a key without its group, the nearest spelling.
-    allowed: suggest only these keys; by default any key of `kind`.
+    X is the first key found in this order: the key that has this name in another program, the key with this name in
+    some group, the key with the nearest spelling. allowed: suggest only these keys; by default any key of `kind`.
     """
     word = typed.lstrip("-+~").replace("-", "_").lower()
     group, _, last = word.rpartition(".")
@@ -156,7 +156,7 @@ def suggestion(kind: type, typed: str, allowed: Sequence[str] = ()) -> str:
 
 
 def member_type(hint: Any, name: Any) -> Any:
-    """The type of the key `name` in a value of the type `hint`, or None if there is no such key."""
+    """The declared type of the member `name` of a dataclass or dict type `hint`; None if it has no such member."""
     if typing.get_origin(hint) is dict:
         return typing.get_args(hint)[1]
     return key_types(hint).get(name) if dataclasses.is_dataclass(hint) else None

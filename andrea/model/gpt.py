@@ -74,7 +74,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x)), measured
 
     def values(self, x: Tensor) -> Tensor:
-        """x (B, T, d_model) -> the block's own values (B, G, T, D)."""
+        """x (B, T, d_model) -> the values that the block's attention computes from x, (B, G, T, D)."""
         return self.attention.values(self.attention_norm(x))
 
 
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         )
 
     def document_mask(self, tokens: Tensor) -> Mask | None:
-        """A mask that prevents attention between the documents in tokens (B, T); None if the config allows attention."""
+        """A mask against attention between the documents in tokens (B, T); None with attention.across_documents."""
         if self.end_of_text is None:
             return None
         return packed_documents(documents_of(tokens, self.end_of_text)[:, None])  # the same for all heads

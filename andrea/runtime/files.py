@@ -29,7 +29,7 @@ class Locked(Exception):
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into StorageFailed, with `path` in its message."""
+    """Context in which an OSError becomes StorageFailed, with `path` in its message."""
     try:
         yield
     except OSError as error:

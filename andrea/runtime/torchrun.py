@@ -57,7 +57,10 @@ def give_rank_0_time() -> None:
 
 
 def recorded_exit_code() -> int | None:
-    """The final exit code that the previous start recorded; None if there is none, or if the job has run since."""
+    """The final exit code that the last start of the ranks recorded; None if it recorded none.
+
+    A code that an earlier start recorded is no longer valid, and is deleted.
+    """
     path = note_path()
     if path is None or not path.exists():
         return None
@@ -70,7 +73,7 @@ def recorded_exit_code() -> int | None:
 
 
 def record_exit_code(code: int) -> None:
-    """Record `code` for the next start, if it is final."""
+    """Record `code` for the next start of the ranks, if `code` is final: an exit code that a restart cannot cure."""
     path = note_path()
     if code in FINAL_EXIT_CODES and path is not None:
         replace_text(path, f"{code} {restarts()}")

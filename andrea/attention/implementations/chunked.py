@@ -71,7 +71,7 @@ class ScoresInChunks(torch.autograd.Function):
 
 
 def chunks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """For each chunk, yield its rows i and the tensor tanh(a_i + b_j) (..., rows, S, n)."""
+    """For each chunk of queries i, yield the slice of its rows of `a`, and tanh(a_i + b_j) (..., rows, S, n)."""
     numbers_in_a_row = max(1, b.numel())
     size = max(1, HIDDEN_AT_A_TIME // numbers_in_a_row)
     for begin in range(0, a.shape[-2], size):

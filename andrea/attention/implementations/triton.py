@@ -94,7 +94,7 @@ def run(case: Case) -> Result:
 
 
 def of_heads(end: Tensor, lead: torch.Size) -> Tensor:
-    """Reshape an end of the intervals that broadcasts to (..., T), so that it broadcasts to (B, H, T)."""
+    """Reshape `end`, one number per query that broadcasts to (*lead, T), so that it broadcasts to (B, H, T)."""
     if len(lead) > 2:
         end = end.expand(*lead, end.shape[-1])
     return as_batch_of_heads(end[..., None])[..., 0]

@@ -194,7 +194,8 @@ def forward_stretch(
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Update the carried (z, m, total, c) with the keys low .. high-1. total is the denominator l."""
+    """Update the running values (z, m, total, c) of a block of queries with the keys low .. high-1. `total` is l in the
+    module's docstring, which also defines z, m and c."""
     z, m, total, c = carried
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
@@ -310,7 +311,8 @@ def keys_stretch(
     MODE: tl.constexpr, MASKED: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Update the carried (dk, dv) of a block of keys with the queries low .. high-1. Scores and weights are (N, M)."""
+    """Add the contributions of the queries low .. high-1 to the gradients (dk, dv) of a block of keys. Scores and
+    weights are (N, M)."""
     dk, dv = carried
     for m0 in tl.range(low, high, BLOCK_M):
         rows = m0 + tl.arange(0, BLOCK_M)
@@ -405,7 +407,7 @@ def queries_stretch(
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Update dq of a block of queries with the keys low .. high-1."""
+    """Add the contributions of the keys low .. high-1 to the gradient dq of a block of queries."""
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
         k = load_block(k_head, b, g, n0, S, k_t, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
@@ -514,7 +516,8 @@ def shape_constants(query: Tensor, value: Tensor) -> dict:
 
 
 def interval_of(first: Tensor | None, stop: Tensor | None, query: Tensor, causal: bool) -> tuple:
-    """(mode, first, stop, strides) of the rows' visible keys, expanded to (B, H, T) without a copy."""
+    """The mask's mode, and first and stop of the keys that each query sees, expanded to (B, H, T) without a copy, with
+    their strides."""
     if first is None or stop is None:
         return (CAUSAL if causal else NONE), query, query, (0, 0, 0)  # any pointer, because the kernel does not read it
     first, stop = first.expand(query.shape[:3]), stop.expand(query.shape[:3])
@@ -654,7 +657,8 @@ def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[Tensor, Tensor, tuple]:
-    """(low, high, strides): only the queries low .. high-1 may see a block of keys; low and high are (B, H, blocks)."""
+    """For each block of keys, the range of queries low .. high-1 that may see a key of the block. Returns low, high,
+    (B, H, blocks) each, and their strides."""
     shape = first.shape
     first, stop = (unexpanded(tensor).contiguous() for tensor in (first, stop))
     begin = torch.arange(0, n_key, block, dtype=torch.int32, device=first.device)
