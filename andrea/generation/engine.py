@@ -205,7 +205,10 @@ class Engine:
         growing: list[GrowingText],
         sampling: Sampling,
     ) -> list[int]:
-        """Choose one token for each of the B texts from logits (B, V). Tokens of `growing` texts enter history (B, N)."""
+        """Choose one token for each of the B texts from logits (B, V).
+
+        The chosen tokens of the texts in `growing` are also written into history (B, N).
+        """
         uniform = torch.zeros(len(texts))
         for text in growing:
             uniform[text.sample] = torch.rand((), generator=text.generator)
@@ -300,7 +303,10 @@ class Window:
             self.read[index] = min(self.read[index], len(text) - 1)
 
     def read_once(self, prompt: list[int]) -> Tensor:
-        """Logits (1, 1, V) after a prompt that all texts share. It is read for one text, and copied to all caches."""
+        """Logits (1, 1, V) after a prompt that all texts share.
+
+        The prompt is read for one text. Its keys and values are then copied to the caches of the other texts.
+        """
         logits = step(self.model, torch.tensor([prompt], device=self.device), self.cache.of_sequence(0))
         self.cache.copy_sequence(0, len(prompt))
         self.read = [len(prompt)] * len(self.read)

@@ -129,7 +129,7 @@ class Int8Linear(nn.Module):
         return functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
 
     def written_out(self, x: Tensor) -> Tensor:
-        """`readable` for few rows, in a form for torch.compile: the compiled code reads each 8-bit weight once."""
+        """The same as `readable`, for few rows: torch.compile turns this form into code that reads each weight once."""
         rows = x.flatten(0, -2).float()
         y = ((self.weight.float()[:, None] * rows).sum(-1) * self.scale[:, None]).mT  # (rows, d_out)
         y = y.to(x.dtype).unflatten(0, x.shape[:-1])

@@ -121,8 +121,8 @@ class NativeAttention(nn.Module):
 class NativeBlocks:
     """All blocks and the final norm in one call of our kernel, for one new token per text.
 
-    The texts must have equal length, and at most FEW_ROWS texts are possible. The packed model computes the same block
-    by block. It is the readable form of this kernel, and both share one memory.
+    The texts must have equal length, and at most FEW_ROWS texts are possible. The blocks of the packed model, called
+    one after another, give the same result. They are the readable form of this kernel, which reads their weights.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -187,7 +187,7 @@ class NativeBlocks:
 
 
 def activation_of(mlp: nn.Module) -> str | None:
-    """The kernel's name of the MLP's activation; None if the kernel does not support it."""
+    """The name that the kernel uses for the MLP's activation; None if the kernel does not support this activation."""
     if isinstance(mlp, SwiGLU):
         return "swiglu"
     return {relu_squared: "relu2", gelu: "gelu"}.get(getattr(mlp, "activation", None))

@@ -109,7 +109,7 @@ def import_packages() -> tuple[ModuleType, ModuleType]:
 
 
 def line_plots(reports: ModuleType, titles: dict[str, str], axis: str) -> list:
-    """One panel for each figure, against the axis on a log scale."""
+    """One panel for each figure, with `axis` on the x axis, on a log scale."""
     return [
         reports.LinePlot(
             title=f"{title} · {AXIS_TITLES[axis]}", x=axis, y=[metric], log_x=True, title_x=AXIS_TITLES[axis]
@@ -119,7 +119,7 @@ def line_plots(reports: ModuleType, titles: dict[str, str], axis: str) -> list:
 
 
 def health_plots(reports: ModuleType) -> list:
-    """One panel for each pattern, against tokens."""
+    """One panel for each entry of HEALTH, with tokens on the x axis."""
     return [
         reports.LinePlot(title=title, x="tokens", metric_regex=pattern, title_x=AXIS_TITLES["tokens"])
         for pattern, title in HEALTH.items()

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def fill_template(template: Path, values: Mapping[str, str]) -> str:
-    """The template with {{NAME}} replaced by values[NAME], and {{file.ext}} by the content of that file next to it."""
+    """The template with {{NAME}} replaced by values[NAME], {{file.ext}} by the content of file.ext in its folder."""
 
     def replacement(place: re.Match[str]) -> str:
         name = place[1]

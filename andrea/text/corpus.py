@@ -122,8 +122,7 @@ def tokenizer_origin(
 ) -> list[Any]:
     """The tokenizer's entry in the list that `folder_of` hashes.
 
-    An existing tokenizer enters by its identity. A tokenizer to be trained enters by its settings and its training
-    files.
+    An existing tokenizer is listed by its identity, a tokenizer to be trained by its settings and its training files.
     Raises UserError if the tokenizer would have to be trained on shards, because shards contain no text.
     """
     if existing is not None:
@@ -140,7 +139,10 @@ def tokenizer_origin(
 
 
 def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: list[Any], data_dir: Path) -> Path:
-    """The path of the prepared folder of `source`. Changing the hashed list would invalidate all prepared folders."""
+    """The path of the prepared folder of `source`. The folder's name ends with a hash of a list of facts on its input.
+
+    A change of the list that is hashed would change all names, so existing folders would no longer be found.
+    """
     kind = source.kind if isinstance(source, Source) else "shards"
     content = json.dumps([FORMAT_VERSION, kind, source.listing, origin])
     hashed = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:8]

@@ -231,9 +231,9 @@ def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
 
 
 def cut_at(file: BinaryIO, size: int) -> int:
-    """The byte at which the last tenth of a document begins, which is held out.
+    """The index of the byte at which the held-out last tenth of a document begins.
 
-    The byte is moved forward to the start of the next line, or else to the start of a character.
+    The index is moved forward to the start of the next line, or else to the start of a character.
     """
     cut = size * 9 // 10
     file.seek(cut)

@@ -77,7 +77,7 @@ class RunCheckpoints:
 
 
 def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str) -> dict[str, Any]:
-    """Facts that checkpoints record, to check a resumed run against. `open_loggers` fills in wandb's run id."""
+    """Facts that each checkpoint records. A resumed run is compared with them. `open_loggers` adds wandb's run id."""
     return {
         "run": run_id,
         "config": to_plain(config),

@@ -61,7 +61,7 @@ class Endings:
     def stop_not_finite(self, figures: dict[str, float]) -> int:
         """End a run whose loss, gradient or weights are not finite, without saving them. Returns exit code 3.
 
-        figures: number, loss and gradient norm of the last step that was read.
+        figures: number, loss and gradient norm of the last step whose results were read from the device.
         """
         checkpoints, optimizer = self.checkpoints, self.config.optimizer
         checkpoints.saver.wait()

@@ -125,7 +125,7 @@ class Evaluator:
         return self.ranks.from_rank_0(lambda: self.health.failed() if stops else [])
 
     def measure_heads(self) -> dict[str, Any]:
-        """The attention figures on the probe: over all heads, and of each head."""
+        """The attention figures, over all heads and of each head, measured on a fixed batch of held-out text."""
         model = self.model()
         if model is not None:
             with self.records.extra("the measurement of the heads"):
@@ -153,7 +153,7 @@ class Evaluator:
         return self.gathered[0]
 
     def measured_heads(self, model: GPT) -> HeadStatistics:
-        """The statistics (L, H) of H heads in each of L layers, on the probe."""
+        """The statistics (L, H) of H heads in each of L layers, on the fixed batch of `probe_batch`."""
         if self.heads is None:
             self.heads = probe(model, self.probe_tokens.to(model.embedding.weight.device))
         return self.heads

@@ -61,7 +61,7 @@ def newest_since_restart(named: Checkpoint, config: RunConfig) -> Checkpoint:
 
 
 def without_run(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as the start of a run in another folder, with its own best checkpoint and its own wandb run."""
+    """The checkpoint as the start of a new run: its state names no run, no best result and no wandb run any more."""
     return dataclasses.replace(checkpoint, state=checkpoint.state | {"run": None, "best_bpb": None, "wandb_id": None})
 
 

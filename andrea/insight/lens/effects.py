@@ -44,10 +44,11 @@ def ablate_heads(
 
 @torch.no_grad()
 def logit_attribution(model: GPT, layer: int, head: int, vectors: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Direct logit attribution: the tokens whose logits W_O^(h) · `vectors` (T, D) raises most, and lowers most.
+    """Direct logit attribution: the logits that change most when W_O^(h) v is added to the residual stream.
 
-    Returns token ids and changes, (T, 2 count) each, increases first. The final norm is left out, because it depends on
-    all other parts of the model.
+    vectors (T, D): one v for each position. Returns the ids of `count` tokens with the largest increase and of `count`
+    tokens with the largest decrease, and these changes, (T, 2 count) each. The final norm is left out, because it
+    depends on all other parts of the model.
     """
     unembedding = model.embedding.weight if model.head is None else model.head.weight  # (V, d_model)
     of_head = unembedding @ model.blocks[layer].attention.output_by_head[head]  # (V, D)

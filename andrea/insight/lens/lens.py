@@ -92,7 +92,10 @@ def choose_heads(patterns: list[str], n_layer: int, n_head: int) -> list[Head]:
 def write_page(
     out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int], chosen: list[Head], source: Source
 ) -> str:
-    """Write the page and return a summary. It shows chosen and named heads in full; for a short prompt, all heads."""
+    """Write the page and return a summary.
+
+    The page shows the chosen and the named heads in full. If the prompt is short, it shows all heads in full.
+    """
     measurements = measure(model, tokenizer, tokens)
     page = LensPage(model, tokenizer, measurements, source)
     most = page.most_full_heads(LARGEST_PAGE_BYTES)

@@ -25,18 +25,21 @@ def previous_token(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
 
 
 def first_token(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
-    """Key 0, except for query 0 (attention sinks: Xiao et al. 2023, arXiv 2309.17453)."""
+    """Targets: key 0, except for query 0 (attention sinks: Xiao et al. 2023, arXiv 2309.17453)."""
     position = torch.arange(tokens.shape[1], device=tokens.device)
     return ((position[:, None] > 0) & (position == 0)).expand(len(tokens), -1, -1)
 
 
 def same_token(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
-    """Earlier copies of the query's token (duplicate-token heads: Wang et al. 2022, arXiv 2211.00593)."""
+    """Targets: earlier copies of the query's token (duplicate-token heads: Wang et al. 2022, arXiv 2211.00593)."""
     return (tokens[:, :, None] == tokens[:, None, :]).tril(-1)
 
 
 def induction(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
-    """Earlier keys that follow a copy of the query's token (induction heads: Olsson et al. 2022, arXiv 2209.11895)."""
+    """Targets: earlier keys just after a copy of the query's token.
+
+    Source: Olsson et al. 2022, arXiv 2209.11895 (induction heads).
+    """
     preceding = tokens.roll(1, dims=1)
     found = (tokens[:, :, None] == preceding[:, None, :]).tril(-1)
     found[:, :, 0] = False  # nothing precedes key 0
@@ -44,7 +47,7 @@ def induction(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
 
 
 def opener(tokens: Tensor, pieces: Sequence[Sequence[bytes]]) -> Tensor:
-    """The token with the innermost bracket or quote that is open at the query.
+    """Target: the token with the innermost bracket or quote that is open at the query.
 
     The token just before the query is not a target, because a previous-token head attends to it too.
     """

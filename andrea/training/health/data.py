@@ -166,7 +166,8 @@ class DataCheck(Check):
 def line_end(losses: Sequence[float]) -> tuple[float, float]:
     """The end of a straight line fitted to a series by least squares, and the standard error of this end value.
 
-    The mean of a falling training loss would lie above its current value, and would look like a leak.
+    A falling training loss has a mean above its newest value. Compared with this mean, a validation loss would look too
+    low, as if held-out text had leaked into the training data.
     """
     time = np.arange(1 - len(losses), 1, dtype=np.float64)  # 0 is the newest
     spread = ((time - time.mean()) ** 2).sum()

@@ -35,7 +35,7 @@ class Loop:
 
     @property
     def is_table(self) -> bool:
-        """Whether the unit consists of values. Tables in real text repeat values too."""
+        """Whether the repeated unit consists of values such as numbers. Tables in real text repeat values too."""
         words = [piece for piece in self.unit if is_word(piece)]
         return all(map(is_value, words)) and any(map(is_value, self.unit))
 
@@ -61,7 +61,10 @@ def is_value(piece: str) -> bool:
 
 
 def split_pieces(text: str) -> list[str]:
-    """Words in lower case, numbers, and runs of marks. A run is reduced to its different marks, sorted."""
+    """The words of a text in lower case, its numbers, and its runs of punctuation marks.
+
+    A run is reduced to its distinct marks, sorted.
+    """
     pieces: list[str] = []
     for piece in PIECE.findall(text):
         if len(piece) > LONGEST_PIECE_CHARACTERS:

@@ -13,7 +13,7 @@ from andrea.training.health.history import LATEST_STEPS, StepHistory
 
 @final
 class LossCheck(Check):
-    """Finds a loss that is no better than those of the two models. V: size of the vocabulary."""
+    """Finds a loss that is no lower than that of a uniform guess, or of the token frequencies. V: vocabulary size."""
 
     FINDINGS: ClassVar = {
         "loss_above_uniform": Finding(

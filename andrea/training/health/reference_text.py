@@ -64,7 +64,7 @@ class ReferenceText:
 
     @classmethod
     def of(cls, streams: Sequence[TokenStream | np.ndarray], tokenizer: Tokenizer, n_token: int) -> ReferenceText:
-        """The figures of about WINDOWS windows of n_token tokens. Each stream gives equally many, evenly spaced."""
+        """The figures of about WINDOWS windows of n_token tokens. Each stream gives the same number, evenly spaced."""
         each = -(-WINDOWS // len(streams))
         starts = [(stream, np.linspace(0, max(0, len(stream) - n_token), each).astype(int)) for stream in streams]
         texts = [tokenizer.decode(stream[s : s + n_token]) for stream, begins in starts for s in begins]
@@ -72,7 +72,10 @@ class ReferenceText:
         return cls(tuple(window for window in figures if window is not None), tokenizer)
 
     def lowest(self, name: str) -> float:
-        """The EXTREME quantile of a figure over the windows. For `compression`, where high is poor: 1 - EXTREME."""
+        """The figure `name` of a window with little variety: only the share EXTREME of all windows have a lower value.
+
+        For `compression`, a high value means little variety, so only the share EXTREME have a higher value.
+        """
         values = [getattr(window, name) for window in self.windows]
         return float(np.quantile(values, 1 - EXTREME if name == "compression" else EXTREME))
 
@@ -84,6 +87,9 @@ class ReferenceText:
         return float(np.mean([each.loop.covers(repetition) for each in self.windows]))
 
     def relative_variety(self, text: TextFigures, name: str) -> float:
-        """A figure of `text` over `lowest`; the inverse for `compression`. Below 1: less varied than real text."""
+        """The figure `name` of `text` divided by `lowest(name)`; for `compression` the inverse of this ratio.
+
+        A result below 1 means that the text is less varied than real text.
+        """
         ratio = getattr(text, name) / self.lowest(name)
         return 1 / ratio if name == "compression" else ratio

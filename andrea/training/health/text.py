@@ -83,7 +83,7 @@ def judge_texts(texts: Sequence[str], reference: ReferenceText, config: HealthCo
 
 
 def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: HealthConfig) -> dict[str, str]:
-    """The most frequent kind of loop, if at least `failing_share` of the samples loop, and more than chance explains.
+    """The most frequent kind of loop, if the share of samples that loop is at least `failing_share`, and above chance.
 
     A share r of the held-out windows are loops, so the number of loops in n real texts is binomial. Chance explains at
     most its mean plus three standard deviations: n (r + 3 √(r (1 - r) / n)).
@@ -108,7 +108,7 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
 def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText, config: HealthConfig) -> dict[str, str]:
     """Finds samples that do not loop but have far less variety than real text, such as a few words in random order.
 
-    Short samples are left out, because few tokens have little variety. So are tables.
+    Short samples are left out, because few tokens have little variety. Tables are left out too.
     """
     long = [each for each in judged if each.tokens >= reference.median("tokens") / 2 and not each.tabular]
     rows = [{name: reference.relative_variety(each, name) for name in VARIETY} for each in long]

@@ -29,10 +29,10 @@ def fused_cross_entropy(
 ) -> Tensor:
     """Sum over all targets of -ln softmax(cap(hidden · weightᵀ))[target], in nats, fp32 scalar.
 
-    hidden (..., d), weight (V, d), targets (...) int64, IGNORED_TARGET where nothing is to be predicted. cap: the soft cap, or
-    None. dtype: of the matrix products, fp32 or bf16; everything else, and the gradient of the head, is fp32. fp16 is
-    not
-    allowed: its small gradients would vanish, because the loss scale is applied after this function.
+    hidden (..., d), weight (V, d), targets (...) int64, IGNORED_TARGET where nothing is to be predicted. cap: the soft
+    cap, or None. dtype: the type of the matrix products, fp32 or bf16; everything else, and the gradient of the head,
+    is fp32. fp16 is not allowed: its small gradients would vanish, because the loss scale is applied after this
+    function.
     """
     assert dtype != torch.float16, "fp16 gradients need the loss scale: use the readable path"
     rows, row_targets = hidden.flatten(0, -2), targets.flatten()

@@ -8,7 +8,7 @@ from andrea.config import OptimizerConfig
 
 
 def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The fraction of the peak rate in the update that makes step `step` + 1 of `steps`; 0 <= step < steps.
+    """The learning rate of the update that follows `step` earlier steps, as a fraction of its peak; 0 <= step < steps.
 
     Warm-up is linear: min(1, (step + 1) / warmup_steps). After it, the rate either follows the cosine of Loshchilov &
     Hutter (2017, arXiv 1608.03983, eq. 5), or stays at its peak and then falls linearly over the last `decay_fraction`

@@ -70,11 +70,11 @@ def print_traceback_and_exit(*error: Any) -> None:
 def open_stores(ranks: Ranks) -> tuple[dist.Store, dist.Store]:
     """The store of the process group, and the store in which the watchdogs exchange their status.
 
-    torchrun keeps one store over all restarts. In it, ranks take entries of an earlier start for new ones and wait for
-    dead processes (pytorch issue 135712). Therefore rank 0 opens a new store at each start, and writes its address and
-    a random word to torchrun's store. The other ranks try the address until the store that answers holds this random
-    word. The watchdogs need a store that outlives rank 0: they use torchrun's store, with the random word as prefix of
-    their keys.
+    torchrun keeps one store over all restarts. With this store as the group's, ranks would take entries of an earlier
+    start for new ones and wait for dead processes (pytorch issue 135712). Therefore rank 0 opens a new store at each
+    start, and writes its address and a random word to torchrun's store. The other ranks try the address until the store
+    that answers holds this random word. The watchdogs need a store that outlives rank 0: they use torchrun's store,
+    with the random word as prefix of their keys.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # another launcher: rank 0 serves the only store

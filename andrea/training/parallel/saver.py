@@ -96,7 +96,7 @@ class WholeSaver(Saver):
 
 
 class ShardedSaver(Saver):
-    """asynchronous: the run continues while files are written; otherwise it waits for them."""
+    """Every rank writes its own rows. asynchronous: the run continues while files are written; otherwise it waits."""
 
     parallel: FullySharded
 
@@ -129,8 +129,8 @@ class ShardedSaver(Saver):
     def tensors_of_this_rank(self) -> dict[str, Tensor]:
         """The tensors that this rank writes. Each row is written by one rank only.
 
-        With HSDP each copy of the model keeps all rows, so the copies write the tensors in turn. The first shard writes
-        the step counts, which every rank keeps.
+        With HSDP each copy of the model keeps all rows, so each copy writes only some of the tensors. Every rank keeps
+        the step counts; the first rank of a copy writes them.
         """
         n_shard = self.parallel.n_shard
         n_copy, (copy_index, shard_index) = (

@@ -24,9 +24,10 @@ from andrea.training.parallel.ranks import Ranks
 
 
 class Parallel(ABC):
-    """local_parameters: name -> this rank's rows of the parameter, as a plain tensor.
+    """Base class of the ways in which ranks share a model and the work of a training step.
 
-    shapes: name -> shape of the whole parameter.
+    local_parameters: name -> this rank's rows of the parameter, as a plain tensor. shapes: name -> shape of the whole
+    parameter.
     """
 
     is_sharded = False  # whether a rank keeps only some rows of each parameter

@@ -83,7 +83,7 @@ def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placem
 
 
 def with_intervals(config: RunConfig, micro_batch: int) -> TrainConfig:
-    """The `train` group with its length, and its intervals between evaluations, checkpoints, samples and so on."""
+    """The `train` group with numbers for the run's length, and for the intervals between evaluations and so on."""
     train, quarter = config.train, max(1, -(-config.steps // 4))
     eval_every = quarter if train.eval_every == "auto" else train.eval_every
     return dataclasses.replace(

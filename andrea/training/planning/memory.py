@@ -75,8 +75,7 @@ def plan_memory(
 
     on_cpu: Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
     without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
-    been
-    measured: compiled code is planned like eager code, which is an upper bound.
+    been measured: compiled code is planned like eager code, which is an upper bound.
 
     sharded: with FSDP2, each of the `ranks` keeps 1/ranks of weights and optimizer state. Gradients are summed over
     ranks once a step; until then each rank keeps all of them, in fp32. `gathered_bytes` adds the temporary buffers.
@@ -112,10 +111,11 @@ def plan_memory(
 
 
 def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
-    """FSDP2's temporary buffers.
+    """The bytes of FSDP2's temporary buffers.
 
-    In the precision of the products: the weights of two blocks, and the buffer that receives a third. In fp32: one
-    block's gradients while they are reduced, and the weights and gradients outside the blocks.
+    Three buffers have the precision of the matrix products: two for the weights of two blocks, and one that receives
+    the weights of a third. The other buffers are fp32: one block's gradients while they are reduced, and the weights
+    and gradients outside the blocks.
     """
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     outside = sum(parameter.numel() for parameter in model.parameters()) - n_layer * block
@@ -154,8 +154,9 @@ def pass_bytes(
 ) -> int:
     """The peak memory of the forward and backward pass of one micro-batch, without weights and gradients.
 
-    Counted by running both passes eagerly on fake tensors. The count includes activations kept for the backward pass,
-    several copies of a chunk of logits, the gradients of the loss, and weights in low precision under autocast.
+    The bytes are counted by running both passes eagerly on fake tensors. The count includes activations kept for the
+    backward pass, several copies of a chunk of logits, the gradients of the loss, and weights in low precision under
+    autocast.
     observing: the readable implementation measures each head, and materialises its scores. sharded: the blocks'
     matrices are in low precision.
     """
@@ -194,7 +195,7 @@ def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> 
 
 @functools.lru_cache(maxsize=64)
 def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """The peak memory of measuring the heads on one sequence without a kernel, which materialises the scores."""
+    """The peak memory of measuring the heads on one sequence without a kernel: the scores are then materialised."""
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64)

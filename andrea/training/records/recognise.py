@@ -81,7 +81,7 @@ def is_free(folder: Path) -> bool:
 
 
 def agrees(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Whether config.yaml and metrics.jsonl, of a version without marks, are of the checkpoint's run."""
+    """Whether config.yaml and metrics.jsonl show that `folder` is of the checkpoint's run. Used without a run id."""
     config, saved = config_of(folder), checkpoint.state["config"]
     for group, names in COMPARED.items():
         ours, theirs = config.get(group), saved.get(group)

@@ -73,7 +73,7 @@ class Records:
         self.send(lambda logger, axes: logger.finish(exit_code))
 
     def send(self, call: Callable[[Logger, dict[str, Any]], None]) -> None:
-        """Call every logger. The run folder must not fail; any other logger is an extra."""
+        """Call every logger. An error of the run folder ends the run; an error of any other logger does not."""
         axes = self.progress.axes()
         for logger in self.loggers:
             with nullcontext() if isinstance(logger, RunFolder) else self.extra(f"the logger {type(logger).__name__}"):
@@ -82,9 +82,10 @@ class Records:
 
 @final
 class Extra:
-    """Reports the first failure of each extra in one line, with the traceback in the run's log, and suppresses all of them.
+    """The context of an extra, work that the run can do without. Suppresses all errors except those in ENDS_THE_RUN.
 
-    Any error counts, whatever its class: a run of many hours must not end because of a picture.
+    A run of many hours must not end because of a picture. The first error of each extra is reported in one line, with
+    the traceback in the run's log.
     """
 
     def __init__(self, name: str, records: Records) -> None:
@@ -113,7 +114,7 @@ def open_loggers(
     parallel: Parallel,
     facts: dict[str, Any],
 ) -> list[Logger]:
-    """The run folder first, then the console, then wandb.
+    """The loggers of a run: first the run folder, then the console, then wandb if it is used.
 
     facts: the result of `checkpoint_facts`. Its "wandb_id" is filled in, so that a resumed run continues its wandb run.
     """

@@ -92,7 +92,7 @@ def distinct(values: np.ndarray) -> int:
 
 
 def compute_frontier(flops: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """Indices of the runs, by rising FLOPs, that have a lower loss than every run with as many or fewer FLOPs."""
+    """Indices, by rising FLOPs, of the runs with a lower loss than every other run of as many or fewer FLOPs."""
     kept: list[int] = []
     for index in np.lexsort((loss, flops)):
         if not kept or loss[index] < loss[kept[-1]]:

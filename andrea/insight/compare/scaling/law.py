@@ -43,7 +43,7 @@ class ScalingFit:
     noise: float  # relative standard deviation of one run's loss
 
     def predict(self, *values: float) -> Interval:
-        """The expected loss in nats per token at N and D (or at C). The interval is that of the mean over seeds."""
+        """The expected loss in nats per token at N and D (or at C), with an interval for the mean loss over seeds."""
         x = np.log(np.array([values])) - self.middle
         refits = np.exp(log_loss(self.refits, x)[0][:, 0])
         return interval(float(np.exp(log_loss(self.parameters[None], x)[0][0, 0])), refits)
@@ -64,7 +64,7 @@ class ScalingFit:
         return float(term * math.exp(exponent * self.middle[index]))
 
     def extrapolation(self, *values: float) -> dict[str, float]:
-        """Each of the values as a multiple of the largest value among the runs."""
+        """How far N and D (or C) lie beyond the runs: each value as a multiple of the largest one among the runs."""
         return {name: value / most for name, value, most in zip(self.variables, values, self.largest, strict=True)}
 
 
