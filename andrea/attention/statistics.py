@@ -76,7 +76,7 @@ def statistics_of_pass(
     largest_logit: Tensor,
     entropy_nats: Tensor,
 ) -> AttentionStatistics:
-    """Add the weights of the first and the previous key to the three values (..., H, T) that a fused kernel measures.
+    """The statistics of a fused pass: the kernel's values (..., H, T), and the weights of the first and previous key.
 
     query (..., H, T, d) and key (..., G, S, d) are lowered.
     """

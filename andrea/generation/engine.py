@@ -187,7 +187,7 @@ class Engine:
         self.idle[shape] = window
 
     def take_window(self, n_text: int, ragged: bool, max_lookahead: int) -> Window:
-        """A window for new texts. The idle window is reused if it has this shape, and released otherwise."""
+        """A window for new texts. The idle window is reused if it was made with the same arguments, else released."""
         window = self.idle.pop((n_text, ragged, max_lookahead), None)
         self.idle.clear()
         if window is not None:

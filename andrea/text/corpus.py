@@ -52,7 +52,7 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data of a run: a tokenizer, and the prepared sources in its tokens."""
+    """The data of a run: a tokenizer, and the sources, encoded by this tokenizer."""
 
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]

@@ -62,7 +62,7 @@ class Loader:
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def count_targets(self, first_sample: int, count: int) -> int:
-        """The number of targets in samples first_sample … first_sample + count - 1. No token is read for it."""
+        """The number of targets in samples first_sample … first_sample + count - 1. No token is read."""
         which, window = self.locate(np.arange(first_sample, first_sample + count))
         lengths = np.array([len(stream) for stream in self.streams])
         return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())

@@ -194,7 +194,10 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
 
 
 def visible_bytes() -> dict[str, int]:
-    """character -> byte: GPT-2 writes each byte as a printable character. A byte that is printable stands for itself."""
+    """The byte of each character in GPT-2's files, which write each byte as a printable character.
+
+    A byte that is printable stands for itself.
+    """
     printable = [value for value in range(256) if chr(value).isprintable() and chr(value) != " "]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}

@@ -55,7 +55,7 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
 
 
 def newest_since_restart(named: Checkpoint, config: RunConfig) -> Checkpoint:
-    """The newest checkpoint that the run resumed from `named` has written before torchrun restarted it."""
+    """The newest checkpoint of a run that was resumed from `named` and then restarted by torchrun; at first `named`."""
     folder = run_folder_of(named) or (Path(config.runs_dir) / config.name if config.name else None)
     return (newest_whole(folder) if folder else None) or named
 

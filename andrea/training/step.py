@@ -136,7 +136,10 @@ class TrainingStep:
 
 
 def micro_batches(tokens: Tensor, targets: Tensor, size: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut (n, T) into enough pieces of exactly (size, T) for `rows` rows. Rows that fill up a piece have no targets."""
+    """Cut tokens and targets (n, T) into pieces of exactly (size, T), as many as `rows` rows need.
+
+    Rows that are added to fill a piece have no targets.
+    """
     for start in range(0, rows, size):
         micro_tokens, micro_targets = tokens[start : start + size], targets[start : start + size]
         missing = (size - len(micro_tokens), tokens.shape[1])

@@ -83,7 +83,7 @@ class Case:
 
 
 def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
-    """The reason why a fused kernel cannot serve the case, or None. measures: whether it returns statistics."""
+    """The reason why a fused kernel cannot serve the case, or None. measures: whether the kernel returns statistics."""
     if not case.compatibility.lowers:
         return f"{type(case.compatibility).__name__} has no lowered form (a plain dot product), which every fused kernel needs"
     if case.statistics and not measures:

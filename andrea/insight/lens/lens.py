@@ -129,8 +129,8 @@ def named_heads(measurements: Measurements) -> str:
 def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int]) -> str:
     """Write an .npz file and return a summary.
 
-    Its arrays are weights (L, H, T, T) float32, tokens (T,), token_texts (T,), and the scores (L, H) each: prompt_… for
-    the prompt, probe_… for the fixed texts.
+    The file's arrays are weights (L, H, T, T) float32, tokens (T,), token_texts (T,), and the scores (L, H) each. The
+    scores named prompt_… are of the prompt, and those named probe_… of the two fixed texts in head_names.py.
     """
     prompt = torch.tensor([tokens], device=model.embedding.weight.device)
     table = tokenizer.token_bytes()

@@ -68,7 +68,7 @@ QUOTES = (ord("'"), ord('"'))
 
 
 def open_at(pieces: Sequence[bytes]) -> list[int | None]:
-    """For each token: the index of the token with the innermost bracket or quote that is still open after it, or None.
+    """For each token t: the index of the token with the innermost bracket or quote that is open after t, or None.
 
     Brackets inside a quote do not count. The end of a line closes a quote. ' after a letter or digit is an apostrophe.
     """

@@ -121,7 +121,7 @@ class FullySharded(Parallel):
     def apply_to_full_matrices(
         self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Each rank receives all rows of its share of the matrices, computes, and sends every rank its rows back."""
+        """Each rank computes its share of the matrices: it receives all their rows, and then returns them."""
         (n, rows_here, columns), size = local_matrices.shape, self.n_shard
         share, most = -(-n // size), -(-n_row // size)  # matrices per rank; rows per shard
         padded = local_matrices.new_zeros(size, share, most, columns)

@@ -224,7 +224,7 @@ class ShardedSaver(Saver):
         self.mark_and_prune(publish(self.folder / "checkpoints", staging, state, self.tokenizer, files), best)
 
     def on_every_rank(self, work: Callable[[], Result]) -> list[Result]:
-        """The results of `work` on all ranks, in rank order. If any rank fails, every rank raises its StorageFailed."""
+        """The results of `work` on all ranks, in rank order. If `work` fails on one rank, all raise StorageFailed."""
         outcome: Result | StorageFailed
         try:
             outcome = work()
@@ -238,7 +238,7 @@ class ShardedSaver(Saver):
         return outcomes
 
     def on_rank_0(self, work: Callable[[], Result]) -> Result:
-        """The result of `work` on rank 0. Raises its StorageFailed on every rank."""
+        """The result of `work` on rank 0. If `work` fails, all ranks raise StorageFailed."""
         return self.on_every_rank(work if self.parallel.ranks.is_rank_0 else lambda: None)[0]
 
 

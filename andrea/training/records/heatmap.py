@@ -6,7 +6,7 @@ import html
 
 
 def heatmap(name: str, rows: list[list[float | None]]) -> str:
-    """HTML of L rows (layers) of H figures (heads). Cells are shaded from the lowest figure to the highest; None: no figure."""
+    """HTML of L rows (layers) of H figures (heads), shaded from lowest to highest. None stands for a missing figure."""
     known = [number for row in rows for number in row if number is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
 

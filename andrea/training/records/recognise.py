@@ -69,7 +69,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a new run may use `folder`: it does not exist, or holds only what a run killed at its start leaves there.
+    """Whether a new run may use `folder`: it does not exist, or holds only files of a run that was killed at its start.
 
     Raises OSError if the folder cannot be read.
     """
