@@ -38,8 +38,8 @@ def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor], first_rows:
 def consolidate(path: Path) -> None:
     """Replace a checkpoint's shards by `model.safetensors` and `optimizer.safetensors`. Without shards, do nothing.
 
-    The change takes effect when the new manifest is renamed: a crash before it leaves the shards valid, a crash after
-    it the two files. Needs memory for the larger of the two. Raises Damaged and StorageFailed.
+    The change takes effect when the new manifest is renamed: before it the shards are valid, after it the two files.
+    The conversion needs memory for the larger of the two files. Raises Damaged and StorageFailed.
     """
     checkpoint = read_checkpoint(path)
     if not checkpoint.is_sharded:

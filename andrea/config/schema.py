@@ -149,7 +149,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Thresholds of the health checks. Those with a default here are rarely set, so no YAML file lists them."""
+    """Thresholds of the health checks. Keys with a default here are rarely set, so no YAML file lists them."""
 
     on_failure: Literal["warn", "stop"]
     samples: NonNegativeInteger

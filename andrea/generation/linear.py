@@ -58,7 +58,7 @@ class NativeLinear(nn.Module):
         return y
 
     def descriptor(self) -> Matrix:
-        """The kernel's argument. It is made once, because a token needs some hundred products."""
+        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
         n_out, n_in = self.weight.shape
         return Matrix(weight=address(self.weight), bias=address(self.bias), n_in=n_in, n_out=n_out)
 
@@ -113,7 +113,7 @@ class Int8Linear(nn.Module):
         return y
 
     def descriptor(self) -> Matrix:
-        """The kernel's argument. It is made once, because a token needs some hundred products."""
+        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
         places = map(address, (self.weight, self.scale, self.sums, self.bias))
         return Matrix(*places, n_in=self.weight.shape[1], n_out=self.weight.shape[0])
 

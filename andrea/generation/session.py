@@ -84,7 +84,10 @@ def request_of(config: SampleConfig) -> Request:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or for @FILE the file's content, or for - standard input. Raises UserError if it cannot be read."""
+    """The prompt itself; if it is @FILE, the file's content; if it is -, the text of standard input.
+
+    Raises UserError if the text cannot be read.
+    """
     if prompt == "-":
         content, origin = sys.stdin.buffer.read(), "standard input"
     elif prompt.startswith("@"):
@@ -230,7 +233,7 @@ def show(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """The same on standard error, for everything that is not generated text."""
+    """Write to standard error like `show`. Everything that is not generated text is written there."""
     write(sys.stderr, text)
 
 

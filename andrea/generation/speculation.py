@@ -1,6 +1,6 @@
 """Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding").
 
-If the last few tokens have occurred in the text before, the tokens that followed them then are likely to follow again.
+If the last few tokens have occurred earlier in the text, the tokens after that occurrence are likely to follow again.
 These tokens are the lookahead. The engine reads the lookahead in one pass of the model, and keeps its tokens up to the
 first one that the model does not choose. One pass over several tokens is cheaper than one pass
 for each token.

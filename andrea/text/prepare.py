@@ -276,6 +276,6 @@ def data_dir_errors(data_dir: Path) -> Iterator[None]:
 
 
 def data_dir_lock(data_dir: Path, report: Report) -> AbstractContextManager[None]:
-    """A lock that lets one process at a time write to `data_dir`. The others wait, and report it."""
+    """A lock that lets one process at a time write to `data_dir`. Other processes report that they wait."""
     message = f"another process is preparing data in {data_dir}; waiting for it"
     return exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message))

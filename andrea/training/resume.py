@@ -81,7 +81,7 @@ def show_resume(checkpoint: Checkpoint, changes: list[str], config: RunConfig) -
 
 
 def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
-    """The weights of init_from, or None without it. None for a resumed run too: `restore` loads its weights.
+    """The weights of init_from. None without init_from, and for a resumed run, whose weights `restore` loads.
 
     Raises UserError if the data of the resumed run, or the tokenizer or shapes of init_from, differ from this run's.
     """

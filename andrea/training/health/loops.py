@@ -30,7 +30,7 @@ class Loop:
     unit: tuple[str, ...]  # the P pieces that are repeated
 
     def covers(self, repetition: float) -> bool:
-        """Whether the loop covers more than `repetition` of the text; a table must cover at least TABLE_REPETITION."""
+        """Whether the loop's share of the text is above `repetition`; if it is a table, also above TABLE_REPETITION."""
         return self.share > (max(repetition, TABLE_REPETITION) if self.is_table else repetition)
 
     @property

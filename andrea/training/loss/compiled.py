@@ -21,8 +21,8 @@ def make_loss(
 ) -> tuple[nn.Module, RunConfig]:
     """The module that computes the loss of a micro-batch, and the config with the `compile` setting that worked.
 
-    Compiling happens here, so that it is not counted as training time. If it fails and may_run_uncompiled is true
-    (compile was auto), the console says so and training continues without it.
+    Compiling happens here, so that it is not counted as training time. If compiling fails and may_run_uncompiled is
+    true (compile was auto), the console says so and training continues uncompiled.
     """
     recompute = config.train.activation_checkpointing
     micro_loss = MicroBatchLoss(

@@ -19,7 +19,7 @@ from andrea.training.loss.fused import fused_cross_entropy
 def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tensor:
     """The same sum as `loss_sum_from_hidden`, computed without holding all logits, except in fp16.
 
-    In fp16 small gradients need the loss scale. The fused path would apply it too late, after computing the gradients.
+    In fp16 small gradients need the loss scale. The fused path would apply the scale after computing the gradients.
     """
     if precision == "fp16":
         return loss_sum_from_hidden(model, hidden, targets)

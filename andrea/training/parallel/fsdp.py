@@ -67,7 +67,7 @@ class FullySharded(Parallel):
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
         """compile_mode "on" acts like "blocks": each block and the loss are compiled separately.
 
-        Between them parameters are gathered, which must happen outside compiled code.
+        The parameters of a block are gathered before it runs, and gathering must happen outside compiled code.
         """
         if compile_mode != "off":
             for block in self.model.blocks:

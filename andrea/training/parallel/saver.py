@@ -61,7 +61,7 @@ class Saver(ABC):
 
     @abstractmethod
     def conclude(self) -> None:
-        """`wait`, then convert the newest and the best checkpoint to the single-file format."""
+        """Wait for the last checkpoint, then convert the newest and the best checkpoint to the single-file format."""
 
     @abstractmethod
     def restore(self, checkpoint: Checkpoint) -> None:

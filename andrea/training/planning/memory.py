@@ -125,11 +125,11 @@ def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
 def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
     """The peak temporary memory of Muon's step. stacks: number of matrices of each shape (rows, columns).
 
-    The memory of a stack has two peaks, of which the larger counts. At one, three fp32 copies of the stack exist:
-    gradient, new momentum and update. At the other, one fp32 copy exists, and these in the precision of the products:
-    the normalised matrices, three terms of a Newton–Schulz step and the Gram matrices. With several ranks each rank
-    works on its share of the matrices. It then holds four more copies of this share: as sent, as received, gathered,
-    and as sent back.
+    The memory of a stack has two peaks, of which the larger counts. At the first peak three fp32 copies of the stack
+    exist: gradient, new momentum and update. At the second peak one fp32 copy exists, and the following tensors exist
+    in the precision of the products: the normalised matrices, three terms of a Newton–Schulz step and the Gram
+    matrices. With several ranks each rank works on its share of the matrices. It then holds four more copies of this
+    share: as sent, as received, gathered, and as sent back.
     """
     product = (torch.bfloat16 if precision == "bf16" else torch.float32).itemsize
     most = 0

@@ -126,7 +126,7 @@ def folder_to_write(config: RunConfig, checkpoint: Checkpoint | None) -> tuple[P
 
 @contextlib.contextmanager
 def reporting_unusable(folder: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a UserError that names runs_dir."""
+    """Context in which an OSError becomes a UserError that names runs_dir."""
     try:
         yield
     except OSError as error:

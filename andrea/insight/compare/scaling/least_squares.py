@@ -49,7 +49,7 @@ class Objective:
     def gradient(self, parameters: np.ndarray, at: Evaluation) -> tuple[np.ndarray, np.ndarray]:
         """Returns half the Gauss-Newton Hessian (R, P, P) and half the negative gradient (R, P).
 
-        Both are those of iteratively reweighted least squares.
+        Both are computed as in iteratively reweighted least squares.
         """
         weight = huber_weight(at.residual) / self.noise**2  # (R, n)
         hessian = np.einsum("rni,rn,rnj->rij", at.derivative, weight, at.derivative) + np.diag(self.spread**-2)

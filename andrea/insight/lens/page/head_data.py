@@ -25,7 +25,7 @@ Layout = list[list[Any]]  # [name, type, shape] of each array of a block
 
 
 def candidate_tokens(measurements: Measurements) -> Tensor:
-    """Token ids (T, C): the likeliest next tokens of each position, then its target.
+    """Token ids (T, C): the likeliest next tokens of each position, then the position's target.
 
     The target is the prompt's next token. The prompt's last position has none: its target is the likeliest token.
     """

@@ -60,7 +60,7 @@ def row_kernel(
 
 @torch.library.custom_op("andrea::cross_entropy_of_rows", mutates_args={"logits"})
 def cross_entropy_of_rows(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
-    """logits (n, V), targets (n,) int64 -> -ln p(target) of each row (n,) fp32, 0 where the target is IGNORED_TARGET.
+    """The loss -ln p(target) of each row, (n,) fp32, from logits (n, V) and targets (n,) int64; 0 for IGNORED_TARGET.
 
     cap: the soft cap, 0 for none. gradients: overwrite `logits` with the gradient of the sum.
     """
