@@ -164,7 +164,10 @@ def hydra_errors() -> tuple[type[Exception], ...]:
 
 
 def read_list(hint: Any, key: str, value: str) -> list:
-    """The entries in one typed value. A value for a list of text is one entry; other lists may be written [a, b]."""
+    """The entries in the typed value of a list. In a list of texts the whole value is one entry.
+
+    For entries of another type, the value may hold several entries, written [a, b].
+    """
     if issubclass(typing.get_args(hint)[0], Text):
         return [value]
     loaded = read_yaml(key, value)

@@ -139,7 +139,7 @@ class Engine:
         return tokens
 
     def encode_end(self, prompt: str) -> tuple[list[int], int]:
-        """As `encode`, but of a prompt longer than the window, the last tokens that fill it, and the number cut before."""
+        """As `encode`, but a prompt longer than the window loses its first tokens. Also returns the number of these."""
         tokens = self.tokenizer.encode(prompt)
         n_window = self.model.config.sequence_length
         n_cut = max(0, len(tokens) - n_window)

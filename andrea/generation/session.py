@@ -32,7 +32,7 @@ PROMPT = "prompt> "  # of an interactive session
 def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> int:
     """Describe the checkpoint, print the texts, and return the exit code. Raises UserError for wrong input.
 
-    Ctrl-C ends the text that is being written, and with it the command; an interactive session goes on until a second one.
+    Ctrl-C ends the text that is being written, and the command. An interactive session ends at a second Ctrl-C.
     """
     prompt = read_prompt(config.prompt)
     checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
@@ -153,7 +153,7 @@ def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Reques
 def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken]) -> None:
     """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
 
-    After Ctrl-C, what has been generated of every text is shown; then KeyboardInterrupt is raised again.
+    After Ctrl-C, the generated part of every text is shown. Then KeyboardInterrupt is raised again.
     """
     is_labelled = len(prompts) > 1
     waiting = [""] * len(prompts)

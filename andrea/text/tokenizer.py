@@ -290,7 +290,10 @@ def from_path(path: Path, kind: str) -> Tokenizer:
 
 
 def load_gpt2(path: str | None) -> Tokenizer:
-    """GPT-2's tokenizer from `path`, or if None from tiktoken's cache or the network. Raises UserError if this fails."""
+    """GPT-2's tokenizer from `path`. If `path` is None, it comes from tiktoken's cache or the network.
+
+    Raises UserError if the tokenizer cannot be read or downloaded.
+    """
     if path is None:
         return download_gpt2()
     folder = Path(path).expanduser()

@@ -1,7 +1,8 @@
 """Runs the model's forward pass layer by layer, with every intermediate result of attention.
 
-B sequences, T tokens, H heads, D = d_head, N width of a query or key as it is scored (D; for the additive function its
-hidden width). The pass runs in the type of the weights (fp32), without compilation and without a cache.
+B sequences, T tokens, H heads, D = d_head, N width of a query or key from which a score is computed (D; for the
+additive function its hidden width). The pass runs in the type of the weights (fp32), without compilation and without a
+cache.
 """
 
 from __future__ import annotations

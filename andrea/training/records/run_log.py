@@ -1,4 +1,4 @@
-"""`run.log` in the run folder: what failed without ending the run. The file exists only if something did."""
+"""`run.log` in the run folder: the errors that did not end the run. Without such errors there is no file."""
 
 from __future__ import annotations
 

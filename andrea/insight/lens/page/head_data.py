@@ -1,6 +1,7 @@
 """The arrays that the page needs to show a head in full, and their encoding in the file.
 
-T tokens, N width of a query or key as it is scored, D = d_head, V vocabulary, C candidates for the next token.
+T tokens, N width of a query or key from which a score is computed, D = d_head, V vocabulary, C candidates for the next
+token.
 """
 
 from __future__ import annotations
