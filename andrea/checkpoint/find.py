@@ -34,7 +34,7 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
 
 
 def best_of(run: Path) -> str | None:
-    """The checkpoint with the lowest validation bits per byte: its name, from the file `best`; None without the file."""
+    """The name of the checkpoint with the lowest validation bits per byte, from the file `best`; None without it."""
     path = run / "checkpoints" / "best"
     name = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
     return name if STEP_NAME.fullmatch(name) else None
