@@ -40,7 +40,7 @@ class Ranks:
 
     @property
     def started_by_torchrun(self) -> bool:
-        """Whether a process group exists. torchrun may have started just one process."""
+        """Whether torchrun started this process: a process group then exists, even if the run has one process only."""
         return dist.is_available() and dist.is_initialized()
 
     @property

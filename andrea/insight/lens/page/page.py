@@ -102,7 +102,7 @@ class LensPage:
     def loss_change(self, ablated: np.ndarray) -> float | None:
         """The change of the prompt's mean loss by an ablation, in nats per token; None for a prompt of one token.
 
-        ablated (T,): the probability of each position's target without the head.
+        ablated (T,): the probability of each position's next token of the prompt, computed without the head.
         """
         if len(ablated) == 1:
             return None
