@@ -125,18 +125,18 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
     if type(case.compatibility) is Additive:
         return "chunked", "additive attention is not a dot product; its hidden values are computed in chunks"
     if not case.compatibility.lowers:
-        return "reference", f"{type(case.compatibility).__name__} has no lowered form"
+        return "reference", f"{type(case.compatibility).__name__} has no lowered form (a plain dot product)"
     device = case.query.device.type
     if case.statistics:
         if device == "cuda" and triton.refusal(case) is None:
             return "triton", "our kernel computes the statistics in the same pass"
-        return "reference", "here only the readable path computes statistics"
+        return "reference", "only the reference implementation computes statistics for this case"
     if native.refusal(case) is None:
         return "native", "our kernel for CPUs with bf16 instructions"
     compiled = torch.compiler.is_compiling() if case.compiled is None else case.compiled
     if compiled and device == "cpu" and case.query.requires_grad and case.key.shape[-2] <= WRITTEN_OUT_KEYS:
         return "reference", f"the fastest for compiled training on a CPU with at most {WRITTEN_OUT_KEYS} keys"
-    return "sdpa", "torch's fused kernels support every compatibility function with a lowered form"
+    return "sdpa", "torch's fused kernels support every compatibility function that can be written as a dot product"
 
 
 def refusal(implementation: str, case: Case) -> str | None:

@@ -37,7 +37,7 @@ class LayerCache:
         if isinstance(self.length, int):
             stop = self.length + n_new
             assert stop <= self.keys.shape[2], (
-                f"{stop} tokens do not fit a cache with a capacity of {self.keys.shape[2]}"
+                f"{stop} tokens do not fit a cache with a capacity of {self.keys.shape[2]} tokens"
             )
             self.keys[:, :, self.length : stop] = key
             self.values[:, :, self.length : stop] = value
@@ -100,7 +100,7 @@ class KeyValueCache:
         """Shorten sequence i to its first lengths[i] tokens. Later tokens overwrite the removed ones."""
         if isinstance(self.length, int) or self.length.ndim == 0:
             assert len(set(lengths)) == 1, (
-                f"this cache needs sequences of one length, got {lengths}; make the cache ragged"
+                f"all sequences in this cache must be equally long, got {lengths}; make the cache ragged"
             )
             self.length = lengths[0] if isinstance(self.length, int) else self.length.fill_(lengths[0])
         else:

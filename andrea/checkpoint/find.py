@@ -75,5 +75,5 @@ def locate(
             return read_checkpoint(run)
     found = newest_whole(run, report)
     if found is None:
-        raise UserError(f"{run} has no whole checkpoint; name another with {key}=…")
+        raise UserError(f"{run} has no complete checkpoint; name another run or checkpoint with {key}=…")
     return found

@@ -185,7 +185,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         version = int(manifest["format_version"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise Damaged(
-            f"{path} is not a whole checkpoint of this project: manifest.json or state.json is missing or cannot be read; "
+            f"{path} is not a complete checkpoint of this project: manifest.json or state.json is missing or cannot be read; "
             f"name another with checkpoint=…"
         ) from None
     if version != FORMAT_VERSION:
@@ -215,7 +215,7 @@ def check_files(path: Path, files: dict[str, Any]) -> bool:
         check_file(path, name, expected)
     if is_sharded and {f"{SHARDS}/{name}" for name in os.listdir(path / SHARDS)} - files.keys():
         raise Damaged(
-            f"{path} is not a checkpoint of this project: {SHARDS}/ holds files that its manifest does not list"
+            f"{path} is not a checkpoint of this project: {SHARDS}/ holds files that manifest.json does not list"
         )
     for name in ("tokenizer.tiktoken", *(["optimizer.safetensors"] if "model.safetensors" in files else [])):
         if os.path.lexists(path / name) and name not in files:

@@ -69,7 +69,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     torchrun.record_exit_code(code)
-    if code and torchrun.has_many_ranks():  # a normal exit would wait for threads and cards that wait for lost ranks
+    if code and torchrun.has_many_ranks():  # a normal exit would wait for threads and GPUs that wait for lost ranks
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -146,7 +146,9 @@ def compose(config_name: str, line: CommandLine) -> dict:
             )
         plain = OmegaConf.to_container(composed, resolve=True)
     except (*hydra_errors(), YAMLError) as error:
-        raise UserError(f"configs/{config_name}.yaml or a group it names cannot be read: {error}") from error
+        raise UserError(
+            f"configs/{config_name}.yaml, or a group file that it names, cannot be read: {error}"
+        ) from error
     return lay_over(plain, line.values)
 
 
@@ -187,7 +189,7 @@ def read_yaml(key: str, value: str) -> Any:
     except (yaml.YAMLError, *YAML_FAULTS):
         raise UserError(f"{key}={value} cannot be read; {hint}") from None
     if aliases:  # nested aliases can expand to more than any memory holds
-        raise UserError(f"{key}={value} has an alias (*name), which is not supported; write out its value")
+        raise UserError(f"{key}={value} has an alias (*name), which is not supported; write the value itself")
     if any(isinstance(entry, int) and abs(entry) > LARGEST_INTEGER for entry in entries_of(loaded)):
         raise UserError(f"{key}={value} holds a number beyond {LARGEST_INTEGER}")
     return loaded

@@ -31,7 +31,9 @@ def consolidate(argv: list[str]) -> int:
 
     checkpoint = locate(config.checkpoint, Path(config.runs_dir))
     consolidate(checkpoint.path)
-    print(f"{checkpoint.path} {'is now' if checkpoint.is_sharded else 'was already'} in the single-folder format")
+    print(
+        f"{checkpoint.path} {'now has' if checkpoint.is_sharded else 'already had'} one file of weights and one of optimizer state"
+    )
     return 0
 
 

@@ -60,12 +60,12 @@ def nearest_divisor(whole: int, wanted: int) -> int:
 def check_attention(attention: AttentionConfig, path: str) -> None:
     if attention.qk_clip is not None and attention.compatibility in ("cosine", "additive"):
         raise UserError(
-            f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys, which does not bound the logits of "
+            f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys; this does not bound the logits of "
             f"{path}.compatibility={attention.compatibility}; set {path}.qk_clip=null"
         )
     if attention.qk_clip is not None and "." in attention.compatibility:
         raise UserError(
-            f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys, which need not bound the logits of a class of "
+            f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys; this may not bound the logits of a class of "
             f"your own, {path}.compatibility={attention.compatibility}; set {path}.qk_clip=null"
         )
     if attention.qk_clip is not None and attention.implementation not in ("auto", "reference", "triton"):
@@ -80,7 +80,7 @@ def check_attention(attention: AttentionConfig, path: str) -> None:
         )
     if attention.compatibility != "additive" and attention.implementation == "chunked":
         raise UserError(
-            f"{path}.implementation=chunked serves {path}.compatibility=additive only, got {attention.compatibility}; "
+            f"{path}.implementation=chunked serves only {path}.compatibility=additive, got {attention.compatibility}; "
             f"use auto"
         )
 

@@ -133,7 +133,7 @@ class Engine:
         n_window = self.model.config.sequence_length
         if n_cut:
             raise UserError(
-                f"prompt has {n_window + n_cut} tokens, the model sees at most model.sequence_length={n_window}; shorten "
+                f"prompt has {n_window + n_cut} tokens, but the model sees at most model.sequence_length={n_window}; shorten "
                 f"prompt=…, or train a model with a larger model.sequence_length"
             )
         return tokens

@@ -240,7 +240,10 @@ def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
     weight = model.embedding.weight
     if not is_built_in(model):
         if int8:
-            raise UserError("precision=int8 serves the built-in MLPs and compatibility functions; use precision=bf16")
+            raise UserError(
+                "precision=int8 serves only the built-in MLPs and compatibility functions, and this model has one of your "
+                "own; use precision=bf16"
+            )
         return model
     native = not compiled and has_native(weight)
     if int8 or native or (not compiled and has_onednn(weight)):

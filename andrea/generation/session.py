@@ -69,7 +69,7 @@ def check_device_offers(precision: str, compile_: str, device: torch.device) -> 
             f"precision=int8 is not faster on {device} without compile=on; add compile=on, or use precision=bf16"
         )
     if compile_ == "on" and device.type != "cuda":
-        raise UserError(f"compile=on needs a CUDA card, got device={device.type}; use compile=off")
+        raise UserError(f"compile=on needs a CUDA GPU, got device={device.type}; use compile=off")
 
 
 def request_of(config: SampleConfig) -> Request:
@@ -94,8 +94,8 @@ def read_prompt(prompt: str) -> str:
         path = Path(prompt[1:])
         if not os.path.isfile(path):  # isfile is False even for names that no file can have
             raise UserError(
-                f"prompt={prompt}: there is no file {str(path)!r} to read (@FILE); give a prompt that begins with @ "
-                f"on standard input, with prompt=-"
+                f"prompt={prompt}: there is no file {str(path)!r} to read (@FILE); to begin a prompt with @, write "
+                f"the prompt to standard input and set prompt=-"
             )
         content, origin = path.read_bytes(), str(path)
     else:

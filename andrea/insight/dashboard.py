@@ -33,16 +33,16 @@ OPTIMISATION = {
 ATTENTION = {
     "attention/entropy_nats": "entropy, nats",
     "attention/entropy_share": "entropy as a share of the uniform distribution's",
-    "attention/lowest_entropy_share": "entropy share of the lowest head",
+    "attention/lowest_entropy_share": "lowest entropy of a head, as a share of the uniform distribution's",
     "attention/largest_logit": "largest logit",
     "attention/first_token_mass": "weight on the first token",
-    "attention/highest_first_token_mass": "weight on the first token, in the highest head",
+    "attention/highest_first_token_mass": "largest weight of a head on the first token",
     "attention/previous_token_mass": "weight on the previous token",
-    "attention/highest_previous_token_mass": "weight on the previous token, in the highest head",
+    "attention/highest_previous_token_mass": "largest weight of a head on the previous token",
 }
 HEALTH = {  # pattern of keys -> title of the panel; the keys come from andrea/training/health/
     "^health/findings/.*": "findings: 1 where a check failed",
-    "^health/text/.*": "the same figures for generated text and for validation text",
+    "^health/text/.*": "repetition and variety of generated text and of validation text",
     "^health/(loss|gradient)_spikes$|^health/clipped_share$|^health/update_ratio": "optimisation",
     "^health/heads_.*": "attention",
     "^health/(val_less_train|epochs).*": "data",

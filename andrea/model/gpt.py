@@ -46,7 +46,7 @@ class Block(nn.Module):
         compatibility = make_compatibility(attention.compatibility, config.n_head, config.d_head)
         if config.position == "rotary" and not compatibility.lowers:
             raise UserError(
-                f"attention.compatibility={attention.compatibility} has no method `lower`, which model.position=rotary acts on; "
+                f"attention.compatibility={attention.compatibility} has no method `lower`, which model.position=rotary needs; "
                 f"write one, or set model.position=learned or none"
             )
         self.attention_norm = make_norm(config)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from andrea.config import UserError
 
-# Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. MFU (model FLOPs utilisation) is shown for these cards only.
+# Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. MFU (model FLOPs utilisation) is shown for these GPUs only.
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -92,18 +92,18 @@ def return_freed_memory() -> None:
 
 
 def choose_precision(requested: str, device: torch.device) -> Choice:
-    """`auto` is bf16 where the device multiplies in bf16, fp16 with a loss scale on older cards, and fp32 otherwise.
+    """`auto` is bf16 where the device multiplies in bf16, fp16 with a loss scale on older GPUs, and fp32 otherwise.
 
-    Raises UserError for fp16 without a CUDA card.
+    Raises UserError for fp16 without a CUDA GPU.
     """
     if requested == "fp16" and device.type != "cuda":
-        raise UserError(f"precision=fp16 needs a CUDA card, got device={device.type}; use precision=bf16 or fp32")
+        raise UserError(f"precision=fp16 needs a CUDA GPU, got device={device.type}; use precision=bf16 or fp32")
     if requested != "auto":
         return Choice(requested, "as set")
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return Choice("bf16", "the GPU has bf16 instructions")
-        return Choice("fp16", "the GPU has no bf16 instructions; fp16 needs a loss scale")
+        return Choice("fp16", "the GPU has no bf16 instructions; the loss is scaled automatically")
     if device.type == "cpu" and cpu_multiplies_bf16():
         return Choice("bf16", "this CPU has bf16 instructions")
     return Choice("fp32", "bf16 is not faster on this device")

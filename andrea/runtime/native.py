@@ -48,7 +48,7 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
             return ctypes.CDLL(str(path))
         except subprocess.CalledProcessError as error:
             reason = error.stderr.decode(errors="replace").strip().partition("\n")[0]
-            warnings.warn(f"{source.name} was not compiled, torch's kernels are used instead: {reason}", stacklevel=2)
+            warnings.warn(f"{source.name} was not compiled; torch's kernels are used instead: {reason}", stacklevel=2)
             return None
         except OSError:  # a folder without write permission, or from which the system loads no libraries
             continue

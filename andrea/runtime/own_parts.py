@@ -59,7 +59,7 @@ def own_class(key: str, path: str, base: type) -> type:
     if not (allowed.everything or path in allowed.paths):
         raise UserError(
             f"{key}={path} comes from a checkpoint or a saved configuration and is not imported, because importing runs "
-            f"its code; if you trust it, add trust=true (when training, naming {key}={path} allows it too)"
+            f"its code; if you trust the code, add trust=true (for training, {key}={path} on the command line is enough)"
         )
     module_name, _, class_name = path.rpartition(".")
     found = getattr(imported(key, path, module_name), class_name, None)

@@ -64,7 +64,7 @@ def open_shard(path: Path) -> np.ndarray:
         )
     if count < 0 or size != HEADER_BYTES + count * TOKEN.itemsize:
         held = (size - HEADER_BYTES) // TOKEN.itemsize
-        raise UserError(f"{path} is damaged: its header gives {count} tokens, it holds {held}; {remedy}")
+        raise UserError(f"{path} is damaged: its header says {count} tokens, but the file holds {held}; {remedy}")
     if count == 0:
         return np.zeros(0, dtype=TOKEN)
     return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(count,))

@@ -64,7 +64,7 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         return [
-            f"left out {count:,} {reason}: {', '.join(self.names[reason])}{', …' if count > NAMED_AT_MOST else ''}"
+            f"left out {count:,} ({reason}): {', '.join(self.names[reason])}{', …' if count > NAMED_AT_MOST else ''}"
             for reason, count in self.counts.items()
         ]
 

@@ -226,8 +226,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is damaged ({error}); copy it again, or prepare the data again") from error
     if found.description() != description:
         raise UserError(
-            f"{path} names {identity}, but describes the tokenizer {found.identity}: "
-            f"that file or {RANKS} was changed; copy both again"
+            f"{path} says that the tokenizer is {identity}, but the files of this folder hold {found.identity}: one of "
+            f"them was changed; copy {DESCRIPTION} and {RANKS} again, or prepare the data again"
         )
     return found
 
@@ -303,7 +303,7 @@ def load_gpt2(path: str | None) -> Tokenizer:
         found = from_pair(folder)
     if found.n_vocab != 50257:
         raise UserError(
-            f"tokenizer.path={path} holds {found.n_vocab} tokens, GPT-2 has 50257; choose tokenizer=bpe for it"
+            f"tokenizer.path={path} holds {found.n_vocab} tokens, but GPT-2 has 50257; choose tokenizer=bpe for it"
         )
     return found
 
@@ -334,6 +334,6 @@ def download_gpt2() -> Tokenizer:
         names = " and ".join(cached for cached, _ in GPT2_FILES.values())
         raise UserError(
             f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); put "
-            f"vocab.bpe and encoder.json (in the cache: {names}) into a folder and set tokenizer.path=FOLDER"
+            f"vocab.bpe and encoder.json (named {names} in the cache) into a folder and set tokenizer.path=FOLDER"
         ) from error
     return RankTokenizer("gpt2", ranks)

@@ -100,7 +100,7 @@ class Evaluator:
         """The health figures. Findings that begin or end are sent to the loggers as alerts."""
         model = self.model()
         if model is not None:
-            with self.records.extra("the health checks"):
+            with self.records.extra("computing the health checks"):
                 return self.health_figures(model, by_source, size_ratios)
         return {}
 
@@ -128,7 +128,7 @@ class Evaluator:
         """The attention figures, over all heads and of each head, measured on a fixed batch of held-out text."""
         model = self.model()
         if model is not None:
-            with self.records.extra("the measurement of the heads"):
+            with self.records.extra("measuring the attention heads"):
                 heads = self.measured_heads(model)
                 return scalars(heads) | heatmaps(heads)
         return {}
@@ -141,7 +141,7 @@ class Evaluator:
     def draw_attention(self) -> None:
         model = self.model()
         if model is not None and self.draw_lens is not None and self.lens_prompt:
-            with self.records.extra("the lens page"):
+            with self.records.extra("writing the lens page"):
                 self.records.page("lens", self.draw_lens(model, self.corpus.tokenizer, self.lens_prompt))
 
     # ------------------------------------------------------------------------------- cached until the next step
@@ -179,7 +179,7 @@ def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:
     n_token, n_window = len(tokenizer.encode(str(config.data.sample_prompt))), config.model.sequence_length
     if config.train.sample_tokens and n_token > n_window:
         raise UserError(
-            f"data.sample_prompt has {n_token} tokens, the model sees at most model.sequence_length={n_window}; shorten "
+            f"data.sample_prompt has {n_token} tokens, but the model sees at most model.sequence_length={n_window}; shorten "
             f"data.sample_prompt, or write no samples with train.sample_tokens=0"
         )
 

@@ -28,12 +28,12 @@ LEAST_CAPABILITY = (8, 9)
 def check_float8(model: ModelConfig, device: torch.device, precision: str) -> None:
     """Raises UserError if the model, the device or the precision does not allow 8-bit products."""
     if device.type != "cuda":
-        raise UserError(f"float8=true needs a CUDA card, got device={device.type}; use float8=false")
+        raise UserError(f"float8=true needs a CUDA GPU, got device={device.type}; use float8=false")
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         shown, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         raise UserError(
-            f"float8=true needs compute capability {least} or later, but this card has {shown}; use float8=false"
+            f"float8=true needs compute capability {least} or later, but this GPU has {shown}; use float8=false"
         )
     if precision != "bf16":
         raise UserError(

@@ -156,9 +156,7 @@ def test_a_changed_module_is_named_by_every_command_that_loads_it(train, place: 
 
 def test_a_function_without_a_lowered_form(train, place: Path) -> None:
     own = ["attention.compatibility=my_module.Distance"]
-    with pytest.raises(
-        UserError, match="my_module.Distance has no method `lower`, which model.position=rotary acts on"
-    ):
+    with pytest.raises(UserError, match="my_module.Distance has no method `lower`, which model.position=rotary needs"):
         train(*SHORT, *own)
     assert train(*SHORT, *own, "model.position=learned") == 0
     words = ["checkpoint=own", "device=cpu", "trust=true", "prompt=import this", "out=lens.html"]
@@ -166,7 +164,7 @@ def test_a_function_without_a_lowered_form(train, place: Path) -> None:
     loaded = andrea.load("own", trust=True, precision="fp32")
     text, logits = "import", loaded.logits("import")
     assert loaded.generate(text, max_new_tokens=1, temperature=0) == loaded.tokenizer.decode([int(logits[-1].argmax())])
-    with pytest.raises(UserError, match="precision=int8 serves the built-in"):
+    with pytest.raises(UserError, match="precision=int8 serves only the built-in"):
         andrea.load("own", trust=True, precision="int8").generate("a", max_new_tokens=1)
 
 

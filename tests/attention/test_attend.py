@@ -154,10 +154,16 @@ def test_choose_tells_what_runs_and_why():
     def chosen(name, compatibility=SCALED, **options):
         return choose(name, AttentionCase(*inputs, compatibility, **options))
 
-    assert chosen("auto") == ("sdpa", "torch's fused kernels support every compatibility function with a lowered form")
+    assert chosen("auto") == (
+        "sdpa",
+        "torch's fused kernels support every compatibility function that can be written as a dot product",
+    )
     for name in ("sdpa", "reference"):
         assert chosen(name) == (name, "chosen by name")
-    assert chosen("auto", statistics=True) == ("reference", "here only the readable path computes statistics")
+    assert chosen("auto", statistics=True) == (
+        "reference",
+        "only the reference implementation computes statistics for this case",
+    )
     additive = Additive(7, 7, 5)
     for statistics in (False, True):
         assert chosen("auto", compatibility=additive, statistics=statistics)[0] == "chunked"
@@ -166,7 +172,10 @@ def test_choose_tells_what_runs_and_why():
         def scores(self, query, key):
             return (query @ key.mT).relu()
 
-    assert chosen("auto", compatibility=ScoresAlone()) == ("reference", "ScoresAlone has no lowered form")
+    assert chosen("auto", compatibility=ScoresAlone()) == (
+        "reference",
+        "ScoresAlone has no lowered form (a plain dot product)",
+    )
     assert chosen("auto", compiled=True)[0] == "sdpa"  # nothing trains here: no gradient is wanted
 
 
@@ -181,8 +190,8 @@ def test_choose_tells_what_runs_and_why():
         ("triton", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form"),
         ("chunked", {}, "it supports the additive function only"),
         ("sdpa", {"statistics": True}, "it does not return statistics; use triton or reference"),
-        ("flex", {}, "it needs a CUDA card, got device=cpu"),
-        ("sdpa_cudnn", {}, "it needs a CUDA card, got device=cpu"),
+        ("flex", {}, "it needs a CUDA GPU, got device=cpu"),
+        ("sdpa_cudnn", {}, "it needs a CUDA GPU, got device=cpu"),
         ("triton", {"mask": Checkered()}, "the mask Checkered does not say which interval of keys a query sees"),
         ("triton", {"mask": causal() & Checkered()}, "the mask Both does not say which interval"),
     ],

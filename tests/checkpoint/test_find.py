@@ -41,7 +41,7 @@ def test_a_missing_checkpoint_is_an_error_with_the_nearest_name(tmp_path: Path) 
     with pytest.raises(UserError, match="did you mean first"):
         locate("frist", tmp_path)
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         locate("empty", tmp_path)
 
 

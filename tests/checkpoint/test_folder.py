@@ -67,7 +67,7 @@ def test_a_manifest_with_files_outside_the_folder_or_malformed_is_refused(tmp_pa
 
 def test_a_foreign_folder_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    with pytest.raises(Damaged, match="other is not a whole checkpoint"):
+    with pytest.raises(Damaged, match="other is not a complete checkpoint"):
         read_checkpoint(tmp_path / "other")
     with pytest.raises(Damaged, match="no such folder"):
         read_checkpoint(tmp_path / "absent")

@@ -73,7 +73,7 @@ def test_the_description_names_matrices_in_8_bits(tmp_path, capsys, dtype):
 
 def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
     write(tmp_path)
-    with pytest.raises(UserError, match="compile=on needs a CUDA card, got device=cpu"):
+    with pytest.raises(UserError, match="compile=on needs a CUDA GPU, got device=cpu"):
         sample(config_of(tmp_path, compile="on"), torch.device("cpu"), torch.float32)
 
 

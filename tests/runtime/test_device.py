@@ -36,7 +36,7 @@ def test_threads_are_at_least_one_and_as_asked() -> None:
 
 def test_precision_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_precision("fp32", CPU).value == "fp32"
-    with pytest.raises(UserError, match="fp16 needs a CUDA card"):
+    with pytest.raises(UserError, match="fp16 needs a CUDA GPU"):
         choose_precision("fp16", CPU)
     for multiplies, expected in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(module, "cpu_multiplies_bf16", lambda answer=multiplies: answer)

@@ -61,7 +61,7 @@ def test_a_changed_source_is_another_library(source: Path, tmp_path: Path) -> No
 
 def test_the_compiler_s_refusal_is_a_warning(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ -fno-such-option")
-    with pytest.warns(UserWarning, match="twice.cpp was not compiled, torch's kernels are used instead: .*no-such-opt"):
+    with pytest.warns(UserWarning, match="twice.cpp was not compiled; torch's kernels are used instead: .*no-such-opt"):
         assert compiled_library(source) is None
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 

@@ -42,4 +42,4 @@ def test_the_attention_bench_measures_what_can_run(tmp_path):
         "triton by address", "triton as it trains",
     ]  # fmt: skip
     assert all(max(row["error_over_readable"]) < 3 and row["both_ms"] > 0 for row in rows)
-    assert "sdpa_flash left out: implementation='sdpa_flash' cannot be used here: it needs a CUDA card" in done.stdout
+    assert "sdpa_flash left out: implementation='sdpa_flash' cannot be used here: it needs a CUDA GPU" in done.stdout

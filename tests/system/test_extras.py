@@ -40,7 +40,10 @@ def test_a_page_that_cannot_be_written_is_one_line_and_the_run_goes_on(
     (run / "lens").touch()  # a file where the folder of the pages would be
     code, out, err = run_script(script("train"), tiny_words(tmp_path, notes, "name=a"), capsys)
     assert code == 0 and not err and saved_steps(run) == STEPS
-    assert out.count("the lens page failed") == 1 and "step 4: the lens page failed (FileExistsError" in out
+    assert (
+        out.count("writing the lens page failed") == 1
+        and "step 4: writing the lens page failed (FileExistsError" in out
+    )
     assert (run / "run.log").read_text().count("Traceback") == 1
 
 

@@ -89,7 +89,7 @@ def test_files_that_are_not_text_are_left_out_and_reported(tmp_path: Path) -> No
     said: list[str] = []
     assert source.check(said.append) == 10
     assert "".join([*source.documents("train"), *source.documents("val")]) == "good\ntext\n"
-    assert any("left out 1 empty: empty.md" in line for line in said)
+    assert any("left out 1 (empty): empty.md" in line for line in said)
     assert any("left out 7" in line and "bad0.txt" in line and line.endswith("…") for line in said)
 
 
@@ -153,7 +153,7 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     said: list[str] = []
     assert source.check(said.append) == sum(len(text) for text in texts)
     assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
-    for words in ("2 empty", "1 parquet without", "1 unreadable"):
+    for words in ("2 (empty)", "1 (parquet without", "1 (unreadable"):
         assert any(words in line for line in said)
 
 

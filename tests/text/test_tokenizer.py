@@ -171,7 +171,7 @@ def test_wrong_paths_are_named(bpe: RankTokenizer, tmp_path: Path) -> None:
         ("gpt2", None, "bpe"): "choose tokenizer=bpe",
         ("gpt2", None, "empty"): "vocab.bpe",
         ("gpt2", None, "missing"): "does not exist",
-        ("gpt2", None, "bpe/tokenizer.tiktoken"): "GPT-2 has 50257",
+        ("gpt2", None, "bpe/tokenizer.tiktoken"): "but GPT-2 has 50257",
     }
     for (kind, size, name), words in wrong.items():
         with pytest.raises(UserError, match=words) as caught:

@@ -60,7 +60,7 @@ def test_only_layers_whose_sizes_fit_are_changed() -> None:
 
 
 def test_a_cpu_is_refused(tiny_run) -> None:
-    with pytest.raises(UserError, match="float8=true needs a CUDA card, got device=cpu; use float8=false"):
+    with pytest.raises(UserError, match="float8=true needs a CUDA GPU, got device=cpu; use float8=false"):
         tiny_run("name=refused", "precision=bf16", "float8=true")
 
 
@@ -96,10 +96,10 @@ def losses(folder: Path) -> list[float]:
 def test_what_it_cannot_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model, card = model_of(), torch.device("cuda")
     for kind in ("cpu", "mps"):
-        with pytest.raises(UserError, match=f"needs a CUDA card, got device={kind}; use float8=false"):
+        with pytest.raises(UserError, match=f"needs a CUDA GPU, got device={kind}; use float8=false"):
             check_float8(model, torch.device(kind), "bf16")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UserError, match="compute capability 8.9 or later, but this card has 8.0"):
+    with pytest.raises(UserError, match="compute capability 8.9 or later, but this GPU has 8.0"):
         check_float8(model, card, "bf16")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     check_float8(model, card, "bf16")

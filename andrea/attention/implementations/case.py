@@ -74,7 +74,8 @@ class Case:
         if mask is not None and mask.n_leading not in (0, len(lead)):
             raise ValueError(
                 f"the mask has {mask.n_leading} leading dimensions and query {tuple(query.shape)} has {len(lead)}: for "
-                f"tensors (B, H, T, d) give key_padding lengths (B, 1) and packed_documents documents (B, 1, S)"
+                f"tensors of shape (B, H, T, d), `key_padding` needs lengths of shape (B, 1), and `packed_documents` needs "
+                f"documents of shape (B, 1, S)"
             )
         if lead and (key.shape[-3] == 0 or lead[-1] % key.shape[-3]):
             raise ValueError(
@@ -94,7 +95,7 @@ def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
 def refusal_without_cuda(case: Case) -> str | None:
     """The reason why torch's CUDA-only kernels cannot serve the case, or None."""
     if case.query.device.type != "cuda":
-        return f"it needs a CUDA card, got device={case.query.device.type}"
+        return f"it needs a CUDA GPU, got device={case.query.device.type}"
     return None
 
 

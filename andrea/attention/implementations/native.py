@@ -30,7 +30,7 @@ def refusal(case: Case) -> str | None:
     if query.shape[-2] != key.shape[-2] or not (isinstance(start, int) and start == 0):
         return "it needs as many queries as keys, both from the first position"
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % D_STEP:
-        return f"it needs keys and values of one width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
+        return f"it needs keys and values of equal width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
     if not has_native():
         return "it needs g++ and a processor with bf16 instructions (AVX512-BF16)"
     return None

@@ -38,15 +38,15 @@ def refusal(case: Case) -> str | None:
     if not has_triton():
         return "triton is not installed (a CUDA build of torch includes it; otherwise run: pip install triton)"
     if query.device.type != "cuda" and not interpreted:
-        return f"it needs a CUDA card, got device={query.device.type} (TRITON_INTERPRET=1 runs it slowly on any device)"
+        return f"it needs a CUDA GPU, got device={query.device.type} (TRITON_INTERPRET=1 runs it slowly on any device)"
     if case.product_dtype not in DTYPES:
         return f"it computes in fp32, fp16 and bf16, got {case.product_dtype}"
     if interpreted and case.product_dtype == torch.bfloat16:
         return "triton's interpreter computes bf16 wrongly; use fp32 or fp16"
     if max(query.shape[-1], value.shape[-1]) > WIDEST_HEAD:
-        return f"its widest head is {WIDEST_HEAD}, got {max(query.shape[-1], value.shape[-1])}"
+        return f"its largest head width is {WIDEST_HEAD}, got {max(query.shape[-1], value.shape[-1])}"
     if any(tensor.shape[-2] * tensor.stride(-2) >= 2**31 for tensor in (query, key, value)):
-        return "the rows of one head are more than 2^31 elements apart in memory"
+        return "the rows of one head span 2^31 elements or more in memory"
     if mask is not None and not mask.is_interval:
         return f"the mask {type(mask).__name__} does not say which interval of keys a query sees"
     return None
@@ -71,7 +71,7 @@ def run(case: Case) -> Result:
     first = stop = None
     if mask is not None and not causal:
         interval = visible_interval(mask, n_query, n_key, start, query.device)
-        assert interval is not None, "such a mask is refused"
+        assert interval is not None, "a mask without an interval is refused"
         ends = torch.broadcast_tensors(*interval)
         first, stop = (of_heads(end, lead).to(torch.int32).contiguous() for end in ends)
     query, key, value = (each.to(case.product_dtype) for each in (query, key, case.value))

@@ -186,7 +186,7 @@ def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
     """Facts of the run's newest checkpoint. Raises LeftOut."""
     saved = checkpoints_of(folder)
     if not saved:
-        raise LeftOut("no checkpoint yet; the model's size and the identity of its data are read from it")
+        raise LeftOut("no checkpoint yet; the model's size and the identity of its data are read from a checkpoint")
     newest = saved[-1]
     try:
         state = json.loads((newest / "state.json").read_text(encoding="utf-8"))

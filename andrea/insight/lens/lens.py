@@ -68,7 +68,7 @@ def check_writable(out: Path) -> None:
     """Raises UserError if `out` cannot be written. Called before anything is computed."""
     folder = out.parent
     if not folder.is_dir():
-        raise UserError(f"out={out}: there is no folder {str(folder)!r}; make it, or name another with out=…")
+        raise UserError(f"out={out}: there is no folder {str(folder)!r}; create it, or name another file with out=…")
     if out.is_dir() or not os.access(out if out.exists() else folder, os.W_OK):
         raise UserError(f"out={out} cannot be written; name another file with out=…")
 
@@ -101,8 +101,8 @@ def write_page(
     most = page.most_full_heads(LARGEST_PAGE_BYTES)
     if len(chosen) > most:
         raise UserError(
-            f"heads={','.join(f'{layer}.{head}' for layer, head in chosen[:3])},… asks for {len(chosen)} heads in full; "
-            f"at {len(tokens)} tokens {most} fit into {LARGEST_PAGE_BYTES / 1e6:.0f} MB: ask for fewer with heads=…"
+            f"heads={','.join(f'{layer}.{head}' for layer, head in chosen[:3])},… asks for {len(chosen)} heads in full, "
+            f"but at {len(tokens)} tokens only {most} fit into a page of {LARGEST_PAGE_BYTES / 1e6:.0f} MB; ask for fewer"
         )
     all_full = len(tokens) <= MOST_TOKENS_ALL_FULL
     others = [head for head in measurements.by_interest() if all_full or head in measurements.named]
@@ -147,7 +147,7 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
     stream = io.BytesIO()
     np.savez(stream, weights=weights, tokens=np.array(tokens), token_texts=texts, **arrays)
     save(out, stream.getbuffer())
-    return f"{out} · weights {' x '.join(map(str, shape))} float32, {len(arrays)} scores"
+    return f"{out} · weights {' x '.join(map(str, shape))} float32, {len(arrays)} arrays of head scores"
 
 
 def write_picture(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int], chosen: list[Head]) -> str:

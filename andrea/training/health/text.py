@@ -32,7 +32,7 @@ class TextCheck(Check):
             remedy=REMEDY,
         ),
         "repeated_punctuation": Finding(
-            "most samples repeat the same marks, which real text rarely does",
+            "most samples repeat the same punctuation marks, which real text rarely does",
             fails_run=True,
             keys=("repetition", "failing_share"),
             remedy=REMEDY,

@@ -32,7 +32,7 @@ def make_loss(
     if config.compile == "off":
         return loss, config
     configure_compiler(device)
-    console.say("compiling the training step: up to a minute, cached for the next start …")
+    console.say("compiling the training step (up to a minute; the next start reuses the compiled code) …")
     clock = time.perf_counter()
     shape = (config.train.micro_batch, config.model.sequence_length)
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))

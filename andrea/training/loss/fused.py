@@ -34,7 +34,7 @@ def fused_cross_entropy(
     is fp32. fp16 is not allowed: its small gradients would vanish, because the loss scale is applied after this
     function.
     """
-    assert dtype != torch.float16, "fp16 gradients need the loss scale: use the readable path"
+    assert dtype != torch.float16, "fp16 gradients need the loss scale: use loss_sum_from_hidden"
     rows, row_targets = hidden.flatten(0, -2), targets.flatten()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return FusedCrossEntropy.apply(rows, weight, row_targets, cap, dtype)

@@ -189,7 +189,7 @@ class ShardedSaver(Saver):
                 if sys.platform == "linux":  # elsewhere a thread has no priority of its own
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
                 if card is not None:
-                    torch.cuda.set_device(card)  # a new thread starts with card 0
+                    torch.cuda.set_device(card)  # a new thread starts with GPU 0
                 with raising_rank_lost():
                     work()
             except BaseException as failure:

@@ -41,8 +41,8 @@ def describe(config: RunConfig) -> str:
         ),
         *((f"  {part}", f"{gib:.2f} GiB") for part, gib in parts_in_gib(memory).items()),
         ("free memory", f"{free / GIB:.2f} GiB on {device}, {precision.value} ({precision.why})"),
-        ("on 1 × 80 GB", on_cards(config, n_vocab, 1)),
-        ("on 8 × 80 GB", on_cards(config, n_vocab, 8)),
+        ("on 1 GPU of 80 GB", on_cards(config, n_vocab, 1)),
+        ("on 8 GPUs of 80 GB", on_cards(config, n_vocab, 8)),
         ("tokens per step", f"{config.tokens_per_step:,}"),
         ("micro-batch", f"{micro_batch} sequences"),
         ("steps", f"{config.steps:,}"),
@@ -85,7 +85,7 @@ def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
         return f"does not fit: {sharing.why}; train.activation_checkpointing=true needs less memory"
     parts = " · ".join(f"{part} {gib:.1f}" for part, gib in parts_in_gib(memory).items())
     how = f"{sharing.value}, " if ranks > 1 else ""
-    return f"{how}{precision}, micro-batch: {micro_batch} sequences, {memory.total / GIB:.1f} GiB a card ({parts})"
+    return f"{how}{precision}, micro-batch: {micro_batch} sequences, {memory.total / GIB:.1f} GiB per GPU ({parts})"
 
 
 def parts_in_gib(memory: Memory) -> dict[str, float]:

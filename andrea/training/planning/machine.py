@@ -15,7 +15,7 @@ from andrea.training.parallel.ranks import Ranks
 GIB = 2**30
 USABLE_SHARE = 0.8  # of the free memory: a plan is not exact, and other programs need memory too
 CARD = torch.device("cuda")
-CARD_BYTES = 78 * GIB  # free on a card of 80 GB
+CARD_BYTES = 78 * GIB  # free on a GPU of 80 GB
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def device_of_rank(asked: str, ranks: Ranks) -> torch.device:
         raise UserError(
             f"device={asked} is one device, but there are {ranks.size} ranks; use device=cuda or device=cpu"
         )
-    if 1 < cards < ranks.local_size:  # one visible card is fine: SLURM can show each rank a different one
+    if 1 < cards < ranks.local_size:  # one visible GPU is fine: SLURM can show each rank a different one
         raise UserError(
-            f"there are {ranks.local_size} ranks on this machine, but {cards} cards; use --nproc-per-node={cards}"
+            f"there are {ranks.local_size} ranks on this machine, but {cards} GPUs; use --nproc-per-node={cards}"
         )
     return device
 

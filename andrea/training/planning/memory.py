@@ -95,7 +95,7 @@ def plan_memory(
     muon = optimizer == "muon"
     state = 2 * total - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
     share = ranks if sharded else 1
-    # On a card our kernel measures the heads without materialising the scores.
+    # On a GPU our kernel measures the heads without materialising the scores.
     observing = on_cpu and attention.qk_clip is not None
     activations = pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded)
     return Memory(

@@ -72,9 +72,9 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
             pass  # the exception keeps the tensors of its frames alive: leave this block before freeing memory
         torch.cuda.empty_cache()
     raise UserError(
-        f"train.micro_batch=auto was tried down to {candidates[-1]}, but the card's memory is too small; set "
+        f"train.micro_batch=auto: not even a micro-batch of {candidates[-1]} fits in the GPU's memory; set "
         f"train.activation_checkpointing=true, choose a smaller model or a smaller model.sequence_length, or use "
-        f"parallel=fsdp on several cards"
+        f"parallel=fsdp on several GPUs"
     )
 
 
@@ -109,5 +109,5 @@ def with_tried_micro_batch(config: RunConfig, parallel: Parallel, machine: Machi
     candidates = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * machine.free_bytes)
     fits = largest_that_fits(try_one, [n for n in candidates if n <= config.train.micro_batch])
     fits = int(parallel.ranks.minimum(torch.tensor(fits)))
-    console.say(f"micro-batch: {fits} sequences, the largest that fits here (tried)")
+    console.say(f"micro-batch: {fits} sequences, the largest that fitted when tried on this GPU")
     return dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=fits))

@@ -36,10 +36,10 @@ def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, fre
     """
     capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
     alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total
-    why = (
-        f"the whole model with one sequence needs {alone / GIB:.1f} GiB of the {capacity / GIB:.1f} that a rank may use"
-    )
+    why = f"the whole model with one sequence needs {alone / GIB:.1f} GiB, and a rank may use {capacity / GIB:.1f}"
     if alone <= capacity:
         return Choice("ddp" if ranks > 1 else "none", why)
     sharded = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision, ranks, sharded=True)).total
-    return Choice("fsdp", why + (f"; sharded over {ranks} ranks, {sharded / GIB:.1f}" if ranks > 1 else ""))
+    return Choice(
+        "fsdp", why + (f"; sharded over {ranks} ranks, it needs {sharded / GIB:.1f} on each" if ranks > 1 else "")
+    )

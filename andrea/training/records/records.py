@@ -102,7 +102,9 @@ class Extra:
             what = f"step {self.records.progress.step}: {self.name} failed"
             self.records.run_log.write(f"{what}\n{''.join(traceback.format_exception(error))}")
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.records.console.say(f"{what} ({reason}); training continues, {self.records.run_log.path} has more")
+            self.records.console.say(
+                f"{what} ({reason}); training continues; {self.records.run_log.path} has the traceback"
+            )
         return True
 
 

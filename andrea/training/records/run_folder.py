@@ -155,7 +155,7 @@ def run_folder_locked(folder: Path) -> Iterator[None]:
 def set_later_checkpoints_aside(folder: Path, checkpoint: Checkpoint | None, console: Console) -> None:
     """Rename the checkpoints after the one from which the run continues. Raises StorageFailed."""
     for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
-        console.say(f"renamed, because the run continues from an earlier step: {path}")
+        console.say(f"the run continues from an earlier step; a checkpoint after that step was renamed to {path}")
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

@@ -214,7 +214,7 @@ def test_blocks_that_nobody_sees_are_not_visited(monkeypatch):
     [
         ({"dtype": torch.bfloat16}, "interpreter computes bf16 wrongly"),
         ({"dtype": torch.float64}, "computes in fp32, fp16 and bf16, got torch.float64"),
-        ({"width": 264}, "widest head is 256, got 264"),
+        ({"width": 264}, "largest head width is 256, got 264"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(change, reason):
@@ -226,5 +226,5 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(change, reason):
 def test_without_a_card_it_is_refused(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     tensor = torch.randn(1, 1, 3, 16)
-    with pytest.raises(ValueError, match="it needs a CUDA card, got device=cpu"):
+    with pytest.raises(ValueError, match="it needs a CUDA GPU, got device=cpu"):
         attend(tensor, tensor, tensor, implementation="triton")

@@ -118,7 +118,7 @@ def test_compiled_and_under_autocast_it_is_the_same():
         ({"mask": None}, "the causal mask only"),
         ({"n_key": 12}, "as many queries as keys"),
         ({"width": 24}, "a multiple of 16, got 24"),
-        ({"width_of_value": 32}, "keys and values of one width"),
+        ({"width_of_value": 32}, "keys and values of equal width"),
         ({"start": 1}, "both from the first position"),
     ],
 )

@@ -32,7 +32,7 @@ def test_the_command_writes_page_and_picture_and_prints_the_fit(runs: Path, tmp_
     text = output_of(
         str(runs), f"out={out}", "size=900x600", "predict=andrea-nano", "predict_tokens=20M".replace("M", "000000")
     )
-    assert "full law, fitted to 8 runs" in text and "predicted for andrea-nano" in text
+    assert "the full law L(N, D), fitted to 8 runs" in text and "predicted for andrea-nano" in text
     assert "on 20.0M tokens" in text and "take this as a rough estimate" in text  # thousands of times the runs' size
     assert "caution" not in text
     page = out.read_text()

@@ -33,7 +33,7 @@ def test_the_law_of_noiseless_runs_is_recovered() -> None:
     parameters, tokens = design()
     found, why = fit(parameters, tokens, true_loss(parameters, tokens))
     asked = (4 * 466e6, 4 * 466e8)
-    assert "full law, fitted to 8 runs" in why
+    assert "the full law L(N, D), fitted to 8 runs" in why
     assert found.predict(*asked).value == pytest.approx(true_loss(*map(np.array, asked)), rel=2e-3)
     for interval, truth in ((found.irreducible, 1.69), (found.exponent("N"), 0.34), (found.exponent("D"), 0.28)):
         assert interval.low < truth < interval.high

@@ -95,7 +95,7 @@ def test_the_file_stays_within_its_limit(tmp_path: Path, monkeypatch) -> None:
         lens(run_of(tmp_path), torch.device("cpu"))
         written = (tmp_path / "lens.html").stat().st_size
         assert limit - 20_000 < written <= limit
-    with pytest.raises(UserError, match=r"asks for 15 heads in full; at 21 tokens \d+ fit"):
+    with pytest.raises(UserError, match=r"asks for 15 heads in full, but at 21 tokens only \d+ fit"):
         lens(run_of(tmp_path, heads=["*.*"]), torch.device("cpu"))
 
 

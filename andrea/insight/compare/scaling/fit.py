@@ -53,7 +53,7 @@ def fit_scaling(
     obstacle = obstacle_to_full_law(parameters, tokens)
     if not obstacle:
         fit = fit_law(("N", "D"), np.stack([parameters, tokens], 1), loss, seed)
-        return fit, f"full law, fitted to {n_run} runs"
+        return fit, f"the full law L(N, D), fitted to {n_run} runs"
     frontier = compute_frontier(flops, loss)
     if len(frontier) < FEWEST_RUNS:
         raise NoFit(f"no fit: {count(len(frontier), 'run')} on the compute frontier, {FEWEST_RUNS} needed; {obstacle}")
@@ -63,18 +63,18 @@ def fit_scaling(
             f"at least {LEAST_SPAN:g} needed; {obstacle}"
         )
     fit = fit_law(("C",), flops[frontier, None], loss[frontier], seed)
-    return fit, f"compute frontier, fitted to {len(frontier)} of {n_run} runs; {obstacle}"
+    return fit, f"L(C), fitted to the {len(frontier)} of {n_run} runs on the compute frontier; {obstacle}"
 
 
 def obstacle_to_full_law(parameters: np.ndarray, tokens: np.ndarray) -> str:
     """The reason why these runs do not determine the five parameters of L(N, D); '' if they do."""
     if len(parameters) < FEWEST_RUNS_OF_FULL_LAW:
-        return f"the full law has 5 parameters and needs {FEWEST_RUNS_OF_FULL_LAW} runs to estimate them and the noise"
+        return f"the full law L(N, D) has 5 constants and needs {FEWEST_RUNS_OF_FULL_LAW} runs to estimate them and the noise"
     for values, term, name in ((parameters, "A/N^alpha", "parameter"), (tokens, "B/D^beta", "token")):
         if span(values) < LEAST_SPAN or distinct(values) < FEWEST_VALUES:
             return (
                 f"the full law's {term} cannot be determined: the runs have {count(distinct(values), f'distinct {name} count')} "
-                f"over a factor of {span(values):.2g}, {FEWEST_VALUES} over a factor of {LEAST_SPAN:g} needed"
+                f"over a factor of {span(values):.2g}; at least {FEWEST_VALUES} over a factor of {LEAST_SPAN:g} are needed"
             )
     if abs(np.corrcoef(np.log(parameters), np.log(tokens))[0, 1]) > MOST_CORRELATION:
         return "the full law's A/N^alpha and B/D^beta cannot be separated: tokens grow in step with parameters"

@@ -70,7 +70,7 @@ def scaling_lines(runs: list[Run], target: Target | None, seed: int) -> list[str
         lines.append(f"left out of the fit, because unfinished: {unfinished}")
     other = [key for key in differences(finished) if key not in MAY_DIFFER and not key.startswith("train.")]
     if other:
-        lines.append(f"caution: a scaling law assumes one recipe, but these runs differ in {', '.join(other)}")
+        lines.append(f"caution: a scaling law assumes runs with equal settings, but these differ in {', '.join(other)}")
     if target:
         lines.append(prediction_line(fit, target, finished[-1]))
     return lines
@@ -106,7 +106,7 @@ def prediction_line(fit: ScalingFit, target: Target, run: Run) -> str:
         f"loss {nats} nats per token, {bits} bits per byte ({CONFIDENCE:.0%} interval of the mean over seeds); "
         f"the model has {reach} of the largest run"
         + (
-            f"; the intervals were tested up to {tested:g} times only: take this as a rough estimate"
+            f"; the intervals were tested only up to a factor of {tested:g}: take this as a rough estimate"
             if untested
             else ""
         )

@@ -117,7 +117,7 @@ function scaledDotProductSteps(query, key, score) {
     productStep("query · key", "how well the key matches the query", ["q", "k", "q·k"], unscaled, key, product),
     {
       title: ["÷ √d", sub("k")],
-      detail: "so that scores do not grow with the head's width",
+      detail: "keeps scores from growing with the head's width",
       formula: [`q·k / √${D} = ${formatNumber(product)} / ${formatNumber(root)}`],
       result: score,
     },
@@ -179,7 +179,7 @@ function weightSteps(head) {
     },
     {
       title: "normalise",
-      detail: "by the row's sum, so that its weights sum to 1",
+      detail: "divide by the row's sum, so that the row's weights sum to 1",
       formula: [
         `${formatNumber(exponential)} / ${formatNumber(softmax.sum)}`,
         line(`the row's sum over ${softmax.keys.length} visible keys`),
@@ -269,7 +269,7 @@ function attributionLine(ids, changes, at, factor) {
 
 function attributionNote() {
   const text =
-    "up and down: the next tokens whose logits the vector raises and lowers most when it is multiplied by the unembedding " +
+    "up and down: the next tokens whose logits rise and fall most when the vector is multiplied by the unembedding " +
     "matrix (direct logit attribution). The final norm is left out, because it depends on all other heads and layers.";
   return newElement("li", {}, line(), newElement("p", { class: "muted small" }, text), line());
 }

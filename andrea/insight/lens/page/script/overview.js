@@ -120,7 +120,7 @@ function writeNames() {
     );
     const best = byScore[0];
     const none = isPresent(score(best))
-      ? `none; the highest score is ${formatScore(score(best))}, of ${labelOf(best)}`
+      ? `none; the highest score is ${formatScore(score(best))}, of head ${labelOf(best)}`
       : "not measurable at this sequence length";
     return row(
       cell(newElement("b", {}, name.title)),
