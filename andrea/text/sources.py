@@ -151,7 +151,7 @@ class Source:
         return True
 
     def every_document(self, left_out: LeftOut) -> Iterator[Document]:
-        """The usable documents of both splits in a fixed order. Unusable ones are added to `left_out`."""
+        """The usable documents of both splits in a fixed order. Unusable documents are added to `left_out`."""
         for file, (name, size, _) in zip(self.files, self.listing, strict=True):
             if size == 0:
                 left_out.add("empty", name)
