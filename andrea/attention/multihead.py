@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         """Value and first_value (B, G, S, D) -> the mixture of both with value_residual, else `value` itself."""
         if (first_value is None) != (self.value_mix is None):
             raise ValueError(
-                "value_residual=True needs SharedInputs(first_value=…), the first layer's values; value_residual=False takes none"
+                "give SharedInputs(first_value=…), the first layer's values, if and only if value_residual=True"
             )
         if first_value is None:
             return value

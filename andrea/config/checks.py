@@ -113,8 +113,8 @@ def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
         )
     if not 257 <= tokenizer.vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
-            f"{path}.vocab_size={tokenizer.vocab_size} is out of range: 256 bytes and end-of-text need 257, two-byte token "
-            f"shards hold at most {LARGEST_VOCABULARY}"
+            f"{path}.vocab_size={tokenizer.vocab_size} is out of range: 256 bytes and end-of-text need 257 tokens, "
+            f"and the two bytes of a stored token can number at most {LARGEST_VOCABULARY}"
         )
 
 

@@ -247,7 +247,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         raise UserError(f"{path} is damaged: it must number all 256 single bytes and each token once; copy it again")
     if len(ranks) >= 1 << 16:
         raise UserError(
-            f"{path} holds {len(ranks)} tokens; at most 65535 and end-of-text fit into the two bytes of a shard's token"
+            f"{path} holds {len(ranks)} tokens; the two bytes of a stored token can number at most 65535 of them and end-of-text"
         )
     return ranks
 

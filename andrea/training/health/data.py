@@ -63,7 +63,7 @@ class DataCheck(Check):
             remedy="raise `data.sources.NAME.weight`",
         ),
         "leak": Finding(
-            "the validation loss is below the training loss by more than chance",
+            "the validation loss is below the training loss by more than chance explains",
             fails_run=False,
             keys=("leak_nats", "leak_errors"),
             remedy="search `data.path` for duplicates of held-out text",

@@ -60,7 +60,7 @@ def fit_scaling(
     if span(flops[frontier]) < LEAST_SPAN:
         raise NoFit(
             f"no fit: FLOPs on the compute frontier span a factor of {span(flops[frontier]):.2g}, "
-            f"at least {LEAST_SPAN:g} needed; {obstacle}"
+            f"at least {LEAST_SPAN:g} is needed; {obstacle}"
         )
     fit = fit_law(("C",), flops[frontier, None], loss[frontier], seed)
     return fit, f"L(C), fitted to the {len(frontier)} of {n_run} runs on the compute frontier; {obstacle}"
