@@ -181,7 +181,8 @@ class MultiHeadAttention(nn.Module):
         """Value and first_value (B, G, S, D) -> the mixture of both with value_residual, else `value` itself."""
         if (first_value is None) != (self.value_mix is None):
             raise ValueError(
-                "give SharedInputs(first_value=…), the first layer's values, if and only if value_residual=True"
+                "value_residual=True needs SharedInputs(first_value=…), the first layer's values; "
+                "value_residual=False takes no first_value"
             )
         if first_value is None:
             return value
