@@ -85,8 +85,8 @@ def folder_name(key: str, value: str) -> None:
         or len(os.fsencode(value)) > LONGEST_NAME_BYTES
     ):
         raise UserError(
-            f"{key}={value!r} is not a folder name: at most {LONGEST_NAME_BYTES} bytes, no '/', not '.' or '..'; set the "
-            f"folder around it with runs_dir=…"
+            f"{key}={value!r} is not a folder name: a name has at most {LONGEST_NAME_BYTES} bytes, no '/', and is not '.' "
+            f"or '..'; set the folder of all runs with runs_dir=…"
         )
 
 

@@ -43,7 +43,7 @@ def check_float8(model: ModelConfig, device: torch.device, precision: str) -> No
         if getattr(model, key) % SIZE_MULTIPLE:
             raise UserError(
                 f"float8=true needs model.{key} in multiples of {SIZE_MULTIPLE}, got {getattr(model, key)}; "
-                f"change it, or use float8=false"
+                f"change model.{key}, or use float8=false"
             )
     try:
         import_quietly()

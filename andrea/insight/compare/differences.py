@@ -55,7 +55,7 @@ def comparability_warnings(runs: list[Run]) -> list[str]:
     if len(evaluated) > 1:
         lines.append(
             f"train.eval_tokens differs ({name_groups(evaluated)}): evaluations during training used different parts of the "
-            f"validation set; the last evaluation of a finished run used all of it"
+            f"validation set; the last evaluation of a finished run used the whole set"
         )
     return lines
 
