@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check and measurement that only a CUDA card can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
+# Every check and measurement that only a CUDA GPU can make, in one command: `bash bench/gpu.sh [OUTPUT_FOLDER] [PART…]`.
 # Parts: checks attention tune loss optimizer train sizes save memory generate run; all of them when none is named. One table
 # at the end. Where a command may run for ten minutes only, name one part at a time: each writes what it has as it goes.
 # Needs torch, triton, numpy, tiktoken, safetensors, transformers and PyYAML; memory and run need Hydra too (train.py),
@@ -14,7 +14,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 
-"$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA card"; print(torch.cuda.get_device_name(), torch.__version__)' || exit 1
+"$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA GPU"; print(torch.cuda.get_device_name(), torch.__version__)' || exit 1
 stamp=$(date -u +%Y%m%d-%H%M%S)
 log="$output/gpu-$stamp.log"
 

@@ -1,4 +1,4 @@
-"""Correctness on a CUDA card: every implementation of attention, and the whole model, against float64.
+"""Correctness on a CUDA GPU: every implementation of attention, and the whole model, against float64.
 
 The rule is that of the tests (tests/oracle.py), with the readable path and the judged one on the card and the truth on
 the CPU. fp32 products are compared in full fp32, not TF32.
