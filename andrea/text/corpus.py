@@ -181,7 +181,7 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     if fingerprint != meta.get("fingerprint") or not all(SHARD_NAME.fullmatch(name) for name in names):
         raise UserError(f"{path} is damaged (meta.json was changed); {remedy}")
     if not all(type(size) is int and size >= 0 for size in sizes.values()):
-        raise UserError(f"{path} is damaged (meta.json has impossible sizes of text: {sizes}); {remedy}")
+        raise UserError(f"{path} is damaged (meta.json has impossible byte counts: {sizes}); {remedy}")
     if isinstance(folder.source, Source):
         verify(path, digests["train"] | digests["val"], tokenizer.n_vocab)
         train, val = (TokenStream.open([path / name for name in digests[split]]) for split in SPLITS)

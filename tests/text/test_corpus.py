@@ -188,7 +188,7 @@ def test_a_prepared_token_beyond_the_vocabulary_is_named_whatever_its_checksums_
             "meta.json was changed",
         ),
         (lambda meta: meta["splits"]["train"]["shards"][0].update(sha256="0"), "meta.json was changed"),
-        (lambda meta: meta["splits"]["train"].update(bytes=[None]), "impossible sizes of text"),
+        (lambda meta: meta["splits"]["train"].update(bytes=[None]), "impossible byte counts"),
         (lambda meta: meta["splits"].update(train=None), "meta.json"),
         (lambda meta: meta.update(fingerprint=3), "meta.json was changed"),
     ],
