@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from andrea.cli.command_line import run
-from andrea.cli.commands import compare, consolidate, dashboard, lens, prepare
+from andrea.cli.commands import compare, consolidate, dashboard, lens, prepare, runs
 from andrea.cli.help import help_text
 from andrea.cli.sample import sample
 from andrea.cli.train import train
@@ -29,6 +29,7 @@ COMMANDS = {
     "sample": Command(sample, "sample", 'prompt="def main(" num_samples=3'),
     "prepare": Command(prepare, "train", "data=text data.path=notes/ tokenizer=byte"),
     "lens": Command(lens, "lens", 'prompt="def main("'),
+    "runs": Command(runs, "runs", "runs_dir=runs"),
     "compare": Command(compare, "compare", "runs/"),
     "consolidate": Command(consolidate, "consolidate", "checkpoint=runs/NAME"),
     "dashboard": Command(dashboard, "dashboard", "project=andrea"),

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "python train.py",
     "sample": "python sample.py",
     "lens": "python -m andrea lens",
+    "runs": "python -m andrea runs",
     "compare": "python -m andrea compare",
     "consolidate": "python -m andrea consolidate",
     "dashboard": "python -m andrea dashboard",

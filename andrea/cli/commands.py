@@ -6,7 +6,7 @@ from pathlib import Path
 
 from andrea.cli.command_line import configure
 from andrea.cli.key_value import to_key_value
-from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig
+from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig, RunsConfig
 
 
 def prepare(argv: list[str]) -> int:
@@ -47,6 +47,15 @@ def lens(argv: list[str]) -> int:
     device = choose_device(config.device)
     choose_threads(config.threads)
     return lens(config, device)
+
+
+def runs(argv: list[str]) -> int:
+    """List the runs of a folder: name, size, step, last evaluation, state, time."""
+    config = configure(RunsConfig, "runs", to_key_value(argv, positional="runs_dir"))
+
+    from andrea.insight.runs import show_runs
+
+    return show_runs(config)
 
 
 def compare(argv: list[str]) -> int:

@@ -125,6 +125,8 @@ class LoggerConfig:
     project: str
     group: str | None
     tags: list[str]
+    tensorboard: bool = False
+    csv: bool = False
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,13 @@ class CompareConfig:
     def size_pixels(self) -> tuple[int, int]:
         width, _, height = self.size.partition("x")
         return int(width), int(height)
+
+
+@dataclass(frozen=True)
+class RunsConfig:
+    """Everything that `runs` needs (configs/runs.yaml)."""
+
+    runs_dir: PathText
 
 
 @dataclass(frozen=True)

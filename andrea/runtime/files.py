@@ -99,6 +99,20 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock file `path` with `exclusive_lock`. False if the file is missing or unreadable."""
+    import fcntl  # not on Windows
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 @contextmanager
 def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Lock the file `path`, and write into it which process holds it. The system frees the lock when the process dies.

@@ -33,7 +33,7 @@ from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.recognise import mark
-from andrea.training.records.records import Records, open_loggers
+from andrea.training.records.records import Records, check_loggers, open_loggers
 from andrea.training.records.run_folder import (
     folder_to_write,
     run_folder_locked,
@@ -75,6 +75,7 @@ def start(
     draw_lens: draws the lens page at each evaluation. It is passed in, because training may not import insight.
     """
     console = Console(config.steps, quiet=not ranks.is_rank_0)
+    ranks.from_rank_0(lambda: check_loggers(config.logger))
     machine = Machine.of_rank(config.device, ranks)
     folder, holds_checkpoint = ranks.from_rank_0(lambda: folder_to_write(config, checkpoint))
     if checkpoint and not holds_checkpoint:

@@ -17,6 +17,7 @@ from andrea.config import (
     DashboardConfig,
     LensConfig,
     RunConfig,
+    RunsConfig,
     SampleConfig,
     group_config,
 )
@@ -33,18 +34,22 @@ KINDS = {
     "prepare": RunConfig,
     "sample": SampleConfig,
     "lens": LensConfig,
+    "runs": RunsConfig,
     "compare": CompareConfig,
     "consolidate": ConsolidateConfig,
     "dashboard": DashboardConfig,
 }
 
+POSITIONAL = {"compare": "runs", "runs": "runs_dir", "dashboard": None}
+
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
-    """Each command of the page with its words; the shell's comments and what follows && are left out."""
+    """Each command of the page with its words; the shell's comments and what follows &&, > and | are left out."""
     found = []
     for script, command, rest in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", "")):
         words = shlex.split(rest, comments=True)
-        found.append((script or command, words[: words.index("&&")] if "&&" in words else words))
+        ends = [index for index, word in enumerate(words) if word in ("&&", ">", "|")]
+        found.append((script or command, words[: min(ends, default=len(words))]))
     return found
 
 
@@ -54,11 +59,7 @@ def test_the_commands_of_the_pages_are_accepted(page: Path) -> None:
         if "-m" in words:
             split(words)
         elif "--help" not in words and name in KINDS:
-            typed = (
-                to_key_value(words, "runs" if name == "compare" else None)
-                if name in ("compare", "dashboard")
-                else words
-            )
+            typed = to_key_value(words, POSITIONAL[name]) if name in POSITIONAL else words
             config = configure(KINDS[name], "train" if KINDS[name] is RunConfig else name, typed)
             model = group_config("model", "andrea-nano")
             if name == "lens":

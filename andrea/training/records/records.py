@@ -1,4 +1,4 @@
-"""Passes every record of a run to all loggers."""
+"""Opens the loggers of a run, and passes every record to all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from andrea.checkpoint import Checkpoint
-from andrea.config import RunConfig, to_plain
+from andrea.config import LoggerConfig, RunConfig, to_plain
 from andrea.model.size import flops_per_token
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.torchrun import RankLost
@@ -21,9 +21,11 @@ from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
+from andrea.training.records.csv_file import CsvFile
 from andrea.training.records.logger import Logger
 from andrea.training.records.run_folder import RunFolder, plain_text
 from andrea.training.records.run_log import RunLog
+from andrea.training.records.tensorboard import TensorBoard, summary_writer
 from andrea.training.records.weights_and_biases import Wandb, choose_wandb_mode
 
 # An error of the run folder ends the run: its records are the run's result. So does the loss of another rank.
@@ -116,7 +118,7 @@ def open_loggers(
     parallel: Parallel,
     facts: dict[str, Any],
 ) -> list[Logger]:
-    """The loggers of a run: first the run folder, then the console, then wandb if it is used.
+    """The loggers of a run: first the run folder, which others read, then the console, then those that config.logger names.
 
     facts: the result of `checkpoint_facts`. Its "wandb_id" is filled in, so that a resumed run continues its wandb run.
     """
@@ -133,7 +135,21 @@ def open_loggers(
         )
         loggers.append(wandb)
         facts["wandb_id"] = wandb.run_id
+        if checkpoint:
+            wandb.take_over(folder)
+    if config.logger.tensorboard:
+        loggers.append(TensorBoard(folder, checkpoint.step + 1 if checkpoint else 0))
+        console.say(f"tensorboard: on; `tensorboard --logdir {config.runs_dir}` shows all runs")
+    if config.logger.csv:
+        loggers.append(CsvFile(folder))
     return loggers
+
+
+def check_loggers(config: LoggerConfig) -> None:
+    """Raises UserError if a package or a login is missing, before the run has done any work."""
+    choose_wandb_mode(config.wandb)
+    if config.tensorboard:
+        summary_writer()
 
 
 def derived_facts(config: RunConfig, parallel: Parallel, facts: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from andrea.config import LoggerConfig, UserError
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.records.heatmap import heatmap
 from andrea.training.records.logger import AXES, Logger
+from andrea.training.records.run_folder import read_lines
 
 TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
 CONTINUES = "training continues without it"
@@ -56,6 +57,27 @@ class Wandb(Logger):
                 break
             self.disconnect()  # wandb's process has reserved the run's id: a second attempt would be rejected
         self.send(self.define_axes)
+
+    def take_over(self, folder: Path) -> None:
+        """Repeat the run folder's records in a resumed run that is kept offline, and set aside the files of earlier parts.
+
+        wandb cannot append to the files of an offline run, so tools that read them would show one run for each part.
+        """
+        records = [record for record in read_lines(folder / "metrics.jsonl") if "event" not in record]
+        if self.run is None or not self.run.offline or not records:
+            return
+        for record in records:
+            self.record(record)
+        axes = {record["step"]: record for record in records}
+        for sample in read_lines(folder / "samples.jsonl"):
+            self.sample(sample)
+        for path in sorted((folder / "lens").glob("step-*.html")):
+            if (record := axes.get(int(path.stem.removeprefix("step-")))) is not None:
+                self.page(record | {"name": "lens", "html": path.read_text(encoding="utf-8")})
+        own = Path(self.run.dir).parent
+        for earlier in own.parent.glob(f"offline-run-*-{self.run_id}"):
+            if earlier != own:
+                os.replace(earlier, earlier.with_name(f"aside-{earlier.name}"))
 
     def define_axes(self) -> None:
         for axis in ("step", *AXES):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from andrea.config import LoggerConfig, UserError
+from andrea.training.records.run_folder import RunFolder
 from andrea.training.records.weights_and_biases import TolerateWandbErrors, Wandb, choose_wandb_mode, logged_in
 
 RECORD = {"step": 3, "tokens": 30, "flops": 1.0, "seconds": 0.5, "train/loss": 0.25}
@@ -60,6 +65,36 @@ def test_an_offline_run_is_kept_in_the_runs_folder_and_can_be_continued(netrc: P
     pages = [path.read_text() for path in (tmp_path / "wandb").rglob("*.html")]
     assert any("attention/heads/entropy_nats" in page and ">1.5<" in page for page in pages)
     assert any("&lt;b&gt;\ufffd&amp;" in page for page in pages)  # a sample stays text
+
+
+def test_a_resumed_offline_run_is_one_run_in_the_folder(netrc: Path, tmp_path: Path) -> None:
+    """Readers such as `wandb leet` show one row for each offline-run-… folder."""
+    config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=[])
+    folder, run_id = tmp_path / "one", None
+    (folder / "lens").mkdir(parents=True)
+    for first in (1, 3, 4):  # the second process resumes after step 2, the third after step 3
+        kept = RunFolder(folder)
+        kept.cut_after(first - 1)
+        wandb = Wandb(config, "offline", tmp_path, "one", "tiny", run_id, {})
+        run_id = wandb.run_id
+        if first > 1:
+            wandb.take_over(folder)
+        for step in range(first, first + 3):
+            record = {**RECORD, "step": step, "tokens": 10 * step, "train/loss": step / 8}
+            for logger in (kept, wandb):
+                logger.record(record)
+                logger.sample({**record, "prompt": "p", "text": f"text of step {step}"})
+                logger.page({**record, "name": "lens", "html": f"<p>lens of step {step}"})
+        wandb.finish(0)
+    (whole,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}")
+    assert list((tmp_path / "wandb").glob(f"aside-offline-run-*-{run_id}"))  # one for both parts begun in one second
+    pages = "".join(path.read_text() for path in whole.rglob("*.html"))
+    assert all(f"{what} of step {step}" in pages for what in ("text", "lens") for step in range(1, 7))
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(whole)]
+    shown = subprocess.run(inspect, capture_output=True, text=True, env=os.environ | {"WANDB_ERROR_REPORTING": "false"})
+    records = [json.loads(line) for line in shown.stdout.splitlines()]
+    logged = [record["history"]["item"] for record in records if record["type"] == "history"]
+    assert [item["train/loss"] for item in logged if "train/loss" in item] == [step / 8 for step in range(1, 7)]
 
 
 def test_only_errors_of_wandb_are_tolerated(capsys: pytest.CaptureFixture) -> None:

@@ -1,0 +1,108 @@
+"""The command `python -m andrea runs`: a table of the runs of a folder, the newest first."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from andrea.checkpoint import checkpoints_of
+from andrea.config import RunsConfig, UserError
+from andrea.insight.compare.runs import is_number, stored_numbers
+from andrea.insight.compare.table import NO_FIGURE, terminal_table
+from andrea.runtime.files import is_locked
+from andrea.runtime.program import typed_command
+from andrea.training.records.format import format_number
+from andrea.training.records.recognise import config_of, is_run_folder
+from andrea.training.records.run_folder import read_lines
+
+HEADS = ["run", "model", "params", "step", "bits/byte", "state", "last record"]
+NOT_RUNS = ("wandb", "sweeps")  # folders that training itself makes beside the runs
+LEAST_WIDTH = 80  # characters of the terminal's lines
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run of the table. step: of the last record. changed: time of the last record, in seconds since 1970."""
+
+    name: str
+    model: str
+    parameters: int | None
+    step: int
+    steps: int | None
+    bits_per_byte: float | None
+    state: str
+    changed: float
+
+    def cells(self) -> list[str]:
+        return [
+            self.name,
+            self.model,
+            NO_FIGURE if self.parameters is None else format_number(self.parameters),
+            f"{self.step}/{NO_FIGURE if self.steps is None else self.steps}",
+            NO_FIGURE if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}",
+            self.state,
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(self.changed)),
+        ]
+
+
+def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
+    """Print the table; `say` takes each line. Returns the exit code. Raises UserError if the folder holds no run."""
+    folder = Path(config.runs_dir)
+    if not folder.is_dir():
+        raise UserError(f"runs_dir={folder} is not a folder; train a run with `{typed_command('train')}` first")
+    inside = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in NOT_RUNS)
+    runs = [path for path in inside if is_run_folder(path)]
+    others = [path.name for path in inside if path not in runs]
+    if not runs:
+        raise UserError(f"runs_dir={folder} holds no run; train one with `{typed_command('train')}`")
+    rows = sorted(map(read_row, runs), key=lambda row: row.changed, reverse=True)
+    width = max(LEAST_WIDTH, shutil.get_terminal_size((LEAST_WIDTH, 24)).columns)
+    say(terminal_table(HEADS, [row.cells() for row in rows], width))
+    if others:
+        say(f"left out, because they are not runs: {', '.join(others)}")
+    return 0
+
+
+def read_row(folder: Path) -> RunRow:
+    """Read a run folder, whatever state it is in."""
+    config, metrics = config_of(folder), folder / "metrics.jsonl"
+    records = [record for record in read_lines(metrics) if isinstance(record, dict)]
+    model, steps = (inner(config, *keys) for keys in (("model", "name"), ("train", "steps")))
+    measured = [record["val/bpb"] for record in records if is_number(record.get("val/bpb"))]
+    return RunRow(
+        folder.name,
+        model if isinstance(model, str) else NO_FIGURE,
+        parameters_of(folder),
+        max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0),
+        steps if isinstance(steps, int) else None,
+        measured[-1] if measured else None,
+        state_of(folder, records),
+        (metrics if metrics.exists() else folder).stat().st_mtime,
+    )
+
+
+def state_of(folder: Path, records: list[dict[str, Any]]) -> str:
+    """running, done, interrupted, stopped (by time), failed (by health), or broken off: a crash, or not finite."""
+    if is_locked(folder / ".lock"):
+        return "running"
+    event = records[-1].get("event") if records else None
+    return event if isinstance(event, str) else "broken off"
+
+
+def inner(config: dict[str, Any], group: str, key: str) -> Any:
+    found = config.get(group)
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def parameters_of(folder: Path) -> int | None:
+    """The number of parameters, from the header of the newest checkpoint; None without one that can be read."""
+    for path in reversed(checkpoints_of(folder)):
+        try:
+            return stored_numbers(path / "model.safetensors")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
+            continue
+    return None
