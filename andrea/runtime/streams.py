@@ -26,13 +26,18 @@ class UnfailingFile(io.FileIO):
     reported = False  # whether `new_failures` has returned the failure
 
     def write(self, data: bytes | memoryview) -> int:
+        rest = memoryview(data).cast("B")
+        n_bytes = len(rest)
         try:
-            while (written := super().write(data)) is None:  # another program has made the terminal non-blocking
-                select.select([], [self], [])
-            return written
+            while rest:
+                written = super().write(rest)
+                if written is None:  # another program has made the terminal non-blocking, and it is full
+                    select.select([], [self], [])
+                else:
+                    rest = rest[written:]
         except OSError as error:
             self.failure = self.failure or error
-            return memoryview(data).nbytes
+        return n_bytes
 
 
 @contextlib.contextmanager

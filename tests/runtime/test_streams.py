@@ -41,11 +41,13 @@ def test_a_lost_reader_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None
             raise_output_failure()
 
 
-def test_a_full_non_blocking_pipe_is_waited_for() -> None:
+@pytest.mark.parametrize("buffering", [-1, 0], ids=["buffered", "unbuffered"])
+def test_a_full_non_blocking_pipe_is_waited_for(buffering: int) -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     reader = subprocess.Popen(["bash", "-c", "sleep 0.5; wc -c"], stdin=read_end, stdout=subprocess.PIPE)
-    stream = unfailing(file_on(write_end))
+    binary = open(write_end, "wb", buffering, closefd=False)
+    stream = unfailing(io.TextIOWrapper(binary, write_through=not buffering))
     stream.write("x" * 1_000_000)
     stream.flush()
     os.close(write_end)
