@@ -50,9 +50,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
         torchrun.record_exit_code(code)
         sys.stdout.flush()
         sys.stderr.flush()
-        if (
-            code and torchrun.has_many_ranks()
-        ):  # a normal exit would wait for threads and GPUs that wait for lost ranks
+        if code and torchrun.has_many_ranks():  # a normal exit would wait for threads and GPUs that wait for lost ranks
             os._exit(code)
         sys.exit(code)
 
