@@ -15,6 +15,7 @@ from andrea.cli.sweep import SWITCHES
 from andrea.cli.train import train_one
 from andrea.config import UserError
 from andrea.runtime.device import return_freed_memory
+from andrea.runtime.streams import unfailing_output
 from andrea.training.records.run_folder import read_lines
 
 
@@ -22,7 +23,7 @@ from andrea.training.records.run_folder import read_lines
 class TrainedRun:
     """A run that has ended. folder: the run folder; None after dry_run=true.
 
-    exit_code: 0 if the run is done, else why it stopped (3: not finite, 4: health, 130: interrupted), see docs/runs.md.
+    exit_code: 0 if the run is done, else why it stopped (3: not finite, 4: health, 129, 130 or 143: interrupted), see docs/runs.md.
     figures: the last recorded value of each figure of metrics.jsonl, such as "val/bpb" and "train/loss".
     """
 
@@ -48,7 +49,7 @@ def train(*words: str) -> TrainedRun:
             f"{min(switches)} is not supported here, because each run of a sweep is a process; "
             "call train in a loop, or use train.py"
         )
-    with process_settings_restored():
+    with process_settings_restored(), unfailing_output():
         finished = train_one(list(words))
     figures: dict[str, Any] = {}
     for record in read_lines(finished.folder / "metrics.jsonl") if finished.folder else []:

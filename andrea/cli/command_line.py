@@ -20,6 +20,7 @@ from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_ove
 from andrea.config.keys import current_key, key_types, suggestion, type_of_key
 from andrea.runtime import torchrun
 from andrea.runtime.files import StorageFailed
+from andrea.runtime.streams import unfailing_output
 
 LONGEST_LINE = 2000  # characters of a message
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
@@ -38,42 +39,44 @@ class CommandLine:
 def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
     """Run `main(argv)` and exit with its exit code; a UserError becomes one line and exit code 2.
 
-    Only rank 0 prints an error that all ranks have in common. An exit code that a restart cannot cure is recorded, so
-    that ranks restarted by torchrun exit with it at once.
+    An exit code that a restart cannot cure is recorded, so that ranks restarted by torchrun exit with it at once. A
+    command goes on where its output cannot be written.
     """
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be UTF-8
-    if (code := torchrun.recorded_exit_code()) is not None:
-        sys.exit(code)
-    try:
-        code = main(argv)
+    with unfailing_output():
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be UTF-8
+        if (code := torchrun.recorded_exit_code()) is not None:
+            sys.exit(code)
+        code = exit_code_of(main, argv)
+        torchrun.record_exit_code(code)
         sys.stdout.flush()
+        sys.stderr.flush()
+        if code and torchrun.has_many_ranks():  # a normal exit would wait for threads and GPUs that wait for lost ranks
+            os._exit(code)
+        sys.exit(code)
+
+
+def exit_code_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The exit code of `main(argv)`. Only rank 0 prints an error that all ranks have in common."""
+    try:
+        return main(argv)
     except UserError as error:
         if not torchrun.is_rank_0():
             torchrun.give_rank_0_time()
         if not isinstance(error, torchrun.ErrorOfRank0) or torchrun.is_rank_0():
             print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}", file=sys.stderr)
-        code = 2
+        return 2
     except StorageFailed as error:
         hint = "earlier checkpoints are intact; free some space, then continue with resume=auto"
         print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {hint}", file=sys.stderr)
-        code = 5
+        return 5
     except torchrun.RankLost as error:
         if torchrun.is_rank_0():
             hint = "if --max-restarts allows it, torchrun restarts all ranks, and resume=auto continues the run"
             print(f"error: another rank was lost: {one_line(str(error))}; {hint}", file=sys.stderr)
-        code = torchrun.RANK_LOST
+        return torchrun.RANK_LOST
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 130
-    except BrokenPipeError:  # the reader (`| head`) has ended, which is not an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    torchrun.record_exit_code(code)
-    if code and torchrun.has_many_ranks():  # a normal exit would wait for threads and GPUs that wait for lost ranks
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+        return 130
 
 
 def one_line(message: str) -> str:

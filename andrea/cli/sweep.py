@@ -25,7 +25,7 @@ from andrea.config.keys import suggestion, type_of_key
 from andrea.runtime.program import module_command, module_environment
 
 SWITCHES = ("-m", "--multirun")
-INTERRUPTED = (130, 143)
+INTERRUPTED = (129, 130, 143)
 FULL_ERROR = "HYDRA_FULL_ERROR"
 LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
 

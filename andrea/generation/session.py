@@ -24,6 +24,7 @@ from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.files import lines_of
 from andrea.runtime.own_parts import allowing
+from andrea.runtime.streams import raise_output_failure
 from andrea.text.tokenizer import Tokenizer
 
 PROMPT = "prompt> "  # of an interactive session
@@ -45,12 +46,13 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
     tell(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
     request = request_of(config)
-    if config.prompts is not None:
-        show_texts(prompts, engine.stream_all(tokens, request))
-    elif config.interactive:
-        answer_lines(engine, prompt, request)
-    else:
-        show_samples(engine, prompt, tokens[0], request)
+    with contextlib.suppress(ReaderEnded):
+        if config.prompts is not None:
+            show_texts(prompts, engine.stream_all(tokens, request))
+        elif config.interactive:
+            answer_lines(engine, prompt, request)
+        else:
+            show_samples(engine, prompt, tokens[0], request)
     return 0
 
 
@@ -227,13 +229,26 @@ def ask(is_interrupted: bool) -> str:
         return ask(is_interrupted=True)
 
 
+class ReaderEnded(Exception):
+    """The program that reads the texts (`| head`) has ended, so that no more are needed."""
+
+
 def show(text: str) -> None:
-    """Write to standard output and flush. Characters that its encoding lacks are written as '?'."""
+    """Write to standard output and flush. Characters that its encoding lacks are written as '?'.
+
+    Raises ReaderEnded if nobody reads the output any more, and UserError if it cannot be written.
+    """
     write(sys.stdout, text)
+    try:
+        raise_output_failure()
+    except BrokenPipeError:
+        raise ReaderEnded from None
+    except OSError as error:
+        raise UserError(f"standard output cannot be written ({error.strerror}); send it to another file") from None
 
 
 def tell(text: str) -> None:
-    """Write to standard error like `show`. Everything that is not generated text is written there."""
+    """Write to standard error. Everything that is not generated text is written there."""
     write(sys.stderr, text)
 
 

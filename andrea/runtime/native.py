@@ -1,10 +1,13 @@
 """Our C++ files, each compiled once for this processor, kept in the user's cache, and called with addresses of tensors.
 
-Compiling a file takes a second or two. Without a compiler, torch's own kernels are used.
+Compiling a file takes a second or two. Without a compiler, torch's own kernels are used. A damaged library would end the
+process when it is loaded or called. Therefore a new one is first loaded in a process of its own, and its checksum is kept
+beside it: a library that has another one is compiled again. A folder that another user can write to is not used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -20,7 +23,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from andrea.runtime.files import replacing
+from andrea.runtime.files import file_sha256, replace_text, replacing
 
 # The parts of -ffast-math that let sums be vectorised, without those that break NaN.
 MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
@@ -28,31 +31,93 @@ FLAGS = ["-O3", "-march=native", "-std=c++17", *MATH, "-fopenmp", "-shared", "-f
 POINTER, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+LONGEST_LOAD_SECONDS = 60
+LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+
+
+class NotCompiled(Exception):
+    """The compiler refuses the file. The message is its first line."""
+
+
 @functools.cache
 def compiled_library(source: Path) -> ctypes.CDLL | None:
-    """The functions of a C++ file. None without a compiler; None and a warning if the file does not compile."""
-    compiler = shlex.split(os.environ.get("CXX", "g++")) or [""]
-    if sys.platform != "linux" or shutil.which(compiler[0]) is None:
+    """The functions of a C++ file. None without a compiler; None and a warning if the file cannot be compiled or loaded."""
+    if sys.platform != "linux":
         return None
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    content = "\n".join([source.read_text(), *FLAGS, version + processor()])
-    file_name = f"{source.stem}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "andrea"
-    for folder in (cache, None):
-        try:
-            path = (Path(tempfile.mkdtemp()) if folder is None else folder) / file_name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                with replacing(path) as staging:
-                    subprocess.run([*compiler, *FLAGS, str(source), "-o", staging], capture_output=True, check=True)
-            return ctypes.CDLL(str(path))
-        except subprocess.CalledProcessError as error:
-            reason = error.stderr.decode(errors="replace").strip().partition("\n")[0]
-            warnings.warn(f"{source.name} was not compiled; torch's kernels are used instead: {reason}", stacklevel=2)
+    try:
+        compiler = shlex.split(os.environ.get("CXX", "g++")) or [""]
+        if shutil.which(compiler[0]) is None:
             return None
-        except OSError:  # a folder without write permission, or from which the system loads no libraries
-            continue
-    return None
+        name, folder = library_name(source, compiler), cache_folder()
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the disk is full, or the system loads no libraries from this folder
+                return kept_library(folder / name, source, compiler)
+        with tempfile.TemporaryDirectory() as temporary:
+            build(Path(temporary) / name, source, compiler)
+            return ctypes.CDLL(str(Path(temporary) / name))  # usable after its file is removed
+    except (NotCompiled, OSError, ValueError) as error:  # ValueError: a quote in CXX is not closed
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"{source.name} was not compiled; torch's kernels are used instead: {reason}", stacklevel=2)
+        return None
+
+
+def library_name(source: Path, compiler: list[str]) -> str:
+    """The file name, with a hash of everything that the compiled code depends on."""
+    answer = subprocess.run([*compiler, "--version"], capture_output=True, stdin=subprocess.DEVNULL).stdout
+    content = [source.read_text(encoding="utf-8"), *compiler, *FLAGS, answer.decode(errors="replace"), processor()]
+    return f"{source.stem}-{hashlib.sha256(chr(0).join(content).encode()).hexdigest()[:16]}.so"
+
+
+def cache_folder() -> Path | None:
+    """This user's folder for compiled libraries. None without a home directory, or if another user can write there."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "andrea"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if not cache.is_absolute() or about.st_uid != os.geteuid():
+            return None
+        if about.st_mode & 0o022:  # made by an earlier version
+            folder.chmod(0o700)
+        return folder
+    except (OSError, RuntimeError):  # RuntimeError: neither HOME nor an entry in the system's list of users
+        return None
+
+
+def kept_library(path: Path, source: Path, compiler: list[str]) -> ctypes.CDLL:
+    """The library at `path`, which is built first if it is missing or damaged. Raises OSError and NotCompiled."""
+    checksum = path.with_name(path.name + ".sha256")
+    if not is_intact(path, checksum):
+        with replacing(path) as staging:
+            build(staging, source, compiler)
+            digest = file_sha256(staging)
+        replace_text(checksum, digest)
+    return ctypes.CDLL(str(path))
+
+
+def is_intact(path: Path, checksum: Path) -> bool:
+    """Whether both files belong to this user, and the library has the checksum."""
+    try:
+        is_own = all(file.stat().st_uid == os.geteuid() for file in (path, checksum))
+        return is_own and checksum.read_bytes() == file_sha256(path).encode()
+    except OSError:
+        return False
+
+
+def build(path: Path, source: Path, compiler: list[str]) -> None:
+    """Compile the file, and load the library in a process of its own. Raises NotCompiled, and OSError if it cannot be loaded."""
+    compiled = subprocess.run([*compiler, *FLAGS, str(source), "-o", path], capture_output=True)
+    if compiled.returncode:
+        raise NotCompiled(compiled.stderr.decode(errors="replace").strip().partition("\n")[0])
+    try:
+        loaded = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", LOAD, str(path)], capture_output=True, timeout=LONGEST_LOAD_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"the compiled library does not load within {LONGEST_LOAD_SECONDS} s") from None
+    if loaded.returncode:
+        reason = loaded.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise OSError(f"the compiled library cannot be loaded (exit code {loaded.returncode}) {reason}".strip())
 
 
 def processor() -> str:

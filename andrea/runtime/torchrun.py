@@ -14,8 +14,8 @@ from pathlib import Path
 from andrea.config import UserError
 from andrea.runtime.files import replace_text
 
-# Wrong input, non-finite, failed health, Ctrl-C, SIGTERM. Whoever sends a signal to stop wants no restart.
-FINAL_EXIT_CODES = (2, 3, 4, 130, 143)
+# Wrong input, non-finite, failed health, SIGHUP, Ctrl-C, SIGTERM. Whoever sends a signal to stop wants no restart.
+FINAL_EXIT_CODES = (2, 3, 4, 129, 130, 143)
 RANK_LOST = 6  # an exit code that a restart may cure
 GRACE_SECONDS = 10
 

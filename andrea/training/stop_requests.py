@@ -45,10 +45,11 @@ class StopRequests:
 
     @contextmanager
     def signals_caught(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM let the step finish and the run save; a second Ctrl-C ends the process at once.
+        """Ctrl-C, SIGTERM and SIGHUP let the step finish and the run save; a second Ctrl-C ends the process at once.
 
         A second SIGTERM is ignored: a cluster sends SIGTERM to torchrun and to its ranks, and torchrun forwards its
-        own. Only Python's main thread can catch signals; in another thread this does nothing.
+        own. SIGHUP means that the terminal is gone; where it was ignored before, as under nohup, it stays ignored. Only
+        Python's main thread can catch signals; in another thread this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -60,7 +61,10 @@ class StopRequests:
             self.signal = self.signal or number
             self.waiting("interrupted: finishing the step and saving (interrupt again to quit at once) …")
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            caught.append(signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in caught}
         try:
             yield
         finally:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import pwd
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,8 +40,8 @@ def test_a_library_computes_on_a_tensor(source: Path) -> None:
 
 def test_it_is_compiled_once_and_kept(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled_library(source) is not None
-    (kept,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
-    assert kept.suffix == ".so"
+    kept = sorted(path.name for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert len(kept) == 2 and kept[0].endswith(".so") and kept[1] == kept[0] + ".sha256"
     compiled_library.cache_clear()
     monkeypatch.setattr(subprocess, "run", only_the_version(subprocess.run))
     assert compiled_library(source) is not None
@@ -75,5 +79,104 @@ def test_without_a_cache_to_write_to_it_is_compiled_elsewhere(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # a file
-    assert compiled_library(source) is not None
-    assert [path for path in tmp_path.rglob("*")] == [source]
+    temporary = temporary_folder(tmp_path, monkeypatch)
+    assert twice(source) == 6
+    assert not list(temporary.iterdir()) and sorted(tmp_path.iterdir()) == sorted([source, temporary])
+
+
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of the test's own, for this process and its children."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+def twice(source: Path) -> float:
+    """2 · 3, computed by the compiled library."""
+    tensor = torch.tensor([3.0])
+    compiled_library(source).twice(ctypes.c_void_p(address(tensor)), COUNT(1))
+    return tensor.item()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "zeroed", "checksum", "no checksum"])
+def test_a_damaged_library_is_built_again(damage: str, source: Path, tmp_path: Path) -> None:
+    assert twice(source) == 6
+    (library,) = (tmp_path / "cache").rglob("*.so")
+    checksum, whole = library.with_name(library.name + ".sha256"), library.read_bytes()
+    library.unlink()  # this process still uses the old file, which must not change
+    contents = {"truncated": whole[: len(whole) // 2], "zeroed": whole[:4096] + bytes(len(whole) - 4096)}
+    library.write_bytes(contents.get(damage, whole))
+    if "checksum" in damage:
+        checksum.unlink() if damage == "no checksum" else checksum.write_bytes(b"\xff")
+    compiled_library.cache_clear()
+    assert twice(source) == 6
+    assert library.read_bytes() == whole and checksum.read_text() == hashlib.sha256(whole).hexdigest()
+
+
+def test_other_options_of_the_compiler_are_another_library(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for compiler in ("g++", "g++ -DOTHER", "g++ -D OTHER"):
+        monkeypatch.setenv("CXX", compiler)
+        assert twice(source) == 6
+        compiled_library.cache_clear()
+    assert len(list((tmp_path / "cache").rglob("*.so"))) == 3
+
+
+@pytest.mark.parametrize("bug", ["__builtin_trap();", "undefined();"])
+def test_a_library_that_cannot_be_loaded_is_a_warning(bug: str, source: Path, tmp_path: Path) -> None:
+    source.write_text(f"void undefined(); __attribute__((constructor)) void at_load() {{ {bug} }}")
+    with pytest.warns(
+        UserWarning, match="twice.cpp was not compiled; torch's kernels .*the compiled library cannot be"
+    ):
+        assert compiled_library(source) is None
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("compiler", "reason"), [("g++ '", "No closing quotation"), ("{}", "Exec format error")])
+def test_a_compiler_that_cannot_be_called_is_a_warning(
+    compiler: str, reason: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "no-program"
+    program.write_bytes(b"\0")
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", compiler.format(program))
+    with pytest.warns(UserWarning, match=f"torch's kernels are used instead: .*{reason}"):
+        assert compiled_library(source) is None
+
+
+def test_without_a_home_it_is_compiled_for_this_process(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def nobody(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    temporary = temporary_folder(tmp_path, monkeypatch)
+    assert twice(source) == 6 and not list(temporary.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("whose", ["andrea", "andrea/*.so", "andrea/*.sha256"])
+def test_what_another_user_owns_is_not_loaded(whose: str, source: Path, tmp_path: Path) -> None:
+    assert twice(source) == 6
+    (owned,) = (tmp_path / "cache").glob(whose)
+    os.chown(owned, 12345, 12345)
+    (library,) = (tmp_path / "cache").rglob("*.so")
+    before = library.stat().st_ino
+    compiled_library.cache_clear()
+    assert twice(source) == 6
+    kept_elsewhere = whose == "andrea"  # nothing is written there either
+    assert (library.stat().st_ino == before) == kept_elsewhere
+
+
+def test_a_cache_that_others_can_write_to_is_closed(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache" / "andrea"
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert twice(source) == 6 and cache.stat().st_mode & 0o777 == 0o700

@@ -24,7 +24,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return nth
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 130, 143])
+@pytest.mark.parametrize("code", [2, 3, 4, 129, 130, 143])
 def test_a_final_exit_code_is_repeated_by_every_rank_of_every_further_start(start, code: int) -> None:
     start(0, rank=1)
     assert torchrun.recorded_exit_code() is None
@@ -35,7 +35,7 @@ def test_a_final_exit_code_is_repeated_by_every_rank_of_every_further_start(star
             assert torchrun.recorded_exit_code() == code
 
 
-@pytest.mark.parametrize("code", [0, 1, 5, 6, 129])
+@pytest.mark.parametrize("code", [0, 1, 5, 6, 137])
 def test_other_exit_codes_may_be_cured_by_a_restart(start, code: int) -> None:
     start(0)
     torchrun.record_exit_code(code)

@@ -16,6 +16,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.config import LoggerConfig, RunConfig, to_plain
 from andrea.model.size import flops_per_token
 from andrea.runtime.files import StorageFailed
+from andrea.runtime.streams import new_failures
 from andrea.runtime.torchrun import RankLost
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
@@ -80,6 +81,8 @@ class Records:
         for logger in self.loggers:
             with nullcontext() if isinstance(logger, RunFolder) else self.extra(f"the logger {type(logger).__name__}"):
                 call(logger, axes)
+        for line in new_failures() if self.loggers else []:
+            self.run_log.write(f"step {self.progress.step}: {line}")
 
 
 @final

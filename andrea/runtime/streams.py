@@ -1,0 +1,108 @@
+"""Standard output and standard error that never fail, because a lost terminal must not end a run.
+
+Writing fails when a reader has ended (`| head`), when the stream was closed (`>&-`), when the disk of a log is full, and
+when a terminal has hung up. What cannot be written is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import select
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, final
+
+STANDARD_DESCRIPTORS = (0, 1, 2)
+
+
+@final
+class UnfailingFile(io.FileIO):
+    """A file that leaves out what it cannot write. failure: the first error, None if there was none."""
+
+    failure: OSError | None = None
+    reported = False  # whether `new_failures` has returned the failure
+
+    def write(self, data: bytes | memoryview) -> int:
+        rest = memoryview(data).cast("B")
+        n_bytes = len(rest)
+        try:
+            while rest:
+                written = super().write(rest)
+                if written is None:  # another program has made the terminal non-blocking, and it is full
+                    select.select([], [self], [])
+                else:
+                    rest = rest[written:]
+        except OSError as error:
+            self.failure = self.failure or error
+        return n_bytes
+
+
+@contextlib.contextmanager
+def unfailing_output() -> Iterator[None]:
+    """The context in which writing to sys.stdout and sys.stderr never fails. Streams that are not files stay as they are."""
+    before = sys.stdin, sys.stdout, sys.stderr
+    fill_closed_descriptors()
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (stays open as long as the process)
+    sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+
+
+def fill_closed_descriptors() -> None:
+    """Open the null device for each closed standard descriptor. Otherwise the next file, maybe a checkpoint, takes its place."""
+    for descriptor in STANDARD_DESCRIPTORS:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the system gives it the lowest free number, which is `descriptor`
+
+
+def unfailing(stream: TextIO | None) -> TextIO:
+    """A stream that writes to the same file as `stream` and never fails. None is a stream that was closed at the start."""
+    if stream is None:
+        file = UnfailingFile(os.open(os.devnull, os.O_WRONLY), "w")
+        file.failure = OSError(errno.EBADF, "it was closed at the start")
+        return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8")
+    old = raw_file(stream)
+    if not isinstance(old, io.FileIO):
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    file = UnfailingFile(old.fileno(), "w", closefd=False)
+    is_unbuffered = stream.buffer is old  # python -u
+    return io.TextIOWrapper(
+        file if is_unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=is_unbuffered,
+    )
+
+
+def raw_file(stream: Any) -> Any:
+    """The file under a text stream; anything else if the stream does not write to a file."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
+
+
+def new_failures() -> list[str]:
+    """One line for each standard stream that has failed; each line is returned once."""
+    lines = []
+    for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):
+        file = raw_file(stream)
+        if isinstance(file, UnfailingFile) and file.failure and not file.reported:
+            file.reported = True
+            lines.append(f"{name} cannot be written ({file.failure.strerror}): what was meant for it is lost")
+    return lines
+
+
+def raise_output_failure() -> None:
+    """Raise the OSError of standard output, for a command that is of no use without it."""
+    file = raw_file(sys.stdout)
+    if isinstance(file, UnfailingFile) and file.failure:
+        raise file.failure

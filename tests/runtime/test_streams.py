@@ -1,0 +1,87 @@
+"""Standard output and standard error that leave out what they cannot write."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from andrea.runtime.streams import new_failures, raise_output_failure, unfailing, unfailing_output
+
+
+def file_on(descriptor: int) -> io.TextIOWrapper:
+    return open(descriptor, "w", encoding="latin-1", errors="strict", closefd=False)
+
+
+def test_text_arrives_as_from_the_original_stream() -> None:
+    read_end, write_end = os.pipe()
+    original = file_on(write_end)
+    stream = unfailing(original)
+    assert (stream.encoding, stream.errors, stream.isatty()) == ("latin-1", "strict", False)
+    stream.write("é\n")
+    stream.flush()
+    assert os.read(read_end, 9) == b"\xe9\n"
+
+
+def test_a_lost_reader_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    monkeypatch.setattr(sys, "stdout", file_on(write_end))
+    os.close(read_end)
+    with unfailing_output():
+        assert not new_failures()
+        raise_output_failure()
+        for _ in range(3):
+            print("x" * 99999, flush=True)
+        assert new_failures() == ["standard output cannot be written (Broken pipe): what was meant for it is lost"]
+        assert not new_failures()
+        with pytest.raises(BrokenPipeError):
+            raise_output_failure()
+
+
+@pytest.mark.parametrize("buffering", [-1, 0], ids=["buffered", "unbuffered"])
+def test_a_full_non_blocking_pipe_is_waited_for(buffering: int) -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    reader = subprocess.Popen(["bash", "-c", "sleep 0.5; wc -c"], stdin=read_end, stdout=subprocess.PIPE)
+    binary = open(write_end, "wb", buffering, closefd=False)
+    stream = unfailing(io.TextIOWrapper(binary, write_through=not buffering))
+    stream.write("x" * 1_000_000)
+    stream.flush()
+    os.close(write_end)
+    assert reader.communicate()[0].strip() == b"1000000"
+
+
+def test_a_stream_that_is_no_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", captured)
+    with unfailing_output():
+        assert sys.stdout is captured and not new_failures()
+        raise_output_failure()
+
+
+def test_closed_descriptors_are_not_given_to_other_files() -> None:
+    program = (
+        "import os\n"
+        "from andrea.runtime.streams import unfailing_output\n"
+        "with unfailing_output():\n"
+        "    print('lost'); assert os.open('/dev/null', os.O_RDONLY) > 2\n"
+        "os._exit(7)"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", *command]).returncode == 7
+
+
+@pytest.mark.parametrize("option", ["-u", "-B"])
+def test_python_s_option_for_unbuffered_output_is_kept(option: str) -> None:
+    program = (
+        "import os\n"
+        "from andrea.runtime.streams import unfailing_output\n"
+        "with unfailing_output():\n"
+        "    print('seen', end=''); os._exit(0)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run([sys.executable, option, "-c", program], capture_output=True, text=True, env=environment)
+    assert ended.stdout == ("seen" if option == "-u" else "")
