@@ -266,6 +266,11 @@ def test_old_prepared_text_is_found(name: str, place: Path, call: Call) -> None:
 
 
 def test_text_prepared_anew_is_the_same_byte_for_byte(place: Path, call: Call) -> None:
+    """By the files' endings the folders have the same names too; by content they have others."""
     for tokenizer in (["tokenizer=byte"], ["tokenizer=bpe", "tokenizer.vocab_size=300"]):
-        call("andrea", "prepare", "data=text", "data.path=text", "data_dir=anew", *tokenizer)
+        words = ["data=text", "data.path=text", *tokenizer]
+        call("andrea", "prepare", "data.files=by_ending", "data_dir=anew", *words)
+        call("andrea", "prepare", "data_dir=by_content", *words)
     assert contents(Path("anew")) == contents(DATA / "data")
+    files = {Path(name).name: content for name, content in contents(DATA / "data").items()}
+    assert {Path(name).name: content for name, content in contents(Path("by_content")).items()} == files
