@@ -185,6 +185,11 @@ def selected(listing: Listing, selection: Selection, key: str) -> Listing:
         else:
             files.append(path)
             entries.append(entry)
+    names = [entry[0] for entry in listing.entries]
+    for option, globs, patterns in (("include", selection.include, include), ("exclude", selection.exclude, exclude)):
+        for glob, pattern in zip(globs, patterns, strict=True):
+            if not any(map(pattern.fullmatch, names)):
+                findings.add(f"{{}} of {key}.{option} named no text file", glob)
     return Listing(files, entries, findings)
 
 

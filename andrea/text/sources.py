@@ -62,7 +62,7 @@ class Source:
             found = self.list_files()
         except OSError as error:
             raise UserError(f"{key}={self.root} cannot be read: {error.filename}: {error.strerror}") from error
-        found = selected(found, selection, self.group) if self.root.is_dir() else found
+        found = selected(found, selection, self.group)
         # [name, bytes, time of the last change, …] of each file, for the hash in the prepared folder's name
         self.files, self.listing, self.unread = found.files, found.entries, found.findings
         if not self.files:

@@ -144,9 +144,7 @@ def merge(
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:
-        is_typed = (
-            key in OF_THIS_COMMAND or key.startswith(tuple(f"{name}." for name in typed_values)) or key in typed_values
-        )
+        is_typed = any(f"{key}.".startswith(f"{name}.") for name in (*typed_values, *OF_THIS_COMMAND))
         if is_typed or (now[key] != "auto" and key not in newer):
             after[key] = now[key]
     merged = lay_over({}, after)

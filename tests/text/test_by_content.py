@@ -167,10 +167,11 @@ def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
 def test_globs_choose_files_and_say_what_they_leave_out(tmp_path: Path) -> None:
     names = ("a.py", "a.md", "docs/b.md", "docs/deep/c.md", "build/d.py", "x/build/e.py", "src/main.py")
     folder_of(tmp_path, {name: name.encode() for name in names})
-    documents, said = read(tmp_path, include=("*.py", "docs/*.md"), exclude=("build/",))
+    documents, said = read(tmp_path, include=("*.py", "docs/*.md"), exclude=("build/", "*.jpg"))
     assert documents == ["a.py", "docs/b.md", "src/main.py"]
     assert "left out 2 not named by data.include: a.md, docs/deep/c.md" in said
     assert "left out 2 named by data.exclude: build/d.py, x/build/e.py" in said
+    assert "1 of data.exclude named no text file: *.jpg" in said
     with pytest.raises(UserError, match=r"holds no text file \(left out 7 not named by data.include"):
         read(tmp_path, include=("*.rs",))
 
