@@ -135,8 +135,8 @@ def merge(
     """
     saved = with_current_keys(RunConfig, saved)
     filled = {name: with_missing_keys(member_type(RunConfig, name), value) for name, value in saved.items()}
-    before, now = flatten(filled), flatten(composed)
-    newer = before.keys() - flatten(saved).keys()  # keys that the version which began the run did not have
+    before, now = flatten(saved), flatten(composed)
+    newer = {key: value for key, value in flatten(filled).items() if key not in before}  # the keys of later versions
     before.pop("trust", None)  # valid for one command line, never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
@@ -147,7 +147,7 @@ def merge(
         is_typed = any(f"{key}.".startswith(f"{name}.") for name in (*typed_values, *OF_THIS_COMMAND))
         if is_typed or (now[key] != "auto" and key not in newer):
             after[key] = now[key]
-    merged = lay_over({}, after)
+    merged, before = lay_over({}, after), newer | before
     changed = {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
     for key in sorted(changed):
         if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
