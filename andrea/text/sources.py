@@ -98,7 +98,7 @@ class Source:
         ]
 
     def as_by_ending(self) -> Source:
-        """This source as if the same files had been listed by their endings: that folder's name is another."""
+        """The same files as a source by their endings, for the name of the folder that an earlier version prepared."""
         source = copy.copy(self)
         source.selection = Selection()
         source.listing = [entry[:3] for entry in self.listing]
