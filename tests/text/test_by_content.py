@@ -124,18 +124,20 @@ def test_files_found_are_files_read_and_files_named_as_left_out(tmp_path: Path) 
         "converted 1 from Latin-1: latin.txt",
         "converted 1 from Windows-1252: word.txt",
         "converted 1 from UTF-16: utf16.txt",
-        "left out 7 binary: 2 .so, 1 .gz, 1 .png, 1 .txt, 1 .zip, 1 without an ending",
-        "left out 3 hidden: .env, .git/config, .git/objects/ab",
-        "left out 2 empty: docs/empty.md, empty.txt",
-        "left out 1 with damaged UTF-8: damaged.txt",
-        "left out 1 in an unknown encoding (convert them to UTF-8): russian.txt",
-        "left out 1 unreadable: cut.gz",
-        "left out 1 neither file nor folder: pipe",
-        "left out 2 linked to nothing: docs/self, gone",
-        "left out 2 linked to a folder around it: around, docs/loop",
+        "left out 7 (binary): 2 .so, 1 .gz, 1 .png, 1 .txt, 1 .zip, 1 without an ending",
+        "left out 3 (hidden): .env, .git/config, .git/objects/ab",
+        "left out 2 (empty): docs/empty.md, empty.txt",
+        "left out 1 (with damaged UTF-8): damaged.txt",
+        "left out 1 (in an unknown encoding; convert to UTF-8): russian.txt",
+        "left out 1 (unreadable): cut.gz",
+        "left out 1 (neither file nor folder): pipe",
+        "left out 2 (linked to nothing): docs/self, gone",
+        "left out 2 (linked to a folder around it): around, docs/loop",
     ):
         assert line in said, said
-    assert any(line.startswith("left out 4 linked to a file or folder that is listed already: ") for line in said), said
+    assert any(line.startswith("left out 4 (linked to a file or folder that is listed already): ") for line in said), (
+        said
+    )
 
 
 def test_an_uncut_split_reads_every_document_once(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ def test_gz_and_converted_text_are_cut_as_the_plain_text_is(tmp_path: Path) -> N
 
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(b"PK\3\4\0\0")
-    with pytest.raises(UserError, match=r"data.path=.*a.zip holds no text file \(left out 1 binary: 1 .zip\)"):
+    with pytest.raises(UserError, match=r"data.path=.*a.zip holds no text file \(left out 1 \(binary\): 1 .zip\)"):
         Source("s", "text", tmp_path / "a.zip", "data.path", BY_CONTENT)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no text file;"):
@@ -169,10 +171,10 @@ def test_globs_choose_files_and_say_what_they_leave_out(tmp_path: Path) -> None:
     folder_of(tmp_path, {name: name.encode() for name in names})
     documents, said = read(tmp_path, include=("*.py", "docs/*.md"), exclude=("build/", "*.jpg"))
     assert documents == ["a.py", "docs/b.md", "src/main.py"]
-    assert "left out 2 not named by data.include: a.md, docs/deep/c.md" in said
-    assert "left out 2 named by data.exclude: build/d.py, x/build/e.py" in said
+    assert "left out 2 (not named by data.include): a.md, docs/deep/c.md" in said
+    assert "left out 2 (named by data.exclude): build/d.py, x/build/e.py" in said
     assert "1 of data.exclude named no text file: *.jpg" in said
-    with pytest.raises(UserError, match=r"holds no text file \(left out 7 not named by data.include"):
+    with pytest.raises(UserError, match=r"holds no text file \(left out 7 .not named by data.include"):
         read(tmp_path, include=("*.rs",))
 
 
@@ -207,14 +209,16 @@ def test_a_field_of_the_records_is_read_and_others_are_listed(tmp_path: Path) ->
     lines = [{"title": "A", "body": "first"}, {"title": "B"}, {"title": 3, "body": None}, ["x"]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        UserError, match=r'left out 3 without the field "text": .*fields found: title, body; .*data.field=…'
+        UserError, match=r'left out 3 \(without the field "text"\): .*fields found: title, body; .*data.field=…'
     ):
         read(tmp_path)
     documents, said = read(tmp_path, field="body")
     assert documents == ["first"]
-    assert 'left out 1 without the field "body": a.jsonl#1 (fields found: title; choose one with data.field=…)' in said
-    assert 'left out 1 of which "body" is not text: a.jsonl#2' in said
-    assert "left out 1 lines that are no JSON object: a.jsonl#3" in said
+    assert (
+        'left out 1 (without the field "body"): a.jsonl#1 (fields found: title; choose one with data.field=…)' in said
+    )
+    assert 'left out 1 (of which "body" is not text): a.jsonl#2' in said
+    assert "left out 1 (lines that are no JSON object): a.jsonl#3" in said
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "packed"}\n'))
     assert read(tmp_path, field="body")[0] == ["first", "packed"]
 
@@ -231,7 +235,7 @@ def test_conversations_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     documents, said = read(tmp_path)
     assert documents == ["user: Hello\n\nassistant: Good day\n", "plain"]
-    assert "left out 1 empty: a.jsonl#1" in said and 'left out 1 of which "messages" is not text: a.jsonl#2' in said
+    assert "left out 1 (empty): a.jsonl#1" in said and 'left out 1 (of which "messages" is not text): a.jsonl#2' in said
 
 
 def test_parquet_is_read_by_field_and_as_conversations(tmp_path: Path) -> None:
@@ -247,14 +251,14 @@ def test_what_is_no_notebook_is_read_as_it_is(tmp_path: Path) -> None:
     old = {"worksheets": [{"cells": [{"cell_type": "code", "input": ["a\n", "b"]}, {"source": "# c"}]}]}
     folder_of(tmp_path, {"a.ipynb": json.dumps(old).encode(), "b.ipynb": b"not JSON", "c.ipynb": b'{"cells": []}'})
     documents, said = read(tmp_path)
-    assert documents == ["a\nb\n\n# c\n", "not JSON"] and "left out 1 empty: c.ipynb" in said
+    assert documents == ["a\nb\n\n# c\n", "not JSON"] and "left out 1 (empty): c.ipynb" in said
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="names of files there are UTF-8")
 def test_a_name_that_is_not_utf_8_is_said_on_one_line(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"a\xff\nb")).write_bytes(b"")
     (tmp_path / "c").write_bytes(b"text")
-    assert read(tmp_path)[1][0] == r"left out 1 empty: a\udcff\nb"
+    assert read(tmp_path)[1][0] == r"left out 1 (empty): a\udcff\nb"
 
 
 # ------------------------------------------------------------------------------------------------ the prepared folder

@@ -137,7 +137,7 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
     held = [text for n, text in enumerate(texts) if is_held_out(f"a.jsonl#{n}")]
     assert list(source.documents("val")) == held and held
-    assert any("empty: a.jsonl#45" in line for line in said)
+    assert any("(empty): a.jsonl#45" in line for line in said)
 
 
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_file_that_vanishes_is_left_out_and_named(tmp_path: Path) -> None:
     source = Source("s", "text", tmp_path)
     (tmp_path / "b.jsonl").unlink()
     said: list[str] = []
-    assert source.check(said.append) == 90 and any("1 unreadable: b.jsonl" in line for line in said)
+    assert source.check(said.append) == 90 and any("1 (unreadable): b.jsonl" in line for line in said)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
