@@ -3,7 +3,7 @@
 from andrea.config.checks import MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
 from andrea.config.group_files import CONFIGS, group_config, group_values
-from andrea.config.keys import lay_over, nearest, with_current_keys
+from andrea.config.keys import lay_over, nearest, with_current_keys, with_missing_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
 from andrea.config.parse import parse, to_plain
 from andrea.config.schema import (
@@ -59,4 +59,5 @@ __all__ = [
     "readable_path",
     "to_plain",
     "with_current_keys",
+    "with_missing_keys",
 ]

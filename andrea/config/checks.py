@@ -90,6 +90,16 @@ def check_source(source: SourceConfig, path: str) -> None:
         raise UserError(
             f"{path}.path is missing: {path}.kind={source.kind} reads a file or a folder; set {path}.path=…"
         )
+    check_selection(source, path)
+
+
+def check_selection(source: SourceConfig | DataConfig, path: str) -> None:
+    """Raise UserError if files or a field are selected for a source that is no text of the user's own."""
+    for key in ("include", "exclude", "field"):
+        value = getattr(source, key)
+        if value and source.kind != "text":
+            advice = f"set {path}.sources.NAME.{key}" if source.kind == "mixture" else f"leave {path}.{key} out"
+            raise UserError(f"{path}.{key}={value} is read by data=text only, got {path}.kind={source.kind}; {advice}")
 
 
 def check_data(data: DataConfig, path: str) -> None:
@@ -102,6 +112,7 @@ def check_data(data: DataConfig, path: str) -> None:
         )
     if data.kind != "mixture" and data.sources:
         raise UserError(f"{path}.sources is read by data=mixture only, got data={data.kind}; choose data=mixture")
+    check_selection(data, path)
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:

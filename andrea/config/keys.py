@@ -199,6 +199,22 @@ def with_current_keys(hint: Any, values: Any) -> Any:
     return renamed
 
 
+def with_missing_keys(hint: Any, values: Any) -> Any:
+    """`values` with the keys that they lack, at any depth, if schema.py gives these keys a default. hint: type of `values`.
+
+    An older version saved no such key, and the default is what it meant.
+    """
+    if hint is None or not isinstance(values, dict):
+        return values
+    filled = {key: with_missing_keys(member_type(hint, key), value) for key, value in values.items()}
+    for field in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
+        if field.name not in filled and field.default is not dataclasses.MISSING:
+            filled[field.name] = field.default
+        elif field.name not in filled and field.default_factory is not dataclasses.MISSING:
+            filled[field.name] = field.default_factory()
+    return filled
+
+
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:
     """Set the values of dotted keys in nested mappings, in place; returns the mapping."""
     for key, value in values.items():

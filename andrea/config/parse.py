@@ -44,7 +44,7 @@ def parse_group(kind: type, values: Any, path: str) -> Any:
         where = prefix + field.name
         if field.name in values:
             parsed[field.name] = convert(hints[field.name], values[field.name], where)
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"{where} is missing; set {where}=…")
     config = kind(**parsed)
     if kind in CHECKS:

@@ -6,6 +6,7 @@ those files and from configurations saved by older versions.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -82,6 +83,9 @@ class SourceConfig:
     kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu"]
     path: PathText | None = None
     weight: PositiveNumber | None = None
+    include: list[Text] = dataclasses.field(default_factory=list)
+    exclude: list[Text] = dataclasses.field(default_factory=list)
+    field: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,10 @@ class DataConfig:
     path: PathText | None
     sources: dict[str, SourceConfig]
     sample_prompt: Text = Text("")
+    files: Literal["by_content", "by_ending"] = "by_ending"  # of a configuration saved before this key: by_ending
+    include: list[Text] = dataclasses.field(default_factory=list)
+    exclude: list[Text] = dataclasses.field(default_factory=list)
+    field: Text | None = None
 
 
 @dataclass(frozen=True)

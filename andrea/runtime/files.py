@@ -93,6 +93,15 @@ def lines_of(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
+def size_words(n_byte: float) -> str:
+    """A number of bytes for people: 312 bytes, 5.6 kB, 20 kB, 1.2 MB."""
+    if n_byte < 1000:
+        return f"{n_byte:.0f} byte{'s' * (n_byte != 1)}"
+    scale, unit = next(((s, u) for s, u in ((1e3, "kB"), (1e6, "MB")) if n_byte < 999.5 * s), (1e9, "GB"))
+    number = n_byte / scale
+    return f"{number:.1f} {unit}" if number < 9.95 else f"{number:,.0f} {unit}"
+
+
 def file_sha256(path: Path) -> str:
     """The sha256 of the file's content as 64 hexadecimal digits."""
     with open(path, "rb") as stream:

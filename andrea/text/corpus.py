@@ -20,6 +20,7 @@ from typing import Any
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
 from andrea.runtime.files import replace_text
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
+from andrea.text.listing import Selection
 from andrea.text.prepare import (
     FORMAT_VERSION,
     SPLITS,
@@ -65,28 +66,37 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
     Raises UserError for a wrong path, a file that is neither text nor a complete shard, or a failed download.
     """
     data_dir = data_dir.expanduser()
-    configs = data.sources if data.kind == "mixture" else {data.kind: SourceConfig(data.kind, data.path)}
+    alone = SourceConfig(data.kind, data.path, None, data.include, data.exclude, data.field)
+    configs = data.sources if data.kind == "mixture" else {data.kind: alone}
     keys = {name: f"data.sources.{name}" if data.kind == "mixture" else "data" for name in configs}
-    sources = [find_source(name, config, keys[name], data_dir, report) for name, config in configs.items()]
+    by_content = data.files == "by_content"
+    sources = [find_source(name, config, keys[name], by_content, data_dir, report) for name, config in configs.items()]
     check_weights(configs)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
-    origin = tokenizer_origin(tokenizer, existing, sources)
-    folders = [
-        SourceFolder(source, config.weight, folder_of(source, tokenizer, origin, data_dir))
-        for source, config in zip(sources, configs.values(), strict=True)
-    ]
+    weights = [config.weight for config in configs.values()]
+    folders = folders_of(sources, weights, tokenizer, existing, data_dir)
     if not all(folder.path.exists() for folder in folders):
-        prepare(folders, tokenizer, existing, data_dir, report)
+        earlier = [source.as_by_ending() if isinstance(source, Source) else source for source in sources]
+        earlier_folders = folders_of(earlier, weights, tokenizer, existing, data_dir)
+        if all(map(holds_all_text, earlier_folders)):
+            folders = earlier_folders
+        else:
+            prepare(folders, tokenizer, existing, data_dir, report)
     return read_corpus(folders)
 
 
 # ----------------------------------------------------------------------------------------------- the folders of a run
 
 
-def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, report: Report) -> Source | ShardSource:
+def find_source(
+    name: str, config: SourceConfig, key: str, by_content: bool, data_dir: Path, report: Report
+) -> Source | ShardSource:
     path = Path(config.path).expanduser() if config.path else None
-    if config.kind in ("pystdlib", "text"):
-        return Source(name, config.kind, path, f"{key}.path")
+    if config.kind == "pystdlib":
+        return Source(name, "pystdlib", path, f"{key}.path")
+    if config.kind == "text":
+        selection = Selection(by_content, tuple(config.include), tuple(config.exclude), config.field)
+        return Source(name, "text", path, f"{key}.path", selection)
     if config.kind in ("shakespeare", "fineweb_edu") and path is None:
         path = downloaded(config.kind, data_dir, report)
     assert path is not None, "the configuration's checks demand a path"
@@ -135,7 +145,40 @@ def tokenizer_origin(
             f"tokenizer=bpe trains a vocabulary on text, but {shards[0].key}={shards[0].root} holds tokens already; "
             f"choose the tokenizer they were made with: tokenizer=gpt2, or tokenizer.path=…"
         )
-    return [config.kind, config.vocab_size, [source.listing for source in sources]]
+    return [config.kind, config.vocab_size, [source.hashed for source in sources]]
+
+
+def folders_of(
+    sources: list[Source | ShardSource],
+    weights: list[float | None],
+    tokenizer: TokenizerConfig,
+    existing: Tokenizer | None,
+    data_dir: Path,
+) -> list[SourceFolder]:
+    """The prepared folders of all sources of a run. They need not exist yet."""
+    origin = tokenizer_origin(tokenizer, existing, sources)
+    paths: list[Path] = []
+    for source in sources:
+        path = folder_of(source, tokenizer, origin, data_dir)
+        if path in paths:  # another source whose name differs only in characters that a folder's name lacks
+            path = folder_of(source, tokenizer, [*origin, source.name], data_dir)
+        paths.append(path)
+    return [SourceFolder(*each) for each in zip(sources, weights, paths, strict=True)]
+
+
+def holds_all_text(folder: SourceFolder) -> bool:
+    """Whether the folder exists and holds every byte of its source's files.
+
+    A folder that an earlier version prepared by the files' endings is then what it would be by their content.
+    """
+    if isinstance(folder.source, ShardSource) or folder.source.kind == "pystdlib":
+        return folder.path.exists()
+    try:
+        splits = json.loads((folder.path / "meta.json").read_bytes())["splits"]
+        n_byte = sum(splits[split]["bytes"] for split in SPLITS)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return folder.source.is_plain and n_byte == folder.source.bytes
 
 
 def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: list[Any], data_dir: Path) -> Path:
@@ -143,8 +186,8 @@ def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: 
 
     A change of the list that is hashed would change all names, so existing folders would no longer be found.
     """
-    kind = source.kind if isinstance(source, Source) else "shards"
-    content = json.dumps([FORMAT_VERSION, kind, source.listing, origin])
+    kind, hashed = (source.kind, source.hashed) if isinstance(source, Source) else ("shards", source.listing)
+    content = json.dumps([FORMAT_VERSION, kind, hashed, origin])
     hashed = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     size = f"-{tokenizer.vocab_size}" if tokenizer.kind == "bpe" and tokenizer.vocab_size else ""
     return data_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{tokenizer.kind}{size}-{hashed}"

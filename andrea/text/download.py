@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andrea.config import UserError
-from andrea.runtime.files import file_sha256
+from andrea.runtime.files import file_sha256, size_words
 
 BLOCK_BYTES = 1 << 20
 REPORT_BYTES = 20e6
@@ -117,15 +117,15 @@ def receive(remote: Remote, partial: Path, report: Callable[[str], None]) -> str
     with answer, open(partial, "ab" if is_continued else "wb") as file:
         n_byte = n_byte if is_continued else 0
         total = n_byte + int(answer.headers.get("Content-Length") or 0)
-        already = f", of which {n_byte / 1e6:.1f} MB are here already" if n_byte else ""
-        report(f"downloading {remote.name}: {total / 1e6:.1f} MB{already}")
+        already = f", of which {size_words(n_byte)} are here already" if n_byte else ""
+        report(f"downloading {remote.name}: {size_words(total)}{already}")
         reported = n_byte
         while block := answer.read(BLOCK_BYTES):
             file.write(block)
             n_byte += len(block)
             if n_byte - reported >= REPORT_BYTES:
                 reported = n_byte
-                report(f"downloaded {n_byte / 1e6:.0f} of {total / 1e6:.0f} MB of {remote.name}")
+                report(f"downloaded {size_words(n_byte)} of {size_words(total)} of {remote.name}")
         file.flush()
         os.fsync(file.fileno())
     if n_byte < total:

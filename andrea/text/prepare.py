@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from andrea.config import TokenizerConfig, UserError
-from andrea.runtime.files import exclusive_lock, remove_unfinished, replace_text
+from andrea.runtime.files import exclusive_lock, remove_unfinished, replace_text, size_words
 from andrea.text.shards import ShardSource, ShardWriter, open_shard, split_shards
 from andrea.text.sources import Piece, Report, Source, Split
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer, train_bpe
@@ -64,8 +64,7 @@ def prepare(
             assert existing is not None, "tokenizer_origin refuses to train a vocabulary on shards"
             meta_of_shards[folder.path] = verify_shards(source, existing, report)
         elif not folder.path.exists():
-            files = f"{len(source.files):,} file{'s' * (len(source.files) != 1)}"
-            report(f"{source.name}: reading {files}, {source.bytes / 1e6:.1f} MB")
+            report(f"{source.name}: reading {source.summary()}")
             usable_bytes[folder.path] = source.check(report)
     with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
         missing = [folder for folder in folders if not folder.path.exists()]  # another process may have made some
@@ -94,8 +93,8 @@ def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: 
     sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
     total_bytes = sum(source.bytes for source in sources)
     assert config.vocab_size is not None
-    sample_mb = min(total_bytes, BPE_SAMPLE_BYTES) / 1e6
-    report(f"training a vocabulary of {config.vocab_size:,} tokens on {sample_mb:.1f} MB")
+    sample_size = size_words(min(total_bytes, BPE_SAMPLE_BYTES))
+    report(f"training a vocabulary of {config.vocab_size:,} tokens on {sample_size}")
     tokenizer = train_bpe(vocabulary_sample(sources, total_bytes), config.vocab_size)
     if tokenizer.n_vocab < config.vocab_size:
         report(
@@ -134,7 +133,7 @@ def encode_source(
                 if time.monotonic() - last_report >= REPORT_SECONDS:
                     last_report = time.monotonic()
                     encoded_bytes = shard_bytes + sum(splits[other]["bytes"] for other in SPLITS)
-                    report(f"{source.name}: encoded {encoded_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB")
+                    report(f"{source.name}: encoded {size_words(encoded_bytes)} of {size_words(total_bytes)}")
             replace_text(progress_file, json.dumps(splits, indent=1))
     for split in SPLITS:
         if sum(shard["tokens"] for shard in splits[split]["shards"]) < 2:
@@ -205,7 +204,7 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
     check_tokenizer(source, tokenizer)
     total_bytes = sum(size for _, size, *_ in source.listing)
     shards = f"{len(source.files):,} shard{'s' * (len(source.files) != 1)}"
-    report(f"{source.name}: checking {shards}, {total_bytes / 1e6:.0f} MB")
+    report(f"{source.name}: checking {shards}, {size_words(total_bytes)}")
     bytes_of_token, digest = tokenizer.byte_lengths(), hashlib.sha256()
     for file in source.files:
         shard = open_shard(file)
@@ -249,9 +248,9 @@ def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], rep
     head = {"format_version": FORMAT_VERSION, "source": folder.source.name, "tokenizer": tokenizer.identity}
     replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
     os.replace(folder.partial, folder.path)
-    train_mb, val_mb = (meta["splits"][split]["bytes"] / 1e6 for split in SPLITS)
+    train_size, val_size = (size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
     report(
-        f"{folder.source.name}: prepared {train_mb:.2f} MB of training text and {val_mb:.2f} MB of validation text in "
+        f"{folder.source.name}: prepared {train_size} of training text and {val_size} of validation text in "
         f"{folder.path}"
     )
 

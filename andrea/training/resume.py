@@ -20,7 +20,8 @@ from andrea.checkpoint import (
     read_checkpoint,
 )
 from andrea.checkpoint.model import changed_own_parts
-from andrea.config import RunConfig, UserError, lay_over, with_current_keys
+from andrea.config import RunConfig, UserError, lay_over, with_current_keys, with_missing_keys
+from andrea.config.keys import member_type
 from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
@@ -30,8 +31,8 @@ from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
 
 # Keys that a resumed run may not change: with other values it would be a different run.
-FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "tokenizer", "seed", "optimizer.kind",
-         "train.tokens_per_step")  # fmt: skip
+FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "data.files", "data.include",
+         "data.exclude", "data.field", "tokenizer", "seed", "optimizer.kind", "train.tokens_per_step")  # fmt: skip
 # Settings of the command, not of the run: never taken from the saved configuration.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
 # Settings that depend on the number of ranks: taken from the command line if this number changes.
@@ -128,11 +129,14 @@ def merge(
     """The saved configuration, overridden by the typed values, and one line for each changed key.
 
     A typed group replaces the saved group key by key; but for a key that is `auto` in the typed group, the saved value
-    stays. other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
+    stays, and a key that the saved configuration lacks keeps the meaning that it had before there was such a key.
+    other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     Raises UserError if a key of FIXED changes.
     """
     saved = with_current_keys(RunConfig, saved)
+    filled = {name: with_missing_keys(member_type(RunConfig, name), value) for name, value in saved.items()}
     before, now = flatten(saved), flatten(composed)
+    newer = {key: value for key, value in flatten(filled).items() if key not in before}  # the keys of later versions
     before.pop("trust", None)  # valid for one command line, never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
@@ -140,10 +144,10 @@ def merge(
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:
-        settled = now[key] == "auto" and key not in typed_values and key not in OF_THIS_COMMAND
-        if not settled:
+        is_typed = any(f"{key}.".startswith(f"{name}.") for name in (*typed_values, *OF_THIS_COMMAND))
+        if is_typed or (now[key] != "auto" and key not in newer):
             after[key] = now[key]
-    merged = lay_over({}, after)
+    merged, before = lay_over({}, after), newer | before
     changed = {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
     for key in sorted(changed):
         if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):

@@ -21,6 +21,7 @@ from andrea.runtime.files import (
     remove_unfinished,
     replace_text,
     replacing,
+    size_words,
     staging_path,
     storing,
 )
@@ -38,6 +39,26 @@ from andrea.runtime.files import (
 )
 def test_a_line_ends_at_a_newline_alone(text: str, lines: list[str]) -> None:
     assert lines_of(text) == lines
+
+
+@pytest.mark.parametrize(
+    ("n_byte", "words"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (9949, "9.9 kB"),
+        (19_999, "20 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.0 MB"),
+        (23_456_789, "23 MB"),
+        (5.1e9, "5.1 GB"),
+        (5.1e13, "51,000 GB"),
+    ],
+)
+def test_sizes_for_people_are_never_zero_for_some_bytes(n_byte: float, words: str) -> None:
+    assert size_words(n_byte) == words
 
 
 def test_a_replaced_file_has_the_new_content_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -42,19 +42,19 @@ def test_small_shards_hold_the_same_stream(notes: Path, tmp_path: Path, monkeypa
     parts = open_corpus(text_config(notes), BYTE, tmp_path / "b", said.append).sources[0]
     assert len(list(parts.folder.glob("train-*.bin"))) > 3
     assert np.array_equal(parts.train[:], whole.train[:]) and np.array_equal(parts.val[:], whole.val[:])
-    assert any("encoded" in line and "MB" in line for line in said)
+    assert any("encoded" in line and "kB" in line for line in said)
 
 
 def test_the_report_counts_files_and_tokens(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "a.txt").write_text("a line of text\n" * 20)
     open_corpus(text_config(tmp_path / "a.txt"), TokenizerConfig("bpe", 4096, None), tmp_path / "data", said.append)
-    assert said[0] == "text: reading 1 file, 0.0 MB"
-    assert said[1] == "training a vocabulary of 4,096 tokens on 0.0 MB"
+    assert said[0] == "text: reading 1 file, 300 bytes"
+    assert said[1] == "training a vocabulary of 4,096 tokens on 300 bytes"
     assert re.fullmatch(r"the text is too small for 4,096 tokens \(tokenizer.vocab_size\); using 2\d\d", said[2])
     said.clear()
     open_corpus(text_config(small_notes(tmp_path / "notes")), BYTE, tmp_path / "data", said.append)
-    assert said[0] == "text: reading 3 files, 0.0 MB"
+    assert said[0] == "text: reading 3 files, 2.1 kB"
 
 
 class Stop(Exception):

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andrea.config import UserError
-from andrea.text import sources
-from andrea.text.sources import Source, is_held_out, whole_blocks
+from andrea.text import encodings
+from andrea.text.encodings import whole_blocks
+from andrea.text.sources import Source, is_held_out
 
 
 def folder_of(root: Path, files: dict[str, bytes]) -> Path:
@@ -65,7 +66,7 @@ def test_every_byte_is_in_one_split_once_in_pieces_or_whole(tmp_path_factory, te
     path = tmp_path_factory.mktemp("corpus") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_BYTES", piece)
+        patch.setattr(encodings, "PIECE_BYTES", piece)
         source = Source("s", "text", path)
         assert "".join([*source.documents("train"), *source.documents("val")]) == text
         assert all(len(p.text.encode()) <= 2 * piece for p in source.pieces("train"))
@@ -153,7 +154,7 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     said: list[str] = []
     assert source.check(said.append) == sum(len(text) for text in texts)
     assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
-    for words in ("2 (empty)", "1 (parquet without", "1 (unreadable"):
+    for words in ("2 (empty)", '1 (without the field "text"): b.parquet (fields found: words;', "1 (unreadable"):
         assert any(words in line for line in said)
 
 

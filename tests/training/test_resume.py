@@ -56,6 +56,32 @@ def test_a_group_typed_again_is_no_change_but_for_what_differs() -> None:
     assert changes == ["optimizer.learning_rate: 0.001 → 0.004"] and merged["train"] == SAVED["train"]
 
 
+def test_a_key_that_the_saved_configuration_lacks_keeps_its_meaning_if_the_group_is_typed_again() -> None:
+    """A run that an earlier version began chose files by their endings; data=text now chooses them by content."""
+    text = {"kind": "text", "path": "notes", "sources": {}, "sample_prompt": ""}
+    composed = COMPOSED | {"data": text | {"files": "by_content", "include": [], "exclude": [], "field": None}}
+    merged, changes = merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.path": "notes"})
+    assert merged["data"] == text and changes == []  # the parser adds files=by_ending
+    with pytest.raises(UserError, match="data.files=by_content cannot replace data.files=by_ending"):
+        merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.files": "by_content"})
+    now = SAVED | {"data": composed["data"]}
+    assert merge(now, composed, {"data": "text"}, {})[0]["data"]["files"] == "by_content"
+
+
+def test_a_mixture_typed_again_is_no_change_but_for_what_differs() -> None:
+    mixture = {"kind": "mixture", "path": None, "sample_prompt": ""}
+    saved = SAVED | {"data": mixture | {"sources": {"a": {"kind": "text", "path": "notes", "weight": None}}}}
+    for include, changed in (([], False), (["*.md"], True)):
+        source = {"kind": "text", "path": "notes", "weight": None, "include": include, "exclude": [], "field": None}
+        composed = COMPOSED | {"data": mixture | {"sources": {"a": source}}}
+        typed = {"data": "mixture"}, {"data.sources": {"a": source}}
+        if changed:
+            with pytest.raises(UserError, match=r"data.sources.a.include=\['\*.md'\] cannot replace"):
+                merge(saved, composed, *typed)
+        else:
+            assert merge(saved, composed, *typed)[1] == []
+
+
 @pytest.mark.parametrize("key", ["model__d_model", "seed", "train__tokens_per_step", "optimizer__kind"])
 def test_what_makes_the_run_cannot_change(key: str) -> None:
     with pytest.raises(UserError, match=key.replace("__", ".") + ".*init_from"):

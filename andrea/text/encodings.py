@@ -1,0 +1,186 @@
+"""Bytes of files as UTF-8 text: blocks that end after a line, recognised encodings, and conversion to UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, BinaryIO
+
+PIECE_BYTES = 1 << 20
+SPOOLED_BYTES = 1 << 24  # a converted file that is larger is held in the system's temporary folder
+OpenFile = Callable[[], IO[bytes]]
+
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # the first bytes of these formats
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+NOT_IN_TEXT = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b"})  # control characters that no text file has
+ASCII = bytes(range(128))
+LATIN_1_SHARE = 0.3  # of bytes beyond ASCII; European text in Latin-1 has about a tenth, other alphabets have most
+BINARY, DAMAGED, UNKNOWN = "binary", "with damaged UTF-8", "in an unknown encoding; convert to UTF-8"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the bytes of a file are text: their encoding, or if it is None, why they are not text."""
+
+    encoding: str | None
+    size: int  # bytes of the text in UTF-8
+    fault: str = ""
+
+
+def whole_blocks(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
+    """Bytes start … stop in blocks of at most about PIECE_BYTES. A block ends after a line, or else after a character.
+
+    Raises UnicodeDecodeError if a block is not UTF-8.
+    """
+    file.seek(start)
+    left, rest = stop - start, b""
+    while left:
+        read = file.read(min(left, PIECE_BYTES))
+        if not read:
+            break
+        left -= len(read)
+        block = rest + read
+        end = len(block) if not left else block.rfind(b"\n") + 1 or last_character_end(block)
+        block, rest = block[:end], block[end:]
+        block.decode()
+        yield block
+    if rest:
+        rest.decode()
+        yield rest
+
+
+def last_character_end(block: bytes) -> int:
+    """The index after the last whole UTF-8 character of `block`."""
+    for back in range(1, min(4, len(block)) + 1):
+        byte = block[-back]
+        if byte & 0xC0 != 0x80:  # the first byte of a character; its high bits give the length
+            length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(block) if back >= length else len(block) - back
+    return len(block)
+
+
+def cut_at(file: IO[bytes], size: int) -> int:
+    """The index of the byte at which the held-out last tenth of a document begins.
+
+    The index is moved forward to the start of the next line, or else to the start of a character.
+    """
+    cut = size * 9 // 10
+    file.seek(cut)
+    tail = file.read(min(PIECE_BYTES, size - cut))
+    line_end = tail.find(b"\n") + 1
+    if 0 < line_end and cut + line_end < size:
+        return cut + line_end
+    while tail and tail[0] & 0xC0 == 0x80:  # not the first byte of a character
+        tail, cut = tail[1:], cut + 1
+    return cut
+
+
+def is_text(path: Path) -> bool:
+    """Whether the whole file is UTF-8 without NUL bytes."""
+    try:
+        with open(path, "rb") as file:
+            return all(b"\0" not in block for block in whole_blocks(file, 0, os.fstat(file.fileno()).st_size))
+    except (UnicodeDecodeError, OSError):
+        return False
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether `data` is UTF-8 without NUL bytes."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
+
+
+# --------------------------------------------------------------------------------------------- recognised by content
+
+
+def begins_binary(head: bytes) -> bool:
+    """Whether a file that begins with `head` cannot be text. False does not mean that all of the file is text."""
+    if head.startswith((*UTF_16, GZIP, PARQUET)) or is_utf8(head[: last_character_end(head)]):
+        return False
+    return b"\0" in head or head.translate(None, NOT_IN_TEXT) != head
+
+
+def recognise(open_file: OpenFile) -> Form:
+    """The encoding of a whole file: UTF-8, UTF-16 with its mark, Latin-1 or its superset Windows-1252.
+
+    Raises OSError, EOFError or zlib.error if the file cannot be read.
+    """
+    with open_file() as file:
+        first = file.read(2)
+    if first in UTF_16:
+        return converted_form(open_file, "utf-16")
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        for block in blocks_of(open_file):
+            if b"\0" in block:
+                return Form(None, 0, BINARY)
+            decoder.decode(block)
+            size += len(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return recognise_8_bits(open_file)
+    return Form("utf-8", size)
+
+
+def recognise_8_bits(open_file: OpenFile) -> Form:
+    """The encoding of a file that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    size = beyond_ascii = valid = invalid = 0  # bytes; bytes; characters that are valid UTF-8; bytes that are not
+    uses_windows_1252 = False
+    for block in blocks_of(open_file):
+        if block.translate(None, NOT_IN_TEXT) != block:
+            return Form(None, 0, BINARY)
+        high = block.translate(None, ASCII)
+        size, beyond_ascii = size + len(block), beyond_ascii + len(high)
+        uses_windows_1252 |= any(byte < 0xA0 for byte in set(high))
+        text = decoder.decode(block)
+        beyond = [character for character in set(text) if character > "\x7f"]
+        bad = sum(text.count(character) for character in beyond if "\udc80" <= character <= "\udcff")
+        valid, invalid = valid + sum(map(text.count, beyond)) - bad, invalid + bad
+    if valid > invalid:
+        return Form(None, 0, DAMAGED)
+    if beyond_ascii > LATIN_1_SHARE * size:
+        return Form(None, 0, UNKNOWN)
+    return converted_form(open_file, "cp1252" if uses_windows_1252 else "latin-1")
+
+
+def converted_form(open_file: OpenFile, encoding: str) -> Form:
+    size = 0
+    try:
+        for block in converted_blocks(open_file, encoding):
+            if b"\0" in block:
+                return Form(None, 0, BINARY)
+            size += len(block)
+    except UnicodeError:
+        return Form(None, 0, UNKNOWN)
+    return Form(encoding, size)
+
+
+def blocks_of(open_file: OpenFile) -> Iterator[bytes]:
+    with open_file() as file:
+        while block := file.read(PIECE_BYTES):
+            yield block
+
+
+def converted_blocks(open_file: OpenFile, encoding: str) -> Iterator[bytes]:
+    """The file's text as blocks of UTF-8. Raises UnicodeError if the file does not have this encoding."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    for block in blocks_of(open_file):
+        yield decoder.decode(block).encode()
+    yield decoder.decode(b"", final=True).encode()
+
+
+def open_converted(open_file: OpenFile, encoding: str) -> BinaryIO:
+    """The file's text in UTF-8, as a temporary file at its beginning."""
+    spooled = tempfile.SpooledTemporaryFile(SPOOLED_BYTES)  # noqa: SIM115 (the caller closes it)
+    for block in converted_blocks(open_file, encoding):
+        spooled.write(block)
+    spooled.seek(0)
+    return spooled  # type: ignore[return-value]
