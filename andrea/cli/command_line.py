@@ -20,9 +20,14 @@ from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_ove
 from andrea.config.keys import current_key, key_types, suggestion, type_of_key
 from andrea.runtime import torchrun
 from andrea.runtime.files import StorageFailed
+from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.runtime.streams import unfailing_output
 
 LONGEST_LINE = 2000  # characters of a message
+MORE_MEMORY = (
+    "free some memory or raise the limit of this process (ulimit -v), or make the work smaller: train.micro_batch=1 and "
+    "a smaller model=… to train, a smaller num_samples=… to sample"
+)
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
 # Errors that PyYAML raises, besides its own, for a malformed value such as 2001-99-99 or !!bool x
 YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
@@ -74,6 +79,12 @@ def exit_code_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
             hint = "if --max-restarts allows it, torchrun restarts all ranks, and resume=auto continues the run"
             print(f"error: another rank was lost: {one_line(str(error))}; {hint}", file=sys.stderr)
         return torchrun.RANK_LOST
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = one_line(str(error).partition("\n")[0])[:200]
+        print(f"error: {torchrun.rank_prefix()}out of memory ({reason}); {MORE_MEMORY}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

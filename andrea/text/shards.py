@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
 READ_TOKENS = 1 << 24  # number of tokens that are read at a time
+REMEDY = "copy it again, or delete its folder and prepare the data again"
 
 
 class ShardWriter:
@@ -45,17 +49,49 @@ class ShardWriter:
         return self.count, self.digest.hexdigest()
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard, (count,) uint16, memory-mapped. Raises UserError if the file is not a complete shard."""
-    remedy = "copy it again, or delete its folder and prepare the data again"
+class DataLost(UserError):
+    """A shard that was complete at the start can no longer be read."""
+
+
+class Shard:
+    """The tokens of one file: `len(shard)`, and `shard[start:stop]` as uint16 (stop - start,), read from the disk.
+
+    The file is not memory-mapped. If another program cuts a mapped file short, the system ends the process with SIGBUS,
+    which Python cannot catch; here it raises DataLost. The file stays open, so it may be deleted while it is in use.
+    """
+
+    def __init__(self, path: Path, file: io.FileIO, count: int) -> None:
+        self.path, self.file, self.count = path, file, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, step = span.indices(self.count)
+        assert step == 1, "a shard has no steps"
+        n_bytes, offset, data = max(0, stop - start) * TOKEN.itemsize, HEADER_BYTES + start * TOKEN.itemsize, b""
+        try:
+            while len(data) < n_bytes and (
+                more := os.pread(self.file.fileno(), n_bytes - len(data), offset + len(data))
+            ):
+                data += more  # the system reads at most 2 GiB at a time
+        except OSError as error:
+            raise DataLost(f"{self.path} cannot be read any more ({error.strerror}); {REMEDY}") from error
+        if len(data) < n_bytes:
+            raise DataLost(f"{self.path} was cut short while it was in use; {REMEDY}")
+        return np.frombuffer(data, dtype=TOKEN)
+
+
+def open_shard(path: Path) -> Shard:
+    """The shard at `path`. Raises UserError if the file is not a complete shard."""
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            header = np.frombuffer(file.read(12), dtype="<i4") if size >= HEADER_BYTES else None
+        file = open_unbuffered(path)
+        size = os.fstat(file.fileno()).st_size
+        header = np.frombuffer(file.read(12), dtype="<i4") if size >= HEADER_BYTES else None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {remedy}") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from error
     if header is None:
-        raise UserError(f"{path} is cut short: it has {size} bytes, and the header alone has {HEADER_BYTES}; {remedy}")
+        raise UserError(f"{path} is cut short: it has {size} bytes, and the header alone has {HEADER_BYTES}; {REMEDY}")
     magic, version, count = header.tolist()
     if magic != MAGIC or version != VERSION:
         raise UserError(
@@ -64,10 +100,23 @@ def open_shard(path: Path) -> np.ndarray:
         )
     if count < 0 or size != HEADER_BYTES + count * TOKEN.itemsize:
         held = (size - HEADER_BYTES) // TOKEN.itemsize
-        raise UserError(f"{path} is damaged: its header says {count} tokens, but the file holds {held}; {remedy}")
-    if count == 0:
-        return np.zeros(0, dtype=TOKEN)
-    return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(count,))
+        raise UserError(f"{path} is damaged: its header says {count} tokens, but the file holds {held}; {REMEDY}")
+    return Shard(path, file, count)
+
+
+def open_unbuffered(path: Path) -> io.FileIO:
+    """The open file. If too many files are open, the limit of this process is raised first, as far as the system allows."""
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    import resource  # not on Windows
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return open(path, "rb", buffering=0)
 
 
 def stamp(stat: os.stat_result) -> list[int]:
@@ -89,11 +138,11 @@ def digest_of(path: Path, n_vocab: int) -> str:
 class TokenStream:
     """Shards as one sequence of tokens: `len(stream)`, and `stream[start:stop]` as int64 (stop - start,)."""
 
-    def __init__(self, shards: Sequence[np.ndarray]) -> None:
+    def __init__(self, shards: Sequence[Shard | np.ndarray], start: int = 0, stop: int | None = None) -> None:
+        """start, stop: the first token of the stream, and the end after its last one; by default, all tokens."""
         self.shards = list(shards)
-        self.ends = np.cumsum(
-            [0, *(len(shard) for shard in self.shards)]
-        )  # index of each shard's first token, and the total
+        self.ends = np.cumsum([0, *(len(shard) for shard in self.shards)])  # of each shard's first token, and the total
+        self.start, self.stop = start, int(self.ends[-1]) if stop is None else stop
 
     @staticmethod
     def open(paths: Sequence[Path]) -> TokenStream:
@@ -101,11 +150,12 @@ class TokenStream:
         return TokenStream([open_shard(path) for path in paths])
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return self.stop - self.start
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, step = span.indices(len(self))
         assert step == 1, "a stream has no steps"
+        start, stop = start + self.start, stop + self.start
         read = np.empty(max(0, stop - start), dtype=np.int64)
         first = int(np.searchsorted(self.ends, start, side="right")) - 1
         for shard, begin in zip(self.shards[first:], self.ends[first:], strict=False):
@@ -117,9 +167,8 @@ class TokenStream:
 
     def part(self, start: int, stop: int) -> TokenStream:
         """Tokens start … stop - 1 as a stream, without a copy."""
-        begins = self.ends[:-1]
-        parts = [shard[max(0, start - b) : max(0, stop - b)] for shard, b in zip(self.shards, begins, strict=True)]
-        return TokenStream([part for part in parts if len(part)])
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        return TokenStream(self.shards, self.start + start, self.start + stop)
 
 
 # --------------------------------------------------------------------------------------------------- existing shards

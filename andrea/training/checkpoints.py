@@ -71,6 +71,10 @@ class RunCheckpoints:
         self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()}, best)
         self.saved_step = progress.step
 
+    def save_if_finite(self) -> None:
+        if not self.is_saved() and self.is_finite():
+            self.save()
+
     def save_if_new(self) -> None:
         if not self.is_saved():
             self.save()

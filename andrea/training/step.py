@@ -14,6 +14,7 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
+from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.text.loader import IGNORED_TARGET, Loader
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
@@ -118,16 +119,27 @@ class TrainingStep:
                     nats += micro_nats.detach()
                     heads = measured.merged(heads) if measured and heads else measured
                 return nats, heads
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 if self.micro_batch == 1 or self.ranks.size > 1:  # other ranks are in the middle of the same step
-                    raise UserError(
-                        f"out of memory with train.micro_batch={self.micro_batch}; lower it, or turn on "
-                        f"train.activation_checkpointing, or use parallel=fsdp on more ranks"
-                    ) from None
+                    raise UserError(self.remedy()) from None
                 self.micro_batch = (self.micro_batch + 1) // 2
                 self.parallel.zero_gradients()
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # not in the block above: the exception keeps the tensors of its frames alive
             self.console.say(f"out of memory: the step is run again with train.micro_batch={self.micro_batch}")
+
+    def remedy(self) -> str:
+        """The message where the micro-batch cannot be halved."""
+        remedies = {
+            "a smaller train.micro_batch": self.micro_batch > 1,
+            "train.activation_checkpointing=true": not self.config.train.activation_checkpointing,
+            "a smaller model or model.sequence_length": True,
+            "parallel=fsdp on more ranks": True,
+            "a higher limit of memory (ulimit -v)": self.device.type == "cpu",
+        }
+        possible = ", ".join(remedy for remedy, is_possible in remedies.items() if is_possible)
+        return f"out of memory with train.micro_batch={self.micro_batch}; remedies: {possible}"
 
     def take_clipped_heads(self) -> int:
         """The number of heads that QK-clip has scaled since the last call."""

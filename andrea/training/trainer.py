@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from andrea.config import RunConfig
+from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
@@ -50,46 +51,54 @@ class Trainer:
         )
 
     def train(self) -> int:
-        config, progress = self.config, self.progress
         with self.stopping.signals_caught(), self.records.console.live_line():
-            while progress.step < config.steps and not self.stopping.agreed:
-                clock = time.perf_counter()
-                self.records.watchdog.at(progress.step + 1, "training step")
-                due = due_after(progress.step + 1, config)
-                rate = rate_at(progress.step, config.steps, config.optimizer)
-                update = self.step.update(
-                    self.step.batch(progress.step), rate, self.stopping.flags, measure_size=due.evaluation
-                )
-                progress.step += 1
-                progress.tokens += config.tokens_per_step
-                progress.flops += config.tokens_per_step * self.throughput.flops_per_token
-                self.unread.append((progress.step, update))
-                if not self.read_figures(wait=due.record or due.evaluation or due.save):
-                    return self.endings.stop_not_finite(self.figures)
-                if (due.evaluation or due.save) and not self.checkpoints.is_finite():
-                    return self.endings.stop_not_finite(self.figures)
-                self.checkpoints.check()
-                step_seconds = time.perf_counter() - clock
-                progress.seconds += step_seconds
-                self.throughput.add_step(step_seconds)
-                self.show_step(rate)
-                if due.heads:
-                    self.records.log(self.evaluator.measure_heads())
-                if due.record or due.evaluation:
-                    figures = self.training_figures(update, rate)
-                    self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
-                if due.save:  # before the extras: none of them can cost the checkpoint
-                    self.checkpoints.save()
-                if due.evaluation:
-                    self.evaluator.draw_attention()
-                if due.sample:
-                    self.evaluator.show_sample()
-                self.evaluator.forget()
-                if due.evaluation and (failed := self.evaluator.failed()):
-                    return self.endings.stop_failed(failed)
-            if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
+            try:
+                return self.train_steps()
+            except DataLost:  # the weights are intact; with several ranks, the others are in the middle of a step
+                if self.progress.step and self.step.ranks.size == 1 and self.read_figures(wait=True):
+                    self.checkpoints.save_if_finite()
+                raise
+
+    def train_steps(self) -> int:
+        config, progress = self.config, self.progress
+        while progress.step < config.steps and not self.stopping.agreed:
+            clock = time.perf_counter()
+            self.records.watchdog.at(progress.step + 1, "training step")
+            due = due_after(progress.step + 1, config)
+            rate = rate_at(progress.step, config.steps, config.optimizer)
+            update = self.step.update(
+                self.step.batch(progress.step), rate, self.stopping.flags, measure_size=due.evaluation
+            )
+            progress.step += 1
+            progress.tokens += config.tokens_per_step
+            progress.flops += config.tokens_per_step * self.throughput.flops_per_token
+            self.unread.append((progress.step, update))
+            if not self.read_figures(wait=due.record or due.evaluation or due.save):
                 return self.endings.stop_not_finite(self.figures)
-            return self.endings.conclude()
+            if (due.evaluation or due.save) and not self.checkpoints.is_finite():
+                return self.endings.stop_not_finite(self.figures)
+            self.checkpoints.check()
+            step_seconds = time.perf_counter() - clock
+            progress.seconds += step_seconds
+            self.throughput.add_step(step_seconds)
+            self.show_step(rate)
+            if due.heads:
+                self.records.log(self.evaluator.measure_heads())
+            if due.record or due.evaluation:
+                figures = self.training_figures(update, rate)
+                self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
+            if due.save:  # before the extras: none of them can cost the checkpoint
+                self.checkpoints.save()
+            if due.evaluation:
+                self.evaluator.draw_attention()
+            if due.sample:
+                self.evaluator.show_sample()
+            self.evaluator.forget()
+            if due.evaluation and (failed := self.evaluator.failed()):
+                return self.endings.stop_failed(failed)
+        if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
+            return self.endings.stop_not_finite(self.figures)
+        return self.endings.conclude()
 
     def read_figures(self, wait: bool) -> bool:
         """Read loss, gradient norm and flags of completed steps. Returns False if a step was not finite.

@@ -70,6 +70,24 @@ def test_ctrl_c_before_training_is_quiet(capsys: pytest.CaptureFixture) -> None:
     assert run_script(main, [], capsys)[::2] == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 9 GiB"),
+        RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nException raised from"
+        ),
+    ],
+)
+def test_running_out_of_memory_is_one_line(error: Exception, capsys: pytest.CaptureFixture) -> None:
+    def main(words: list[str]) -> int:
+        raise error
+
+    code, _, err = run_script(main, [], capsys)
+    assert code == 2 and err.count("\n") == 1 and err.startswith(f"error: out of memory ({str(error)[:20]}")
+    assert "ulimit -v" in err and "train.micro_batch=1" in err
+
+
 def test_a_reader_that_ends_early_is_no_error() -> None:
     program = (
         "from andrea.cli.command_line import run; run(lambda words: [print('x' * 99) for _ in range(9999)] and 0, [])"

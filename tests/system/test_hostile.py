@@ -323,6 +323,79 @@ def test_a_number_that_is_not_finite_in_a_checkpoint_is_refused_and_never_saved_
     assert contents(place / "runs" / "good" / "checkpoints") == before
 
 
+# ------------------------------------------------------------------------------------------------------------- memory
+
+# Trains with only so many bytes of memory more than the process has when the first step begins, as under `ulimit -v`.
+WITH_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import train
+from andrea.cli.command_line import run
+from andrea.training.step import TrainingStep
+
+class Step(TrainingStep):
+    def accumulate(self, batch):
+        if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[2]),) * 2)
+        return super().accumulate(batch)
+
+import andrea.training.start
+andrea.training.start.TrainingStep = Step
+run(train.main, sys.argv[3:])
+"""
+
+
+def with_little_memory(megabytes: int, place: Path, notes: Path, *words: str) -> Ended:
+    wide = [
+        "model.d_mlp=4096",
+        "model.sequence_length=256",
+        "train.tokens_per_step=16384",
+        "train.steps=1",
+        "train.log_every=1",
+    ]
+    command = tiny_command(place, notes, *wide, "precision=fp32", "train.micro_batch=64", *QUIET, *words)[2:]
+    return run([sys.executable, "-c", WITH_LITTLE_MEMORY, str(ROOT), str(megabytes * 2**20), *command])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process and tells its size")
+def test_a_limit_of_memory_halves_the_micro_batch(tmp_path: Path, notes: Path) -> None:
+    ended = with_little_memory(700, tmp_path, notes, "name=a")
+    assert ended.code == 0 and not ended.err, ended.err
+    assert "out of memory: the step is run again with train.micro_batch=32" in ended.out
+    assert_complete(tmp_path / "runs" / "a", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process and tells its size")
+def test_too_little_memory_for_one_sequence_is_one_line(tmp_path: Path, notes: Path) -> None:
+    ended = with_little_memory(70, tmp_path, notes, "name=a", "model.d_mlp=65536", "train.tokens_per_step=512")
+    assert ended.code == 2 and one_line(ended) and ended.err.startswith("error: out of memory"), ended.err
+    assert "model" in ended.err and "ulimit -v" in ended.err
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+
+def test_data_that_are_cut_short_during_a_run_are_one_line_and_the_run_is_saved(tmp_path: Path, notes: Path) -> None:
+    words = ["name=a", "train.steps=100000", "train.log_every=1", "train.save_every=100000", *QUIET]
+    process = subprocess.Popen(
+        tiny_command(tmp_path, notes, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert any(line.startswith("step") for line in process.stdout)
+    (shard,) = (tmp_path / "data").rglob("train-*.bin")
+    os.truncate(shard, HEADER_BYTES)
+    out, err = process.communicate(timeout=60)
+    run_folder = tmp_path / "runs" / "a"
+    assert process.returncode == 2 and err.count("\n") == 1 and "was cut short while it was in use" in err, err
+    saved, records = checkpoints_of(run_folder), read_lines(run_folder / "metrics.jsonl")
+    assert [read_checkpoint(path).step for path in saved] == [records[-1]["step"]]
+    shutil.rmtree(shard.parent)
+    ended = run(tiny_command(tmp_path, notes, *words, "resume=auto", "train.max_minutes=0.01"))
+    assert ended.code == 0 and f"resuming {saved[0]}" in ended.out, ended.err
+
+
 # ---------------------------------------------------------------------------------------------------------- the clock
 
 

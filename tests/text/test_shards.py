@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andrea.config import UserError
-from andrea.text.shards import ShardWriter, TokenStream, open_shard
+from andrea.text.shards import DataLost, ShardWriter, TokenStream, open_shard
 
 
 def write(path: Path, *parts: list[int]) -> Path:
@@ -60,3 +61,30 @@ def test_damage_is_named(tmp_path: Path, damage, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         open_shard(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 1024 + 2 * 4), lambda path: os.truncate(path, 0)])
+def test_a_shard_that_is_cut_short_while_in_use_is_one_line(tmp_path: Path, damage) -> None:
+    path = write(tmp_path / "a.bin", range(5000))
+    stream = TokenStream.open([path])
+    assert stream[4990:4993].tolist() == [4990, 4991, 4992]
+    damage(path)
+    with pytest.raises(DataLost, match="a.bin was cut short while it was in use; copy it again"):
+        stream[3:4999]
+
+
+def test_a_shard_may_be_deleted_while_in_use(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin", range(9))
+    part = TokenStream.open([path]).part(2, 8)
+    path.unlink()
+    assert part[1:3].tolist() == [3, 4] and part.part(4, 6)[:].tolist() == [6, 7]
+
+
+def test_more_shards_than_files_may_be_open_at_first(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    paths = [write(tmp_path / f"{number}.bin", [number]) for number in range(80)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        assert TokenStream.open(paths)[:].tolist() == list(range(80))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
