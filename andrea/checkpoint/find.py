@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.folder import Checkpoint, read_checkpoint
+from andrea.checkpoint.state import STEP_NAME
 from andrea.config import UserError, nearest
 from andrea.runtime.program import typed_command
-
-STEP_NAME = re.compile(r"step-\d{8,}")
 
 
 def checkpoints_of(run: Path) -> list[Path]:

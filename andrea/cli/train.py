@@ -42,8 +42,9 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         if checkpoint is not None:
-            saved, other_ranks = checkpoint.state["config"], checkpoint.state.get("ranks", 1) != ranks.size
-            merged, changes = resume.merge(saved, to_plain(typed), line.groups, line.values, other_ranks)
+            composed, other_ranks = to_plain(typed), checkpoint.state.get("ranks", 1) != ranks.size
+            saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, composed))
+            merged, changes = resume.merge(saved, composed, line.groups, line.values, other_ranks)
             config = with_length_and_name(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))

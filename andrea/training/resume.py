@@ -12,6 +12,7 @@ from torch import Tensor
 
 from andrea.checkpoint import (
     Checkpoint,
+    Damaged,
     checkpoints_of,
     consolidate,
     locate,
@@ -19,12 +20,14 @@ from andrea.checkpoint import (
     newest_whole,
     read_checkpoint,
 )
-from andrea.checkpoint.model import changed_own_parts
-from andrea.config import RunConfig, UserError, lay_over, with_current_keys
+from andrea.checkpoint.model import changed_own_parts, check_shapes
+from andrea.checkpoint.state import check_resumable
+from andrea.config import RunConfig, UserError, lay_over, parse, to_plain
 from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.optimizer.optimizer import saved_shapes
 from andrea.training.parallel.saver import Saver
 from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
@@ -65,6 +68,55 @@ def without_run(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, state=checkpoint.state | {"run": None, "best_bpb": None, "wandb_id": None})
 
 
+def verified_config(checkpoint: Checkpoint, composed: dict) -> dict:
+    """The saved configuration, once the whole checkpoint has been checked against it; nothing is written before.
+
+    composed: the configuration of this command line, from which come OF_THIS_COMMAND and groups that an older version
+    did not know. Raises Damaged, or UserError if the checkpoint has no optimizer state.
+    """
+    check_resumable(checkpoint.path, checkpoint.state)
+    saved = {key: value for key, value in checkpoint.state["config"].items() if key != "trust"}  # holds for one command
+    try:
+        config = parse(RunConfig, composed | saved | {key: composed[key] for key in OF_THIS_COMMAND})
+    except UserError as error:
+        raise Damaged(
+            f"{checkpoint.path} has a configuration that this version of the program cannot read: {error}"
+        ) from None
+    if checkpoint.state["tokens"] != checkpoint.step * config.tokens_per_step:
+        raise Damaged(
+            f"{checkpoint.path} is damaged: its state.json has {checkpoint.state['tokens']} tokens after "
+            f"{checkpoint.step} steps of {config.tokens_per_step}"
+        )
+    check_headers(checkpoint, config)
+    try:
+        torch.Generator().set_state(random_state(checkpoint))
+    except RuntimeError:
+        raise Damaged(f"{checkpoint.path} is damaged: its state.json has an impossible torch_random") from None
+    return to_plain(config)
+
+
+def check_headers(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Raises Damaged if weights or optimizer state do not have the names, shapes and types that `config` gives them."""
+    reader = checkpoint.open_tensors()
+    shapes = reader.shapes
+    weights = {name: shape for name, shape in shapes.items() if "/" not in name}
+    model = check_shapes(checkpoint, weights, checkpoint.tokenizer(), config.model, config.attention)
+    expected = saved_shapes(dict(model.named_parameters()), config.optimizer)
+    for name in sorted(expected.keys() | (shapes.keys() - weights.keys())):
+        if expected.get(name) != shapes.get(name):
+            raise Damaged(
+                f"{checkpoint.path} does not fit its configuration: {name} is {shapes.get(name, 'absent')} in the file, "
+                f"{expected.get(name, 'absent')} with optimizer={config.optimizer.kind}"
+            )
+    for name in shapes:
+        if strange := reader.dtypes(name) - {"F32", "F64", "F16", "BF16"}:
+            raise Damaged(f"{checkpoint.path} is damaged: {name} has type {min(strange)}, which it cannot have")
+
+
+def random_state(checkpoint: Checkpoint) -> Tensor:
+    return torch.tensor(checkpoint.state["torch_random"], dtype=torch.uint8)
+
+
 def is_done(checkpoint: Checkpoint, steps: int) -> bool:
     return checkpoint.step >= steps
 
@@ -76,8 +128,17 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
 
 def show_resume(checkpoint: Checkpoint, changes: list[str], config: RunConfig) -> None:
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
+    for source in data_sources(config):
+        print(f"  data: {source}")
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
+
+
+def data_sources(config: RunConfig) -> list[str]:
+    """What the run reads, for the user to see before it is read: the paths come from the checkpoint."""
+    if config.data.kind == "mixture":
+        return [f"{name}: {source.kind} {source.path or ''}".rstrip() for name, source in config.data.sources.items()]
+    return [f"{config.data.kind} {config.data.path or ''}".rstrip()]
 
 
 def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
@@ -118,25 +179,26 @@ def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
     state = checkpoint.state
     saver.restore(checkpoint)
     scale.load_state(state["loss_scale"])
-    torch.set_rng_state(torch.tensor(state["torch_random"], dtype=torch.uint8))
-    return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
+    torch.set_rng_state(random_state(checkpoint))
+    return progress_of(checkpoint)
+
+
+def progress_of(checkpoint: Checkpoint) -> Progress:
+    return Progress(**{field.name: checkpoint.state[field.name] for field in dataclasses.fields(Progress)})
 
 
 def merge(
     saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any], other_ranks: bool = False
 ) -> tuple[dict, list[str]]:
-    """The saved configuration, overridden by the typed values, and one line for each changed key.
+    """The saved configuration (of `verified_config`), overridden by the typed values, and one line for each changed key.
 
     A typed group replaces the saved group key by key; but for a key that is `auto` in the typed group, the saved value
     stays. other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     Raises UserError if a key of FIXED changes.
     """
-    saved = with_current_keys(RunConfig, saved)
     before, now = flatten(saved), flatten(composed)
-    before.pop("trust", None)  # valid for one command line, never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
-    before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # newer groups
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:
