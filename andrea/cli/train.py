@@ -20,9 +20,15 @@ def train(argv: list[str]) -> int:
 def train_one(argv: list[str]) -> FinishedRun:
     """Train the run that the command line `argv` describes. Raises UserError."""
     line = read(RunConfig, argv)
-    typed = parse(RunConfig, compose("train", line))  # a wrong command line ends here, before torch is loaded
+    composed = compose("train", line)
+    named = composed["attention"]["compatibility"], composed["model"]["mlp"]  # by the user, not by a checkpoint
+    if composed["init_from"] not in (None, "", "null"):
+        from andrea.training.planning.init_from import with_source
+
+        composed = with_source(composed, line.groups, line.values)
+    typed = parse(RunConfig, composed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
-    with allowing((typed.attention.compatibility, typed.model.mlp), typed.trust):
+    with allowing(named, typed.trust):
         return new_or_resumed(typed, line)
 
 
@@ -32,9 +38,11 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
     from andrea.training.planning.dry_run import describe
+    from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.start import start
 
+    check_source(typed)
     config = with_length_and_name(typed)
     if config.dry_run:
         print(describe(config))

@@ -22,8 +22,7 @@ from andrea.checkpoint import (
 )
 from andrea.checkpoint.model import changed_own_parts, check_shapes
 from andrea.checkpoint.state import check_resumable
-from andrea.config import RunConfig, UserError, lay_over, parse, to_plain
-from andrea.model.gpt import GPT
+from andrea.config import PathText, RunConfig, TokenizerConfig, UserError, lay_over, parse, to_plain
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
@@ -144,7 +143,7 @@ def data_sources(config: RunConfig) -> list[str]:
 def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
     """The weights of init_from. None without init_from, and for a resumed run, whose weights `restore` loads.
 
-    Raises UserError if the data of the resumed run, or the tokenizer or shapes of init_from, differ from this run's.
+    Raises UserError if the data of the resumed run, or the tokenizer of init_from, differ from this run's.
     """
     if checkpoint is not None:
         if checkpoint.state["data"] != corpus.fingerprint:
@@ -156,22 +155,20 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
     if not config.init_from:
         return None
     source = read_checkpoint(Path(config.init_from))
-    if source.state["tokenizer"] != corpus.tokenizer.identity:
+    tokenizer = source.tokenizer()
+    if tokenizer.identity != corpus.tokenizer.identity:  # a vocabulary that was trained just now
         raise UserError(
-            f"init_from={config.init_from} was trained with the tokenizer {source.state['tokenizer']}, but this run uses "
-            f"{corpus.tokenizer.identity}; set tokenizer.path={config.init_from} or choose its tokenizer"
+            f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses "
+            f"{corpus.tokenizer.identity}; leave tokenizer out to take that of init_from"
         )
-    weights = source.model_tensors()
-    with torch.device("meta"):
-        model = GPT(config.model, config.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if {name: tensor.shape for name, tensor in weights.items()} != expected:
-        name = source.state["config"]["model"]["name"]
-        raise UserError(
-            f"init_from={config.init_from} holds the model {name}, whose shapes differ from those of "
-            f"model={config.model.name}; choose model={name}"
-        )
-    return weights
+    return source.model_tensors()
+
+
+def tokenizer_config(config: RunConfig, checkpoint: Checkpoint | None) -> TokenizerConfig:
+    """Where the run's tokenizer is read from. A resumed run has its own copy of a tokenizer that was given by a path."""
+    if checkpoint is None or not config.tokenizer.path:
+        return config.tokenizer
+    return dataclasses.replace(config.tokenizer, path=PathText(checkpoint.path))
 
 
 def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:

@@ -41,7 +41,7 @@ from andrea.training.records.run_folder import (
     write_config,
 )
 from andrea.training.records.run_log import RunLog
-from andrea.training.resume import restore, starting_weights, without_run
+from andrea.training.resume import restore, starting_weights, tokenizer_config, without_run
 from andrea.training.step import TrainingStep
 from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
@@ -81,7 +81,8 @@ def start(
     if checkpoint and not holds_checkpoint:
         console.say(f"{checkpoint.path} is a copy, outside the folder of its run: the run continues in {folder}")
         checkpoint = without_run(checkpoint)
-    corpus = ranks.rank_0_first(lambda: open_corpus(config.data, config.tokenizer, Path(config.data_dir), console.say))
+    tokenizer = tokenizer_config(config, checkpoint)
+    corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
     resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus))

@@ -249,7 +249,10 @@ def test_a_hostile_checkpoint_runs_nothing_in_any_command(train, place: Path, sc
         assert not ran(place), name
     assert andrea_main(["consolidate", "checkpoint=own"]) == 0
     andrea_main(["compare", "runs", "out=compare.html"])
-    train(*SHORT[1:], "name=second", f"init_from={checkpoint}")  # its weights alone
+    with pytest.raises(UserError, match=refused):
+        train(*SHORT[1:], "name=second", f"init_from={checkpoint}")
+    whole = ["attention.compatibility=scaled_dot", "model.mlp=swiglu"]  # its weights alone
+    train(*SHORT[1:], "name=second", f"init_from={checkpoint}", *whole)
     assert not ran(place)
     capsys.readouterr()
 
