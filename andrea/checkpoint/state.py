@@ -121,6 +121,9 @@ class State:
     wandb_id: str | None = None
     own_parts: dict[str, str | None] = dataclasses.field(default_factory=dict)
     run: str | None = None
+    left_auto: list[str] | None = None
+    rewarm_step: Step | None = None
+    rewarm_rate: Annotated[float, Between(0, 1)] = 0.0
     format_version: int = 1
 
 

@@ -40,6 +40,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     from andrea.training.planning.dry_run import describe
     from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
+    from andrea.training.planning.settle import keys_left_auto, remembered_auto
     from andrea.training.start import start
 
     check_source(typed)
@@ -49,15 +50,20 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
         return FinishedRun(0, None)
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
+        left_auto = keys_left_auto(resume.flatten(to_plain(typed)))
         if checkpoint is not None:
-            composed, other_ranks = to_plain(typed), checkpoint.state.get("ranks", 1) != ranks.size
-            saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, composed))
-            merged, changes = resume.merge(saved, composed, line.groups, line.values, other_ranks)
+            other_ranks = checkpoint.state.get("ranks", 1) != ranks.size
+            saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
+            left_auto = ranks.from_rank_0(lambda: remembered_auto(checkpoint, saved))
+            merged, changes = resume.merge(
+                to_plain(saved), to_plain(typed), line.groups, line.values, other_ranks, left_auto
+            )
+            left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
                 return FinishedRun(0, resume.run_folder_of(checkpoint) or checkpoint.path)
-            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, config))
+            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
-        return start(config, checkpoint, ranks, watchdog, draw_lens=small_lens)
+        return start(config, checkpoint, ranks, watchdog, small_lens, left_auto)

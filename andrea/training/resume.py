@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import saved_shapes
 from andrea.training.parallel.saver import Saver
+from andrea.training.planning.settle import describe_rate, settle_again, settled_intervals, with_rewarming
 from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
 
@@ -67,16 +69,15 @@ def without_run(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, state=checkpoint.state | {"run": None, "best_bpb": None, "wandb_id": None})
 
 
-def verified_config(checkpoint: Checkpoint, composed: dict) -> dict:
+def verified_config(checkpoint: Checkpoint, typed: RunConfig) -> RunConfig:
     """The saved configuration, once the whole checkpoint has been checked against it; nothing is written before.
 
-    composed: the configuration of this command line, from which come OF_THIS_COMMAND and groups that an older version
-    did not know. Raises Damaged, or UserError if the checkpoint has no optimizer state.
+    typed: the configuration of this command line, from which come OF_THIS_COMMAND and groups that an older version did
+    not know. Raises Damaged, or UserError if the checkpoint has no optimizer state.
     """
     check_resumable(checkpoint.path, checkpoint.state)
-    saved = {key: value for key, value in checkpoint.state["config"].items() if key != "trust"}  # holds for one command
     try:
-        config = parse(RunConfig, composed | saved | {key: composed[key] for key in OF_THIS_COMMAND})
+        config = saved_run(checkpoint, typed)
     except UserError as error:
         raise Damaged(
             f"{checkpoint.path} has a configuration that this version of the program cannot read: {error}"
@@ -91,7 +92,7 @@ def verified_config(checkpoint: Checkpoint, composed: dict) -> dict:
         torch.Generator().set_state(random_state(checkpoint))
     except RuntimeError:
         raise Damaged(f"{checkpoint.path} is damaged: its state.json has an impossible torch_random") from None
-    return to_plain(config)
+    return config
 
 
 def check_headers(checkpoint: Checkpoint, config: RunConfig) -> None:
@@ -125,12 +126,16 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
     print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
 
 
-def show_resume(checkpoint: Checkpoint, changes: list[str], config: RunConfig) -> None:
+def show_resume(checkpoint: Checkpoint, changes: list[str], saved: RunConfig, config: RunConfig) -> None:
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
     for source in data_sources(config):
         print(f"  data: {source}")
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
+    if intervals := settled_intervals(config):
+        print(f"  settled again for {config.steps} steps: {intervals}")
+    if line := describe_rate(progress_of(checkpoint), saved, config):
+        print(f"  {line}")
 
 
 def data_sources(config: RunConfig) -> list[str]:
@@ -171,26 +176,43 @@ def tokenizer_config(config: RunConfig, checkpoint: Checkpoint | None) -> Tokeni
     return dataclasses.replace(config.tokenizer, path=PathText(checkpoint.path))
 
 
-def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
-    """Load weights, optimizer state, loss scale and random state from the checkpoint. Returns the run's progress."""
+def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale, config: RunConfig) -> Progress:
+    """Load weights, optimizer state, loss scale and random state from the checkpoint. Returns the run's progress.
+
+    config: of the resumed run. Its length may differ from that of the checkpoint.
+    """
     state = checkpoint.state
     saver.restore(checkpoint)
     scale.load_state(state["loss_scale"])
     torch.set_rng_state(random_state(checkpoint))
-    return progress_of(checkpoint)
+    return with_rewarming(progress_of(checkpoint), saved_run(checkpoint, config), config)
 
 
 def progress_of(checkpoint: Checkpoint) -> Progress:
-    return Progress(**{field.name: checkpoint.state[field.name] for field in dataclasses.fields(Progress)})
+    known = [field.name for field in dataclasses.fields(Progress) if field.name in checkpoint.state]
+    return Progress(**{name: checkpoint.state[name] for name in known})
+
+
+def saved_run(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
+    """The configuration in the checkpoint, with groups that an older version did not know from `config`."""
+    saved = {key: value for key, value in checkpoint.state["config"].items() if key != "trust"}
+    plain = to_plain(config)
+    return parse(RunConfig, plain | saved | {key: plain[key] for key in OF_THIS_COMMAND})
 
 
 def merge(
-    saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any], other_ranks: bool = False
+    saved: dict,
+    composed: dict,
+    typed_groups: dict[str, str],
+    typed_values: dict[str, Any],
+    other_ranks: bool = False,
+    left_auto: Collection[str] = (),
 ) -> tuple[dict, list[str]]:
-    """The saved configuration (of `verified_config`), overridden by the typed values, and one line for each changed key.
+    """The saved configuration (of `verified_config`), with the typed values, and a line for each changed key.
 
     A typed group replaces the saved group key by key; but for a key that is `auto` in the typed group, the saved value
     stays. other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
+    left_auto: keys that are settled again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
     """
     before, now = flatten(saved), flatten(composed)
@@ -202,8 +224,11 @@ def merge(
         settled = now[key] == "auto" and key not in typed_values and key not in OF_THIS_COMMAND
         if not settled:
             after[key] = now[key]
+    set_now = {key for key in typed if now[key] != "auto"} | typed_values.keys()
+    again = settle_again(after, differing(before, after), left_auto, set_now)
+    after |= again
     merged = lay_over({}, after)
-    changed = {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
+    changed = differing(before, after)
     for key in sorted(changed):
         if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
             raise UserError(
@@ -211,6 +236,11 @@ def merge(
                 f"or start a new run from its weights with init_from=…"
             )
     return merged, [f"{key}: {before.get(key)} → {after[key]}" for key in sorted(changed)]
+
+
+def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The keys of the run whose values differ."""
+    return {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
 
 
 def same(value: Any) -> Any:

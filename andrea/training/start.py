@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +51,13 @@ from andrea.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced."""
+    """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced.
+
+    left_auto: the keys that the user has left `auto`, also those that an earlier process of the run has settled.
+    """
 
     asked: RunConfig
+    left_auto: list[str]
     resolved: Resolved
     machine: Machine
     corpus: Corpus
@@ -69,8 +74,11 @@ def start(
     ranks: Ranks,
     watchdog: Watchdog,
     draw_lens: DrawLens | None = None,
+    left_auto: Sequence[str] = (),
 ) -> FinishedRun:
     """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
+
+    left_auto: see RunSetup.
 
     draw_lens: draws the lens page at each evaluation. It is passed in, because training may not import insight.
     """
@@ -93,7 +101,9 @@ def start(
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
-        setup = RunSetup(asked, resolved, machine, corpus, checkpoint, folder, console, watchdog, draw_lens)
+        setup = RunSetup(
+            asked, list(left_auto), resolved, machine, corpus, checkpoint, folder, console, watchdog, draw_lens
+        )
         config, parallel, loss = make_model_and_loss(setup, weights)
         del weights  # the model has them
         trainer = make_trainer(setup, config, parallel, loss)
@@ -114,7 +124,7 @@ def make_model_and_loss(setup: RunSetup, weights: dict[str, Tensor] | None) -> t
     if device.type == "cuda" and asked.train.micro_batch == "auto":
         config = with_tried_micro_batch(config, parallel, setup.machine, setup.console)
     setup.watchdog.at(0, "compiling")
-    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled=asked.compile == "auto")
+    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled="compile" in setup.left_auto)
     return config, parallel, loss
 
 
@@ -127,14 +137,14 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     scale = LossScale(device, active=config.precision == "fp16")
     saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep, config.parallel.async_save)
     setup.watchdog.at(0, "reading the checkpoint")
-    progress = restore(checkpoint, saver, scale) if checkpoint else Progress()
+    progress = restore(checkpoint, saver, scale, config) if checkpoint else Progress()
     loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
     ranks.from_rank_0(lambda: write_config(folder, config))
-    facts = checkpoint_facts(config, corpus, ranks, run_id)
+    facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
     records = Records(loggers, console, RunLog(folder), progress, setup.watchdog)
     health = make_health(config, corpus, loader, checkpoint)

@@ -27,6 +27,7 @@ from andrea.text.prepare import fingerprint_of
 from andrea.training.health.health import make_health
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.planning.length import with_length_and_name
+from andrea.training.planning.settle import remembered_auto, with_rewarming
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import folder_to_write
 from andrea.training.resume import (
@@ -114,12 +115,13 @@ def make_resumes(folder: Path) -> Handler:
     def resume() -> None:
         """What `train.py resume=…` does before it makes the model."""
         found = find_resume(typed)
-        saved = verified_config(found, to_plain(typed))
-        merged, changes = merge(saved, to_plain(typed), restart.groups, restart.values)
+        saved = verified_config(found, typed)
+        left_auto = remembered_auto(found, saved)
+        merged, changes = merge(to_plain(saved), to_plain(typed), restart.groups, restart.values, left_auto=left_auto)
         config = with_length_and_name(parse(RunConfig, merged))
         if is_done(found, config.steps):
             return
-        show_resume(found, changes, config)
+        show_resume(found, changes, saved, config)
         folder_to_write(config, found)
         if (config.data, config.tokenizer, config.data_dir) != (typed.data, typed.tokenizer, typed.data_dir):
             return  # other text would be prepared now, whose path the user has been shown
@@ -131,7 +133,7 @@ def make_resumes(folder: Path) -> Handler:
         health.note_step(found.step + 1, 2.0, 1.0)
         health.failed()
         LossScale(torch.device("cpu"), active=True).load_state(found.state["loss_scale"])
-        progress: Progress = progress_of(found)
+        progress: Progress = with_rewarming(progress_of(found), saved, config)
         progress.flops += 1
         progress.seconds += 1.0
 
