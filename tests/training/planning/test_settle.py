@@ -25,13 +25,13 @@ AUTO = ["train.eval_every=auto", "train.save_every=auto", "train.attention_every
 def train(tmp_path: Path, notes: Path, script) -> Callable[..., dict]:
     """Trains 8 steps of the tiny model, or resumes with no other words than the given ones. Returns its config.yaml."""
 
-    def trained(*words: str, resumed: bool = False) -> dict:
+    def trained(*words: str, resumed: bool = False, compiled: str = "compile=off") -> dict:
         places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=a", "resume=auto"]
         quiet = ["train.sample_tokens=0", "train.lens_prompt=", "train.log_every=1", "precision=fp32"]
         first = [word for word in tiny_words(tmp_path, notes, "train.steps=8", *quiet) if "dir=" not in word]
         given = {word.split("=")[0] for word in words}
-        first = [] if resumed else [word for word in first if word.split("=")[0] not in given]
-        assert script("train")([*places, *first, *words]) == 0
+        first = [compiled] if resumed else [word for word in first if word.split("=")[0] not in given]
+        assert script("train")([*places, *filter(None, first), *words]) == 0
         return yaml.safe_load((tmp_path / "runs" / "a" / "config.yaml").read_text())
 
     return trained
@@ -56,12 +56,11 @@ def test_what_was_auto_is_settled_again_for_another_length(old: bool, train, tmp
     for steps, quarter in ((16, 4), (20, 5)):
         if old:
             forget(tmp_path / "runs" / "a")
-        config = train(f"train.steps={steps}", resumed=True)
+        config = train(f"train.steps={steps}", resumed=True, compiled="")
         assert (config["train"]["eval_every"], config["train"]["save_every"]) == (quarter, quarter)
         out = capsys.readouterr().out
         assert "changed train.eval_every: " in out and "compile: off → auto" in out
         assert f"settled again for {steps} steps: train.eval_every={quarter}, train.save_every={quarter}" in out
-        assert "too short to earn back" in out
 
 
 def test_what_was_typed_stays(train, capsys) -> None:
