@@ -133,7 +133,7 @@ NEEDED_TO_READ = ("step", "tokens", "config")
 def check_state(path: Path, state: Any) -> None:
     """Raises Damaged if state.json lacks a field that every reader needs, or holds a field of a wrong type or range."""
     if not isinstance(state, dict):
-        raise Damaged(f"{path} is damaged: its state.json is not a set of fields")
+        raise Damaged(f"{path} is damaged: its state.json lacks step, tokens and config")
     hints = key_types(State)
     check_fields(path, state, [name for name in hints if name in state or name in NEEDED_TO_READ])
     name = path.resolve().name
