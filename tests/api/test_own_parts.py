@@ -132,8 +132,8 @@ def test_trained_saved_resumed_sampled_and_in_the_lens(train, place: Path, scrip
     assert "source file" not in capsys.readouterr().out
 
     words = ["checkpoint=own", "device=cpu", "trust=true"]
-    code, out, _ = run_script(script("sample"), [*words, "max_new_tokens=5"], capsys)
-    assert code == 0 and "step 5" in out and ran(place)
+    code, _, err = run_script(script("sample"), [*words, "max_new_tokens=5"], capsys)
+    assert code == 0 and "step 5" in err and ran(place)
     assert andrea_main(["lens", *words, "prompt=import", "out=lens.html"]) == 0
     assert "my_module.Tempered" in (place / "lens.html").read_text() and ran(place)
     loaded = andrea.load("own", trust=True)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from andrea.cli.command_line import compose, read
 from andrea.cli.train import train_one
 from andrea.config import RunConfig, UserError, parse, to_plain
-from andrea.text.corpus import open_corpus
+from andrea.text.corpus import VERIFIED, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.prepare import fingerprint_of
 from andrea.training.health.health import make_health
@@ -88,10 +88,12 @@ def manifest_of(folder: Path) -> bytes:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file and folder."""
+    """Size and time of every file, except for the notes on which shards have been verified."""
     found = {}
-    for place, folders, names in os.walk(folder):
-        for name in folders + names:
+    for place, _, names in os.walk(folder):
+        if VERIFIED in names:
+            names.remove(VERIFIED)
+        for name in names:
             about = os.stat(os.path.join(place, name))
             found[os.path.join(place, name)] = about.st_size, about.st_mtime_ns
     return found
