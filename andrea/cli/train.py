@@ -56,7 +56,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
             saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
             left_auto = ranks.from_rank_0(lambda: remembered_auto(checkpoint, saved))
             merged, changes = resume.merge(
-                to_plain(saved), to_plain(typed), line.groups, line.values, other_ranks, left_auto
+                checkpoint.state["config"], to_plain(typed), line.groups, line.values, other_ranks, left_auto
             )
             left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged))

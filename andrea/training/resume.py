@@ -23,7 +23,7 @@ from andrea.checkpoint import (
 )
 from andrea.checkpoint.model import changed_own_parts, check_shapes
 from andrea.checkpoint.state import check_resumable
-from andrea.config import PathText, RunConfig, TokenizerConfig, UserError, lay_over, parse, to_plain
+from andrea.config import PathText, RunConfig, TokenizerConfig, UserError, lay_over, parse, to_plain, with_current_keys
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
@@ -208,16 +208,19 @@ def merge(
     other_ranks: bool = False,
     left_auto: Collection[str] = (),
 ) -> tuple[dict, list[str]]:
-    """The saved configuration (of `verified_config`), with the typed values, and a line for each changed key.
+    """The saved configuration, overridden by the typed values, and one line for each changed key.
 
     A typed group replaces the saved group key by key; but for a key that is `auto` in the typed group, the saved value
     stays. other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     left_auto: keys that are settled again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
     """
+    saved = with_current_keys(RunConfig, saved)
     before, now = flatten(saved), flatten(composed)
+    before.pop("trust", None)  # valid for one command line, never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
+    before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # newer groups
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:

@@ -119,7 +119,9 @@ def make_resumes(folder: Path) -> Handler:
         found = find_resume(typed)
         saved = verified_config(found, typed)
         left_auto = remembered_auto(found, saved)
-        merged, changes = merge(to_plain(saved), to_plain(typed), restart.groups, restart.values, left_auto=left_auto)
+        merged, changes = merge(
+            found.state["config"], to_plain(typed), restart.groups, restart.values, left_auto=left_auto
+        )
         config = with_length_and_name(parse(RunConfig, merged))
         if is_done(found, config.steps):
             return
