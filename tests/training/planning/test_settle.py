@@ -111,7 +111,7 @@ def test_the_rate_is_warmed_up_again_where_asked_for_and_an_interruption_changes
     train("optimizer.warmup_steps=0")
     run = tmp_path / "runs" / "a"
     last = rates(run)[8]
-    train("train.steps=16", "optimizer.rewarm_steps=4", "train.save_every=2", resumed=True)
+    train("train.steps=16", "optimizer.rewarm_steps=4", "train.save_every=2", "train.keep=9", resumed=True)
     assert "over 4 steps (optimizer.rewarm_steps)" in capsys.readouterr().out
     optimizer = group_config("optimizer", "muon", warmup_steps=0)
     expected = [rate_at(step, 16, optimizer) for step in range(8, 16)]
