@@ -1,4 +1,4 @@
-"""A hundred thousand hostile inputs at the five borders of tests/fuzzing/, each border in a process of its own.
+"""A hundred thousand hostile inputs at the borders of tests/fuzzing/, each border in a process of its own.
 
     python bench/fuzz.py --inputs 100000
 
@@ -21,7 +21,14 @@ from common import ROOT, version_of, write_record
 sys.path.insert(0, str(ROOT / "tests"))
 
 # What part of the inputs goes to each: what is cheap and has many ways in gets more.
-SHARES = {"configuration": 0.3, "token shards": 0.2, "checkpoints": 0.2, "tokenizer files": 0.2, "prompts": 0.1}
+SHARES = {
+    "configuration": 0.2,
+    "token shards": 0.2,
+    "checkpoints": 0.2,
+    "resumes": 0.2,
+    "tokenizer files": 0.1,
+    "prompts": 0.1,
+}
 PACKAGES = ("hypothesis", "safetensors", "PyYAML", "hydra-core", "tiktoken", "numpy")
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.folder import Checkpoint, read_checkpoint
+from andrea.checkpoint.state import STEP_NAME
 from andrea.config import UserError, nearest
+from andrea.config.limits import LONGEST_NAME_BYTES
 from andrea.runtime.program import typed_command
-
-STEP_NAME = re.compile(r"step-\d{8,}")
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -35,8 +34,12 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
 
 def best_of(run: Path) -> str | None:
     """The name of the checkpoint with the lowest validation bits per byte, from the file `best`; None without it."""
-    path = run / "checkpoints" / "best"
-    name = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return named_in(run / "checkpoints" / "best")
+
+
+def named_in(path: Path) -> str | None:
+    """The name of a checkpoint, read from the file `best`."""
+    name = path.read_bytes()[:LONGEST_NAME_BYTES].decode("ascii", "replace").strip() if os.path.isfile(path) else ""
     return name if STEP_NAME.fullmatch(name) else None
 
 
@@ -50,10 +53,18 @@ def newest_run(runs_dir: Path) -> Path | None:
     return max(runs_of(runs_dir), key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
 
 
+def folder_named_by(path: Path) -> Path | None:
+    """`path`, if it is a folder; the run of a folder `checkpoints`; the checkpoint that a file `best` names; or None."""
+    if os.path.isdir(path):
+        return path.parent if path.name == "checkpoints" and checkpoints_of(path.parent) else path
+    best = named_in(path) if path.name == "best" and os.path.isfile(path) else None
+    return path.parent / best if best else None
+
+
 def locate(
     requested: str | None, runs_dir: Path, key: str = "checkpoint", report: Callable[[str], None] = print
 ) -> Checkpoint:
-    """The checkpoint that a user requests by a checkpoint folder, a run folder or a run's name.
+    """The checkpoint that a user requests by a checkpoint folder, a run folder, a run's name, or `…/checkpoints/best`.
 
     A run stands for its newest complete checkpoint. If `requested` is None, the newest run under `runs_dir` is used.
     Raises UserError or Damaged. The message of a UserError names `key`, the configuration key to change.
@@ -65,7 +76,7 @@ def locate(
                 f"no checkpoint under runs_dir={runs_dir}; train one with `{typed_command('train')}`, or name one with {key}=…"
             )
     else:
-        run = next((path for path in (Path(requested), Path(runs_dir) / requested) if os.path.isdir(path)), None)
+        run = next(filter(None, map(folder_named_by, (Path(requested).expanduser(), Path(runs_dir) / requested))), None)
         if run is None:
             names = [path.name for path in runs_of(runs_dir)]
             raise UserError(

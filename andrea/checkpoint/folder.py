@@ -30,6 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.state import check_state
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError
 from andrea.runtime.files import file_sha256, flush_to_disk, remove_unfinished, replace_text, staging_path, storing
@@ -39,8 +40,6 @@ FORMAT_VERSION = 1
 LARGEST_JSON_BYTES = 1 << 26
 SHARDS = "shards"
 FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
-# The fields of state.json that every reader relies on, with their types.
-STATE_TYPES = {"step": (int,), "tokens": (int,), "config": (dict,), "val_bpb": (float, type(None))}
 Files = dict[str, dict[str, Any]]  # path in the checkpoint -> {"bytes": size, "sha256": digest}
 
 
@@ -241,12 +240,3 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
         raise Damaged(
             f"{folder} is damaged: the sha256 of {name} differs from that in manifest.json; use an older checkpoint"
         )
-
-
-def check_state(path: Path, state: Any) -> None:
-    """Raises Damaged if state.json lacks a field, or holds a field of a wrong type."""
-    if not isinstance(state, dict) or not {"step", "config", "tokens"} <= state.keys():
-        raise Damaged(f"{path} is damaged: state.json lacks step, tokens or config")
-    for key, types in STATE_TYPES.items():
-        if type(state.get(key)) not in types:
-            raise Damaged(f"{path} is damaged: its state.json has an impossible {key}: {str(state.get(key))[:80]!r}")

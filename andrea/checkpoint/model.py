@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch import Tensor
 
 from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.folder import Checkpoint
@@ -24,18 +23,18 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     names and shapes of all weights have been compared.
     If the source file of a user's own class has changed since the training, a line on standard error says so.
     """
-    written = checkpoint.state.get("tokenizer", tokenizer.identity)
     model_config, attention_config = configs_of(checkpoint)
-    if written != tokenizer.identity:
-        raise Damaged(
-            f"{checkpoint.path} was trained with tokenizer {written}, but its folder holds {tokenizer.identity}"
-        )
     tensors = checkpoint.model_tensors()
-    if model_config.n_layer > len(tensors):  # checked before so many layers are built
-        raise Damaged(f"{checkpoint.path} has {len(tensors)} tensors, too few for model.n_layer={model_config.n_layer}")
-    with torch.device("meta"):
-        model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)
-    check_tensors(checkpoint, tensors, model, tokenizer)
+    check_shapes(
+        checkpoint,
+        {name: tuple(each.shape) for name, each in tensors.items()},
+        tokenizer,
+        model_config,
+        attention_config,
+    )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_TYPES:
+            raise Damaged(f"{checkpoint.path} is damaged: {name} has type {tensor.dtype}, which weights cannot have")
     model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
     model.load_state_dict(tensors)
     for change in changed_own_parts(checkpoint, model_config, attention_config):
@@ -57,19 +56,34 @@ def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:
         ) from None
 
 
-def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], model: GPT, tokenizer: Tokenizer) -> None:
-    """Raises Damaged if names, shapes or types of `tensors` differ from those of the model's parameters."""
+def check_shapes(
+    checkpoint: Checkpoint,
+    found: dict[str, tuple[int, ...]],
+    tokenizer: Tokenizer,
+    model_config: ModelConfig,
+    attention_config: AttentionConfig,
+) -> GPT:
+    """Raises Damaged if tokenizer, or names and shapes of the weights, are not those of the configured model.
+
+    found: the shape of each weight in the checkpoint. Returns the model on the meta device: no memory is allocated.
+    """
+    written = checkpoint.state.get("tokenizer", tokenizer.identity)
+    if written != tokenizer.identity:
+        raise Damaged(
+            f"{checkpoint.path} was trained with tokenizer {written}, but its folder holds {tokenizer.identity}"
+        )
+    if model_config.n_layer > len(found):  # checked before so many layers are built
+        raise Damaged(f"{checkpoint.path} has {len(found)} tensors, too few for model.n_layer={model_config.n_layer}")
+    with torch.device("meta"):
+        model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise Damaged(
                 f"{checkpoint.path} does not fit its configuration and its tokenizer {tokenizer.identity}: {name} is "
                 f"{found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} in the model"
             )
-    for name, tensor in tensors.items():
-        if tensor.dtype not in WEIGHT_TYPES:
-            raise Damaged(f"{checkpoint.path} is damaged: {name} has type {tensor.dtype}, which weights cannot have")
+    return model
 
 
 def own_parts(model: ModelConfig, attention: AttentionConfig) -> dict[str, str | None]:

@@ -36,6 +36,7 @@ class Part:
     file: Any  # of safetensors.safe_open
     first: int
     shape: tuple[int, ...]
+    dtype: str  # as safetensors calls it: F32
 
     @property
     def stop(self) -> int:
@@ -64,13 +65,24 @@ class TensorReader:
         file = safe_open(path, framework="pt")
         info = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
         for name in file.keys():  # noqa: SIM118 (the file itself is not iterable)
-            shape = tuple(file.get_slice(name).get_shape())
+            part = file.get_slice(name)
+            shape = tuple(part.get_shape())
             first = int(info[name]["saved_offsets"][0]) if shape and name in info else 0
-            self.parts.setdefault(name, []).append(Part(path, file, first, shape))
+            self.parts.setdefault(name, []).append(Part(path, file, first, shape, part.get_dtype()))
 
     @property
     def names(self) -> list[str]:
         return sorted(self.parts)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each whole tensor, from the headers alone."""
+        return {
+            name: (parts[-1].stop, *parts[0].shape[1:]) if parts[0].shape else () for name, parts in self.parts.items()
+        }
+
+    def dtypes(self, name: str) -> set[str]:
+        return {part.dtype for part in self.parts[name]}
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """The whole tensor, or its rows `rows.start` to `rows.stop`, on the CPU. Raises Damaged if it is not finite."""

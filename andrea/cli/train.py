@@ -20,9 +20,15 @@ def train(argv: list[str]) -> int:
 def train_one(argv: list[str]) -> FinishedRun:
     """Train the run that the command line `argv` describes. Raises UserError."""
     line = read(RunConfig, argv)
-    typed = parse(RunConfig, compose("train", line))  # a wrong command line ends here, before torch is loaded
+    composed = compose("train", line)
+    named = composed["attention"]["compatibility"], composed["model"]["mlp"]  # by the user, not by a checkpoint
+    if composed["init_from"] not in (None, "", "null"):
+        from andrea.training.planning.init_from import with_source
+
+        composed = with_source(composed, line.groups, line.values)
+    typed = parse(RunConfig, composed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
-    with allowing((typed.attention.compatibility, typed.model.mlp), typed.trust):
+    with allowing(named, typed.trust):
         return new_or_resumed(typed, line)
 
 
@@ -33,23 +39,32 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
     from andrea.training.planning.dry_run import describe
+    from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
+    from andrea.training.planning.settle import keys_left_auto, remembered_auto
     from andrea.training.start import start
 
+    check_source(typed)
     config = with_length_and_name(typed)
     if config.dry_run:
         print(describe(config))
         return FinishedRun(0, None)
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
+        left_auto = keys_left_auto(resume.flatten(to_plain(typed)))
         if checkpoint is not None:
-            saved, other_ranks = checkpoint.state["config"], checkpoint.state.get("ranks", 1) != ranks.size
-            merged, changes = resume.merge(saved, to_plain(typed), line.groups, line.values, other_ranks)
+            other_ranks = checkpoint.state.get("ranks", 1) != ranks.size
+            saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
+            left_auto = ranks.from_rank_0(lambda: remembered_auto(checkpoint, saved))
+            merged, changes = resume.merge(
+                checkpoint.state["config"], to_plain(typed), line.groups, line.values, other_ranks, left_auto
+            )
+            left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged))
             if resume.is_done(checkpoint, config.steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
                 return FinishedRun(0, resume.run_folder_of(checkpoint) or checkpoint.path)
-            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, config))
+            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
-        return start(config, checkpoint, ranks, watchdog, draw_lens=small_lens, run_page=RunPage)
+        return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto)

@@ -125,6 +125,7 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInteger
     decay_fraction: float | None
     final_fraction: Share
+    rewarm_steps: NonNegativeInteger = 0
 
 
 @dataclass(frozen=True)

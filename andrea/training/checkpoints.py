@@ -80,9 +80,12 @@ class RunCheckpoints:
             self.save()
 
 
-def checkpoint_facts(config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str) -> dict[str, Any]:
+def checkpoint_facts(
+    config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str, left_auto: list[str]
+) -> dict[str, Any]:
     """Facts that each checkpoint records. A resumed run is compared with them. `open_loggers` adds wandb's run id."""
     return {
+        "left_auto": left_auto,
         "run": run_id,
         "config": to_plain(config),
         "data": corpus.fingerprint,

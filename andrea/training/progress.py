@@ -25,6 +25,8 @@ class Progress:
     val_loss: float | None = None  # nats per token, of the last evaluation
     val_bpb: float | None = None  # bits per byte, of the last evaluation
     best_bpb: float | None = None
+    rewarm_step: int | None = None  # at which the run was extended with optimizer.rewarm_steps
+    rewarm_rate: float = 0.0  # the learning rate before it, as a share of the peak
 
     def axes(self) -> dict[str, float]:
         """The figures that every record carries, so that runs of different sizes can be compared on any of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from andrea.checkpoint import (
     Checkpoint,
+    Damaged,
     checkpoints_of,
     consolidate,
     locate,
@@ -19,14 +21,26 @@ from andrea.checkpoint import (
     newest_whole,
     read_checkpoint,
 )
-from andrea.checkpoint.model import changed_own_parts
-from andrea.config import RunConfig, UserError, lay_over, with_current_keys, with_missing_keys
+from andrea.checkpoint.model import changed_own_parts, check_shapes
+from andrea.checkpoint.state import check_resumable
+from andrea.config import (
+    PathText,
+    RunConfig,
+    TokenizerConfig,
+    UserError,
+    lay_over,
+    parse,
+    to_plain,
+    with_current_keys,
+    with_missing_keys,
+)
 from andrea.config.keys import member_type
-from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.optimizer.optimizer import saved_shapes
 from andrea.training.parallel.saver import Saver
+from andrea.training.planning.settle import describe_rate, settle_again, settled_intervals, with_rewarming
 from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
 
@@ -66,6 +80,54 @@ def without_run(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, state=checkpoint.state | {"run": None, "best_bpb": None, "wandb_id": None})
 
 
+def verified_config(checkpoint: Checkpoint, typed: RunConfig) -> RunConfig:
+    """The saved configuration, once the whole checkpoint has been checked against it; nothing is written before.
+
+    typed: the configuration of this command line, from which come OF_THIS_COMMAND and groups that an older version did
+    not know. Raises Damaged, or UserError if the checkpoint has no optimizer state.
+    """
+    check_resumable(checkpoint.path, checkpoint.state)
+    try:
+        config = saved_run(checkpoint, typed)
+    except UserError as error:
+        raise Damaged(
+            f"{checkpoint.path} has a configuration that this version of the program cannot read: {error}"
+        ) from None
+    if checkpoint.state["tokens"] != checkpoint.step * config.tokens_per_step:
+        raise Damaged(
+            f"{checkpoint.path} is damaged: its state.json has {checkpoint.state['tokens']} tokens after "
+            f"{checkpoint.step} steps of {config.tokens_per_step}"
+        )
+    check_headers(checkpoint, config)
+    try:
+        torch.Generator().set_state(random_state(checkpoint))
+    except RuntimeError:
+        raise Damaged(f"{checkpoint.path} is damaged: its state.json has an impossible torch_random") from None
+    return config
+
+
+def check_headers(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Raises Damaged if weights or optimizer state do not have the names, shapes and types that `config` gives them."""
+    reader = checkpoint.open_tensors()
+    shapes = reader.shapes
+    weights = {name: shape for name, shape in shapes.items() if "/" not in name}
+    model = check_shapes(checkpoint, weights, checkpoint.tokenizer(), config.model, config.attention)
+    expected = saved_shapes(dict(model.named_parameters()), config.optimizer)
+    for name in sorted(expected.keys() | (shapes.keys() - weights.keys())):
+        if expected.get(name) != shapes.get(name):
+            raise Damaged(
+                f"{checkpoint.path} does not fit its configuration: {name} is {shapes.get(name, 'absent')} in the file, "
+                f"{expected.get(name, 'absent')} with optimizer={config.optimizer.kind}"
+            )
+    for name in shapes:
+        if strange := reader.dtypes(name) - {"F32", "F64", "F16", "BF16"}:
+            raise Damaged(f"{checkpoint.path} is damaged: {name} has type {min(strange)}, which it cannot have")
+
+
+def random_state(checkpoint: Checkpoint) -> Tensor:
+    return torch.tensor(checkpoint.state["torch_random"], dtype=torch.uint8)
+
+
 def is_done(checkpoint: Checkpoint, steps: int) -> bool:
     return checkpoint.step >= steps
 
@@ -75,16 +137,29 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
     print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
 
 
-def show_resume(checkpoint: Checkpoint, changes: list[str], config: RunConfig) -> None:
+def show_resume(checkpoint: Checkpoint, changes: list[str], saved: RunConfig, config: RunConfig) -> None:
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
+    for source in data_sources(config):
+        print(f"  data: {source}")
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
+    if intervals := settled_intervals(config):
+        print(f"  settled again for {config.steps} steps: {intervals}")
+    if line := describe_rate(progress_of(checkpoint), saved, config):
+        print(f"  {line}")
+
+
+def data_sources(config: RunConfig) -> list[str]:
+    """What the run reads, for the user to see before it is read: the paths come from the checkpoint."""
+    if config.data.kind == "mixture":
+        return [f"{name}: {source.kind} {source.path or ''}".rstrip() for name, source in config.data.sources.items()]
+    return [f"{config.data.kind} {config.data.path or ''}".rstrip()]
 
 
 def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
     """The weights of init_from. None without init_from, and for a resumed run, whose weights `restore` loads.
 
-    Raises UserError if the data of the resumed run, or the tokenizer or shapes of init_from, differ from this run's.
+    Raises UserError if the data of the resumed run, or the tokenizer of init_from, differ from this run's.
     """
     if checkpoint is not None:
         if checkpoint.state["data"] != corpus.fingerprint:
@@ -96,41 +171,60 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
     if not config.init_from:
         return None
     source = read_checkpoint(Path(config.init_from))
-    if source.state["tokenizer"] != corpus.tokenizer.identity:
+    tokenizer = source.tokenizer()
+    if tokenizer.identity != corpus.tokenizer.identity:  # a vocabulary that was trained just now
         raise UserError(
-            f"init_from={config.init_from} was trained with the tokenizer {source.state['tokenizer']}, but this run uses "
-            f"{corpus.tokenizer.identity}; set tokenizer.path={config.init_from} or choose its tokenizer"
+            f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses "
+            f"{corpus.tokenizer.identity}; leave tokenizer out to take that of init_from"
         )
-    weights = source.model_tensors()
-    with torch.device("meta"):
-        model = GPT(config.model, config.attention, corpus.tokenizer.n_vocab, corpus.tokenizer.end_of_text)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if {name: tensor.shape for name, tensor in weights.items()} != expected:
-        name = source.state["config"]["model"]["name"]
-        raise UserError(
-            f"init_from={config.init_from} holds the model {name}, whose shapes differ from those of "
-            f"model={config.model.name}; choose model={name}"
-        )
-    return weights
+    return source.model_tensors()
 
 
-def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
-    """Load weights, optimizer state, loss scale and random state from the checkpoint. Returns the run's progress."""
+def tokenizer_config(config: RunConfig, checkpoint: Checkpoint | None) -> TokenizerConfig:
+    """Where the run's tokenizer is read from. A resumed run has its own copy of a tokenizer that was given by a path."""
+    if checkpoint is None or not config.tokenizer.path:
+        return config.tokenizer
+    return dataclasses.replace(config.tokenizer, path=PathText(checkpoint.path))
+
+
+def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale, config: RunConfig) -> Progress:
+    """Load weights, optimizer state, loss scale and random state from the checkpoint. Returns the run's progress.
+
+    config: of the resumed run. Its length may differ from that of the checkpoint.
+    """
     state = checkpoint.state
     saver.restore(checkpoint)
     scale.load_state(state["loss_scale"])
-    torch.set_rng_state(torch.tensor(state["torch_random"], dtype=torch.uint8))
-    return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
+    torch.set_rng_state(random_state(checkpoint))
+    return with_rewarming(progress_of(checkpoint), saved_run(checkpoint, config), config)
+
+
+def progress_of(checkpoint: Checkpoint) -> Progress:
+    known = [field.name for field in dataclasses.fields(Progress) if field.name in checkpoint.state]
+    return Progress(**{name: checkpoint.state[name] for name in known})
+
+
+def saved_run(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
+    """The configuration in the checkpoint, with groups that an older version did not know from `config`."""
+    saved = {key: value for key, value in checkpoint.state["config"].items() if key != "trust"}
+    plain = to_plain(config)
+    return parse(RunConfig, plain | saved | {key: plain[key] for key in OF_THIS_COMMAND})
 
 
 def merge(
-    saved: dict, composed: dict, typed_groups: dict[str, str], typed_values: dict[str, Any], other_ranks: bool = False
+    saved: dict,
+    composed: dict,
+    typed_groups: dict[str, str],
+    typed_values: dict[str, Any],
+    other_ranks: bool = False,
+    left_auto: Collection[str] = (),
 ) -> tuple[dict, list[str]]:
     """The saved configuration, overridden by the typed values, and one line for each changed key.
 
     A typed group replaces the saved group key by key; but for a key that is `auto` in the typed group, the saved value
     stays, and a key that the saved configuration lacks keeps the meaning that it had before there was such a key.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
+    left_auto: keys that are settled again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
     """
     saved = with_current_keys(RunConfig, saved)
@@ -147,8 +241,11 @@ def merge(
         is_typed = any(f"{key}.".startswith(f"{name}.") for name in (*typed_values, *OF_THIS_COMMAND))
         if is_typed or (now[key] != "auto" and key not in newer):
             after[key] = now[key]
+    set_now = {key for key in typed if now[key] != "auto"} | typed_values.keys()
+    again = settle_again(after, differing(newer | before, after), left_auto, set_now)
+    after |= again
     merged, before = lay_over({}, after), newer | before
-    changed = {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
+    changed = differing(before, after)
     for key in sorted(changed):
         if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
             raise UserError(
@@ -156,6 +253,11 @@ def merge(
                 f"or start a new run from its weights with init_from=…"
             )
     return merged, [f"{key}: {before.get(key)} → {after[key]}" for key in sorted(changed)]
+
+
+def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The keys of the run whose values differ."""
+    return {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
 
 
 def same(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from andrea.training.records.run_folder import (
     write_config,
 )
 from andrea.training.records.run_log import RunLog
-from andrea.training.resume import restore, starting_weights, without_run
+from andrea.training.resume import restore, starting_weights, tokenizer_config, without_run
 from andrea.training.step import TrainingStep
 from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
@@ -54,9 +54,13 @@ MakeLogger = Callable[[Path], Logger]  # run folder -> logger
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced."""
+    """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced.
+
+    left_auto: the keys that the user has left `auto`, also those that an earlier process of the run has settled.
+    """
 
     asked: RunConfig
+    left_auto: list[str]
     resolved: Resolved
     machine: Machine
     corpus: Corpus
@@ -75,11 +79,12 @@ def start(
     watchdog: Watchdog,
     draw_lens: DrawLens | None = None,
     run_page: MakeLogger | None = None,
+    left_auto: Sequence[str] = (),
 ) -> FinishedRun:
     """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
 
     draw_lens: draws the lens page at each evaluation. run_page: makes the logger that writes the page of the run's folder.
-    Both are passed in, because training may not import insight.
+    Both are passed in, because training may not import insight. left_auto: see RunSetup.
     """
     console = Console(config.steps, quiet=not ranks.is_rank_0)
     ranks.from_rank_0(lambda: check_loggers(config.logger))
@@ -88,7 +93,8 @@ def start(
     if checkpoint and not holds_checkpoint:
         console.say(f"{checkpoint.path} is a copy, outside the folder of its run: the run continues in {folder}")
         checkpoint = without_run(checkpoint)
-    corpus = ranks.rank_0_first(lambda: open_corpus(config.data, config.tokenizer, Path(config.data_dir), console.say))
+    tokenizer = tokenizer_config(config, checkpoint)
+    corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
     resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus))
@@ -99,7 +105,19 @@ def start(
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
-        setup = RunSetup(asked, resolved, machine, corpus, checkpoint, folder, console, watchdog, draw_lens, run_page)
+        setup = RunSetup(
+            asked,
+            list(left_auto),
+            resolved,
+            machine,
+            corpus,
+            checkpoint,
+            folder,
+            console,
+            watchdog,
+            draw_lens,
+            run_page,
+        )
         config, parallel, loss = make_model_and_loss(setup, weights)
         del weights  # the model has them
         trainer = make_trainer(setup, config, parallel, loss)
@@ -120,7 +138,7 @@ def make_model_and_loss(setup: RunSetup, weights: dict[str, Tensor] | None) -> t
     if device.type == "cuda" and asked.train.micro_batch == "auto":
         config = with_tried_micro_batch(config, parallel, setup.machine, setup.console)
     setup.watchdog.at(0, "compiling")
-    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled=asked.compile == "auto")
+    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled="compile" in setup.left_auto)
     return config, parallel, loss
 
 
@@ -133,14 +151,14 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     scale = LossScale(device, active=config.precision == "fp16")
     saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep, config.parallel.async_save)
     setup.watchdog.at(0, "reading the checkpoint")
-    progress = restore(checkpoint, saver, scale) if checkpoint else Progress()
+    progress = restore(checkpoint, saver, scale, config) if checkpoint else Progress()
     loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
     ranks.from_rank_0(lambda: write_config(folder, config))
-    facts = checkpoint_facts(config, corpus, ranks, run_id)
+    facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
     if setup.run_page and ranks.is_rank_0:
         loggers.append(setup.run_page(folder))

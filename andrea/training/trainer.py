@@ -12,7 +12,7 @@ from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
 from andrea.training.heads import scalars
-from andrea.training.optimizer.schedule import rate_at
+from andrea.training.optimizer.schedule import rate_at, rewarmed
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep, Update
@@ -66,6 +66,7 @@ class Trainer:
             self.records.watchdog.at(progress.step + 1, "training step")
             due = due_after(progress.step + 1, config)
             rate = rate_at(progress.step, config.steps, config.optimizer)
+            rate = rewarmed(rate, progress.step, progress, config.optimizer.rewarm_steps)
             update = self.step.update(
                 self.step.batch(progress.step), rate, self.stopping.flags, measure_size=due.evaluation
             )

@@ -132,8 +132,8 @@ def test_trained_saved_resumed_sampled_and_in_the_lens(train, place: Path, scrip
     assert "source file" not in capsys.readouterr().out
 
     words = ["checkpoint=own", "device=cpu", "trust=true"]
-    code, _, about = run_script(script("sample"), [*words, "max_new_tokens=5"], capsys)
-    assert code == 0 and "step 5" in about and ran(place)
+    code, _, err = run_script(script("sample"), [*words, "max_new_tokens=5"], capsys)
+    assert code == 0 and "step 5" in err and ran(place)
     assert andrea_main(["lens", *words, "prompt=import", "out=lens.html"]) == 0
     assert "my_module.Tempered" in (place / "lens.html").read_text() and ran(place)
     loaded = andrea.load("own", trust=True)
@@ -249,7 +249,10 @@ def test_a_hostile_checkpoint_runs_nothing_in_any_command(train, place: Path, sc
         assert not ran(place), name
     assert andrea_main(["consolidate", "checkpoint=own"]) == 0
     andrea_main(["compare", "runs", "out=compare.html"])
-    train(*SHORT[1:], "name=second", f"init_from={checkpoint}")  # its weights alone
+    with pytest.raises(UserError, match=refused):
+        train(*SHORT[1:], "name=second", f"init_from={checkpoint}")
+    whole = ["attention.compatibility=scaled_dot", "model.mlp=swiglu"]  # its weights alone
+    train(*SHORT[1:], "name=second", f"init_from={checkpoint}", *whole)
     assert not ran(place)
     capsys.readouterr()
 

@@ -34,6 +34,27 @@ def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_reported(tmp_
     assert newest_run(tmp_path / "runs") == run
 
 
+def test_a_run_and_its_best_checkpoint_are_named_in_many_ways(tmp_path: Path, monkeypatch) -> None:
+    run = tmp_path / "runs" / "a"
+    for step in (5, 9):
+        write(run, step)
+    mark_best(run, "step-00000005")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = {
+        "a": 9, str(run): 9, str(run / "checkpoints"): 9, "a/checkpoints": 9, "~/runs/a": 9,
+        str(run / "checkpoints" / "best"): 5, "a/checkpoints/best": 5, "a/checkpoints/step-00000005": 5,
+    }  # fmt: skip
+    for requested, step in named.items():
+        assert locate(requested, tmp_path / "runs").step == step, requested
+    monkeypatch.chdir(run / "checkpoints")
+    assert locate("best", tmp_path / "runs").step == 5
+    for content in (b"", b"\xff\xfe", b"../../etc", b"x" * 5000):
+        (run / "checkpoints" / "best").write_bytes(content)
+        with pytest.raises(UserError, match="neither a folder nor a run"):
+            locate("a/checkpoints/best", tmp_path / "runs")
+        assert best_of(run) is None
+
+
 def test_a_missing_checkpoint_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint under"):
         locate(None, tmp_path)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from andrea.config import UserError
 
-INPUTS = {"configuration": 300, "token shards": 400, "checkpoints": 300, "tokenizer files": 400, "prompts": 150}
+INPUTS = {"configuration": 300, "token shards": 400, "checkpoints": 300, "resumes": 300, "tokenizer files": 400,
+          "prompts": 150}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -130,10 +130,49 @@ def test_weights_alone_start_a_new_run(tiny_run, tmp_path: Path) -> None:
                     "optimizer.embedding_learning_rate=1e-9", "optimizer.matrix_learning_rate=1e-9") == 0  # fmt: skip
     started, ended = read_checkpoint(source).model_tensors(), newest_whole(tmp_path / "runs" / "b").model_tensors()
     assert all(torch.allclose(started[name], ended[name], atol=1e-6) for name in started)
-    with pytest.raises(ValueError, match="shapes"):
-        tiny_run("name=c", f"init_from={source}", "model.n_layer=1")
-    with pytest.raises(ValueError, match="tokenizer"):
-        tiny_run("name=c", f"init_from={source}", "tokenizer=bpe", "tokenizer.vocab_size=300")
+
+
+def test_weights_bring_their_model_and_their_tokenizer(notes: Path, tmp_path: Path, script, capsys) -> None:
+    train = script("train")
+    train(tiny_words(tmp_path, notes, "name=a", "train.steps=4", "tokenizer=bpe", "tokenizer.vocab_size=300",
+                     "attention.window=16"))  # fmt: skip
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "b.txt").write_text("another text than that of the first run\n" * 200)
+    places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", f"data.path={tmp_path / 'other'}"]
+    words = [*places, "data=text", "logger=none", "compile=off", "threads=1", "train.steps=2", "train.sample_tokens=0",
+             "train.tokens_per_step=64", "train.lens_prompt="]  # fmt: skip
+    run = tmp_path / "runs" / "a"
+    for number, named in enumerate(("a", str(run), str(run / "checkpoints" / "best"), str(checkpoints_of(run)[-1]))):
+        assert train([*words, f"name=b{number}", f"init_from={named}"]) == 0
+    before, after = (newest_whole(path).state for path in (run, tmp_path / "runs" / "b1"))
+    for group, key in (("model", "n_layer"), ("model", "sequence_length"), ("attention", "window")):
+        assert before["config"][group][key] == after["config"][group][key]
+    assert before["tokenizer"] == after["tokenizer"] and before["data"] != after["data"]
+    shutil.rmtree(run)  # the second run has a tokenizer of its own
+    assert train([*places, "data=text", "logger=none", "name=b1", "resume=auto", "train.steps=3"]) == 0
+
+
+def test_weights_of_another_model_or_tokenizer_are_refused_before_any_text_is_read(
+    trained: Path, tmp_path: Path, script
+) -> None:
+    words = [
+        f"runs_dir={tmp_path / 'runs'}",
+        f"data_dir={tmp_path / 'data'}",
+        "data=text",
+        "data.path=absent",
+        "name=c",
+    ]
+    for typed, match in (
+        (["model.n_layer=1"], r"model\.n_layer=1 \(there 2\); leave model\.n_layer out"),
+        (["model=gpt2", "model.sequence_length=32"], r"model\.d_model=768 \(there 32\)"),
+        (["attention=bilinear"], r"attention\.compatibility=bilinear \(there scaled_dot\)"),
+        (["tokenizer=bpe"], r"tokenizer byte-257-\w+, but this run uses tokenizer=bpe.*leave tokenizer out"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            script("train")([*words, f"init_from={trained}", *typed])
+    with pytest.raises(ValueError, match=r"init_from=frist is neither .* did you mean first"):
+        script("train")([f"runs_dir={trained.parent}", "init_from=frist", "compile=off"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_time_limit_stops_cleanly_and_the_run_goes_on(tiny_run, tmp_path: Path) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from andrea.config import UserError, lay_over
 from andrea.training.resume import flatten, merge, same
@@ -90,3 +96,107 @@ def test_what_makes_the_run_cannot_change(key: str) -> None:
 
 def test_numbers_are_the_same_however_they_are_written() -> None:
     assert same("1e-3") == same(0.001) and same(None) != same(0) and same(True) != same(1)
+
+
+# ------------------------------------------------------------------------- a state.json that its manifest agrees with
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a run of 8 steps with checkpoints at 4 and 8, where `tiny_run` finds it."""
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "first"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edit_state(checkpoint: Path, key: str, value: object) -> None:
+    """Set a dotted key of state.json, or remove it (value ...), and make the manifest agree."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    *groups, last = key.split(".")
+    inner = state
+    for group in groups:
+        inner = inner[int(group)] if isinstance(inner, list) else inner[group]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[int(last) if isinstance(inner, list) else last] = value
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    content = (checkpoint / "state.json").read_bytes()
+    manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+EDITS = [
+    ("step", 2), ("step", "4"), ("step", 4.0), ("step", True), ("step", -4), ("step", 2**70), ("tokens", 7),
+    ("tokens", None), ("flops", "x"), ("flops", ...), ("flops", -1.0), ("seconds", None), ("val_loss", "x"),
+    ("best_bpb", ...), ("best_bpb", [1.0]), ("data", None), ("data", ...), ("tokenizer", 3), ("ranks", 0), ("ranks", 2.5),
+    ("wandb_id", 3), ("run", ["x"]), ("own_parts", None), ("own_parts", {"a.b": 3}),
+    ("loss_scale", [1.0]), ("loss_scale", [0.0, 0.0]), ("loss_scale", [1e300, 0.0]), ("loss_scale.0", None),
+    ("loss_scale.1", -1), ("torch_random", ...), ("torch_random", [1, 2]), ("torch_random.7", 256),
+    ("torch_random.7", "x"), ("torch_random", {"a": 1}),
+    ("health.active", ...), ("health.active", {"clipped_steps": "x"}), ("health.losses", None), ("health.losses.0", None),
+    ("health.losses", [1.0]), ("health.norms.0", 10**400), ("health.learned", 1), ("health.val", []),
+    ("health.interval.steps", ...), ("health.worst", {"loss_spikes": [1]}), ("health.best", {"val": 1.0}), ("health", []),
+    ("config", []), ("config.model", None), ("config.model.d_mlp", 32), ("config.model.value_residual", ...),
+    ("config.model.n_layer", 4096), ("config.model.strange", 1), ("config.optimizer.kind", "adamw"),
+    ("config.optimizer.learning_rate", ...), ("config.train.tokens_per_step", 512), ("config.train", 3),
+    ("config.data", None), ("config.logger", "x"), ("config.tokenizer", -1), ("config.seed", "many"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), EDITS, ids=lambda each: str(each)[:30])
+def test_a_false_state_is_refused_before_anything_is_written_or_moved(
+    key: str, value: object, run: Path, tmp_path: Path, tiny_run, capsys
+) -> None:
+    edit_state(run / "checkpoints" / "step-00000004", key, value)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="step-00000004"):
+        tiny_run(f"resume={run / 'checkpoints' / 'step-00000004'}", "train.steps=6", "precision=fp32")
+    assert contents(tmp_path) == before  # no data were prepared either
+    assert "resuming" not in capsys.readouterr().out
+
+
+def test_weights_that_are_not_finite_set_no_checkpoint_aside(run: Path, tmp_path: Path, tiny_run) -> None:
+    checkpoint = run / "checkpoints" / "step-00000004"
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["embedding.weight"][0, 0] = float("nan")
+    save_file(tensors, checkpoint / "model.safetensors")
+    content = (checkpoint / "model.safetensors").read_bytes()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    before = contents(run)
+    with pytest.raises(UserError, match="not finite"):
+        tiny_run(f"resume={checkpoint}", "train.steps=6", "precision=fp32")
+    assert contents(run) == before
+
+
+def test_an_older_checkpoint_is_used_where_the_newest_has_a_false_state(run: Path, tiny_run, capsys) -> None:
+    edit_state(run / "checkpoints" / "step-00000008", "seconds", None)
+    assert tiny_run("name=first", "resume=auto", "train.steps=5", "precision=fp32") == 0
+    out = capsys.readouterr().out
+    assert "skipped: " in out and "impossible seconds" in out and "resuming" in out
+
+
+def test_fields_of_other_versions_are_accepted(run: Path, tiny_run) -> None:
+    checkpoint = run / "checkpoints" / "step-00000004"
+    for key, value in (
+        ("own_parts", ...), ("health", ...), ("run", ...), ("ranks", ...), ("wandb_id", ...), ("new", [1]),
+        ("val_loss", float("nan")),
+    ):  # fmt: skip
+        edit_state(checkpoint, key, value)
+    assert tiny_run(f"resume={checkpoint}", "train.steps=6", "precision=fp32") == 0
+
+
+def test_the_data_are_named_before_they_are_prepared(run: Path, tmp_path: Path, tiny_run, capsys) -> None:
+    checkpoint = run / "checkpoints" / "step-00000004"
+    elsewhere = tmp_path / "private"
+    elsewhere.mkdir()
+    (elsewhere / "a.txt").write_text("secret " * 500)
+    edit_state(checkpoint, "config.data.path", str(elsewhere))
+    with pytest.raises(UserError, match="data differ"):
+        tiny_run(f"resume={checkpoint}", f"data.path={elsewhere}", "train.steps=6", "name=b")
+    assert f"  data: text {elsewhere}\n" in capsys.readouterr().out

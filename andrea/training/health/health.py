@@ -82,7 +82,9 @@ class Health:
     def load_state(self, state: dict[str, Any]) -> None:
         self.history.load_state(state)
         self.data.load_state(state)
-        self.active = state["active"]
+        self.active = {
+            name: step for name, step in state["active"].items() if name in FINDINGS
+        }  # a version may drop one
 
 
 def make_health(run: RunConfig, corpus: Corpus, loader: Loader, checkpoint: Checkpoint | None) -> Health:
@@ -92,6 +94,6 @@ def make_health(run: RunConfig, corpus: Corpus, loader: Loader, checkpoint: Chec
         held_out = [source.val for source in corpus.sources]
         reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
     health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), reference)
-    if checkpoint is not None and "health" in checkpoint.state:  # checkpoints of older versions have none
+    if checkpoint is not None and checkpoint.state.get("health"):  # checkpoints of older versions have none
         health.load_state(checkpoint.state["health"])
     return health

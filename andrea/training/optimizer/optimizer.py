@@ -55,6 +55,19 @@ def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str,
     return groups
 
 
+def saved_shapes(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the optimizer's state in a checkpoint, by `parameter/quantity`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for group, members in group_parameters(parameters).items():
+        for name, parameter in members.items():
+            if group == "matrix" and config.kind != "adamw":
+                shapes[f"{name}/momentum"] = tuple(parameter.shape)
+            else:
+                shapes |= {f"{name}/{each}": tuple(parameter.shape) for each in ("exp_avg", "exp_avg_sq")}
+                shapes[f"{name}/step"] = ()
+    return shapes
+
+
 class Optimizer:
     """AdamW for embedding, head and vectors; Muon or AdamW for the matrices of the blocks."""
 

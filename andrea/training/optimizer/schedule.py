@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from andrea.config import OptimizerConfig
+from andrea.training.progress import Progress
 
 
 def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -23,3 +24,11 @@ def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
         decay_steps = max(1, round((config.decay_fraction or 0.0) * steps))
         fall = min(1.0, (steps - step) / decay_steps)
     return rise * (config.final_fraction + (1 - config.final_fraction) * fall)
+
+
+def rewarmed(rate: float, step: int, progress: Progress, rewarm_steps: int) -> float:
+    """`rate` in the update after `step` steps; after an extension, a linear rise from the rate before it leads there."""
+    if progress.rewarm_step is None or not 0 <= step - progress.rewarm_step < rewarm_steps:
+        return rate
+    done = (step - progress.rewarm_step + 1) / rewarm_steps
+    return progress.rewarm_rate + (rate - progress.rewarm_rate) * done

@@ -1,0 +1,103 @@
+"""A new run from the weights of another: its model and its tokenizer come with the weights.
+
+What the command line says wins. Where this does not fit the weights, the run is refused before any text is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from andrea.checkpoint import Checkpoint, Damaged, locate, read_checkpoint
+from andrea.checkpoint.model import check_shapes, configs_of
+from andrea.config import RunConfig, UserError, readable_path, to_plain
+from andrea.runtime import torchrun
+from andrea.text.tokenizer import Tokenizer, configured_tokenizer
+
+NOT_OF_THE_WEIGHTS = ("name", "recipe_steps", "recipe_tokens_per_step")  # keys of `model`
+NOT_INHERITED = {"attention": ("implementation",)}  # settings of the machine
+
+
+def with_source(composed: dict[str, Any], groups: dict[str, str], values: dict[str, Any]) -> dict[str, Any]:
+    """`composed`, not parsed yet, with model, attention and tokenizer of init_from where nothing else was typed.
+
+    groups, values: the typed ones. init_from becomes the path of the checkpoint that it names. Raises UserError.
+    """
+    source = source_of(composed["init_from"], composed["runs_dir"])
+    model, attention = configs_of(source)
+    plain = composed | {"init_from": str(source.path)}
+    for group, saved in (("model", to_plain(model)), ("attention", to_plain(attention))):
+        if group not in groups:
+            kept = {key for key in saved if f"{group}.{key}" in values or key in NOT_INHERITED.get(group, ())}
+            plain[group] = saved | {key: composed[group][key] for key in kept if key in composed[group]}
+    if not any(key.split(".")[0] == "tokenizer" for key in (*groups, *values)):
+        plain["tokenizer"] = tokenizer_keys(source, source.tokenizer())
+    return plain
+
+
+def source_of(named: Any, runs_dir: Any) -> Checkpoint:
+    """The checkpoint that init_from names. Raises UserError."""
+    report = print if torchrun.is_rank_0() else lambda line: None
+    paths = {"init_from": str(named), "runs_dir": str(runs_dir)}
+    requested, place = (readable_path(key, path) for key, path in paths.items())
+    return locate(requested, Path(place), key="init_from", report=report)
+
+
+def check_source(config: RunConfig) -> None:
+    """Raises UserError if the weights of init_from do not fit the configured tokenizer and model. Reads headers alone."""
+    if config.init_from:
+        source = read_checkpoint(Path(config.init_from))
+        check_tokenizer(config, source.tokenizer())
+        check_model(config, source)
+
+
+def tokenizer_keys(source: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `tokenizer` group that stands for the source's tokenizer."""
+    if tokenizer.kind == "byte":
+        return {"kind": "byte", "vocab_size": None, "path": None}
+    size = tokenizer.n_vocab if tokenizer.kind == "bpe" else None
+    return {"kind": tokenizer.kind, "vocab_size": size, "path": str(source.path)}
+
+
+def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError if the configured tokenizer cannot be that of the weights.
+
+    A vocabulary that has yet to be trained is compared by its size alone; `starting_weights` compares it once trained.
+    """
+    ours = config.tokenizer
+    known = configured_tokenizer(ours) if ours.path or ours.kind == "byte" else None
+    if known is not None:
+        fits, what = known.identity == tokenizer.identity, known.identity
+    else:
+        fits = ours.kind == tokenizer.kind and (ours.vocab_size is None or ours.vocab_size >= tokenizer.n_vocab)
+        what = f"tokenizer={ours.kind}" + (f" tokenizer.vocab_size={ours.vocab_size}" if ours.vocab_size else "")
+    if not fits:
+        raise UserError(
+            f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses {what}; leave "
+            f"tokenizer out to take that of init_from"
+        )
+
+
+def check_model(config: RunConfig, source: Checkpoint) -> None:
+    """Raises UserError, which names the keys that differ, if the weights do not have the shapes of the configured model."""
+    reader = source.open_tensors(with_optimizer=False)
+    found = {name: shape for name, shape in reader.shapes.items() if "/" not in name}
+    try:
+        check_shapes(source, found, source.tokenizer(), config.model, config.attention)
+    except Damaged:
+        model, attention = configs_of(source)
+        ours, theirs = to_plain(config.model), to_plain(model)
+        differ = {
+            f"model.{key}": (ours[key], theirs[key])
+            for key in theirs
+            if ours[key] != theirs[key] and key not in NOT_OF_THE_WEIGHTS
+        }
+        if config.attention.compatibility != attention.compatibility:
+            differ["attention.compatibility"] = config.attention.compatibility, attention.compatibility
+        if not differ:
+            raise
+        listed = ", ".join(f"{key}={mine} (there {their})" for key, (mine, their) in differ.items())
+        raise UserError(
+            f"init_from={config.init_from} has weights of other shapes: {listed}; leave {' and '.join(differ)} out to take the "
+            f"model of init_from"
+        ) from None

@@ -1,0 +1,114 @@
+"""Remembers which settings a user left `auto`, and settles them again where what they depend on has changed.
+
+Checkpoints hold the settled values, from which a run resumes unchanged. They also hold the list of the keys that were left
+`auto`. Checkpoints of older versions have no such list: there a value counts as left `auto` if it is the one that `auto`
+would have given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from andrea.checkpoint import Checkpoint
+from andrea.config import RunConfig
+from andrea.runtime.compiling import choose_compile
+from andrea.runtime.device import choose_device
+from andrea.training.optimizer.schedule import rate_at, rewarmed
+from andrea.training.planning.auto import with_intervals
+from andrea.training.progress import Progress
+
+LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")
+INTERVALS = ("train.eval_every", "train.save_every", "train.attention_every", "train.sample_every")
+DEPENDS_ON = {  # a key that may be auto -> the keys from which it is settled; a key stands after those it depends on
+    "train.steps": LENGTH[1:],
+    **dict.fromkeys(INTERVALS[:3], LENGTH),
+    "train.sample_every": (*LENGTH, "train.eval_every"),
+    "precision": ("device",),
+    "deterministic": ("device",),
+    "threads": ("device",),
+    "compile": (*LENGTH, "device"),
+    "attention.implementation": ("device", "precision"),
+    "train.micro_batch": ("device", "precision", "train.activation_checkpointing"),
+}
+NOTICED_JUMP = 0.05  # of the peak learning rate
+
+
+def keys_left_auto(
+    settings: dict[str, Any], remembered: Collection[str] = (), typed: Collection[str] = ()
+) -> list[str]:
+    """The keys of `settings` (dotted) that are `auto`, and the remembered ones that nobody has typed since."""
+    return sorted({key for key, value in settings.items() if value == "auto"} | set(remembered) - set(typed))
+
+
+def remembered_auto(checkpoint: Checkpoint, saved: RunConfig) -> list[str]:
+    """The keys that the user of the checkpoint's run left `auto`."""
+    known = checkpoint.state.get("left_auto")
+    if known is not None:
+        return [key for key in known if key in DEPENDS_ON]
+    train = dataclasses.replace(saved.train, **{key.split(".")[1]: "auto" for key in INTERVALS})
+    settled = with_intervals(dataclasses.replace(saved, train=train), micro_batch=1)
+    names = [key.split(".")[1] for key in INTERVALS]
+    found = [f"train.{name}" for name in names if getattr(settled, name) == getattr(saved.train, name)]
+    if checkpoint.step and saved.device in ("auto", "cpu"):
+        flops = checkpoint.state["flops"] / checkpoint.step * saved.steps
+        if choose_compile("auto", choose_device(saved.device), flops).value == saved.compile:
+            found.append("compile")
+    return found
+
+
+def settle_again(
+    after: dict[str, Any], changed: Collection[str], left_auto: Collection[str], typed: Collection[str]
+) -> dict[str, Any]:
+    """The settings of `after` (dotted) that become `auto` or null, because keys that they depend on have changed.
+
+    changed: the keys that differ from the saved ones. typed: the keys whose value was typed.
+    """
+    again: dict[str, Any] = {}
+    lengths = [key for key in LENGTH if key in changed and key in typed]
+    if lengths:  # two of them would contradict each other
+        again |= {key: None for key in LENGTH[1:] if key not in typed and after.get(key) is not None}
+    for key, causes in DEPENDS_ON.items():
+        settled = key in left_auto and key not in typed and after.get(key) != "auto"
+        if settled and any(cause in changed or cause in again for cause in causes):
+            again[key] = "auto"
+    return again
+
+
+def settled_intervals(config: RunConfig) -> str:
+    """The intervals that are `auto`, with the values that they will have; empty if there are none."""
+    settled = with_intervals(config, micro_batch=1)
+    names = [key.split(".")[1] for key in INTERVALS]
+    return ", ".join(f"train.{n}={getattr(settled, n)}" for n in names if getattr(config.train, n) == "auto")
+
+
+def last_rate(progress: Progress, saved: RunConfig) -> float:
+    """The learning rate of the checkpoint's last step, as a share of its peak; 0 before the first step."""
+    step = progress.step - 1
+    if step < 0:
+        return 0.0
+    return rewarmed(rate_at(step, saved.steps, saved.optimizer), step, progress, saved.optimizer.rewarm_steps)
+
+
+def with_rewarming(progress: Progress, saved: RunConfig, config: RunConfig) -> Progress:
+    """The progress of a resumed run; with optimizer.rewarm_steps, a change of length starts to warm up again."""
+    if config.steps == saved.steps or not config.optimizer.rewarm_steps:
+        return progress
+    return dataclasses.replace(progress, rewarm_step=progress.step, rewarm_rate=last_rate(progress, saved))
+
+
+def describe_rate(progress: Progress, saved: RunConfig, config: RunConfig) -> str | None:
+    """A line on the jump of the learning rate where a run of another length goes on; None if there is none."""
+    if config.steps == saved.steps or not 0 < progress.step < min(config.steps, saved.steps + 1):
+        return None
+    before, after = last_rate(progress, saved), rate_at(progress.step, config.steps, config.optimizer)
+    if abs(after - before) < NOTICED_JUMP:
+        return None
+    change = f"learning rate: from {before:.0%} to {after:.0%} of its peak"
+    if config.optimizer.rewarm_steps:
+        return f"{change}, over {config.optimizer.rewarm_steps} steps (optimizer.rewarm_steps)"
+    return (
+        f"{change} at once, as optimizer.schedule={config.optimizer.schedule} gives for step {progress.step + 1} of "
+        f"{config.steps}; optimizer.rewarm_steps=N warms up again, over N steps"
+    )

@@ -1,0 +1,162 @@
+"""Checkpoints and prepared text with one edit and valid hashes, given to the code that resumes a run, up to its first step.
+
+An edit must be refused before anything is written or moved, or the run must be able to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from andrea.cli.command_line import compose, read
+from andrea.cli.train import train_one
+from andrea.config import RunConfig, UserError, parse, to_plain
+from andrea.text.corpus import VERIFIED, open_corpus
+from andrea.text.loader import Loader
+from andrea.text.prepare import fingerprint_of
+from andrea.training.health.health import make_health
+from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.planning.length import with_length_and_name
+from andrea.training.planning.settle import remembered_auto, with_rewarming
+from andrea.training.progress import Progress
+from andrea.training.records.run_folder import folder_to_write
+from andrea.training.resume import (
+    find_resume,
+    is_done,
+    merge,
+    progress_of,
+    show_resume,
+    starting_weights,
+    verified_config,
+)
+from fuzzing.raw_values import json_text, numbers, replaced, wild_json
+from fuzzing.trial import Handler
+
+WORDS = [
+    "model.d_model=16", "model.n_layer=2", "model.n_head=2", "model.d_mlp=32", "model.sequence_length=32",
+    "tokenizer=bpe", "tokenizer.vocab_size=300", "logger=none", "compile=off", "threads=1", "device=cpu",
+    "train.tokens_per_step=64", "train.steps=30", "train.log_every=5", "train.eval_every=10", "train.save_every=15",
+    "train.sample_tokens=0", "train.lens_prompt=", "data=text", "name=a",
+]  # fmt: skip
+near_misses = st.sampled_from([True, False, "1", "12", 1.0, -1, [], {}, "auto", 15.5, 2**53, 1e39, 1e308, [1.0], None])
+values = st.one_of(wild_json, numbers, near_misses)
+files = st.sampled_from(["state.json"] * 5 + ["manifest.json", "tokenizer.json", "meta.json"])
+resumes = st.tuples(files, st.lists(values, min_size=1, max_size=2), st.integers())
+
+
+def edited(tree: Any, name: str, new: list[Any], rng: random.Random) -> Any:
+    """`tree` with each of the values of `new` somewhere in it; seldom in the long list of random bytes."""
+    if name != "state.json":
+        for value in new:
+            tree = replaced(tree, value, rng)
+        return tree
+    tree = copy.deepcopy(tree)
+    bytes_of_random = tree.pop("torch_random")
+    for value in new:
+        tree = replaced(tree, value, rng)
+    if isinstance(tree, dict) and "torch_random" not in tree and rng.random() < 0.97:
+        if rng.random() < 0.05:
+            bytes_of_random[rng.randrange(len(bytes_of_random))] = new[0]
+        tree["torch_random"] = bytes_of_random
+    return tree
+
+
+def with_new_fingerprint(meta: Any) -> Any:
+    """What an attacker who can write meta.json would write: a fingerprint that agrees with the rest, if there is one."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        return meta | {"fingerprint": fingerprint_of(meta["tokenizer"], meta)}
+    return meta
+
+
+def manifest_of(folder: Path) -> bytes:
+    listed = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+        if path.name != "manifest.json"
+    }
+    return json_text({"format_version": 1, "files": listed})
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file, except for the notes on which shards have been verified."""
+    found = {}
+    for place, _, names in os.walk(folder):
+        if VERIFIED in names:
+            names.remove(VERIFIED)
+        for name in names:
+            about = os.stat(os.path.join(place, name))
+            found[os.path.join(place, name)] = about.st_size, about.st_mtime_ns
+    return found
+
+
+def make_resumes(folder: Path) -> Handler:
+    text = folder / "text"
+    text.mkdir(parents=True)
+    (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog, once more and once more\n" * 60)
+    places = [f"data.path={text}", f"runs_dir={folder / 'runs'}", f"data_dir={folder / 'data'}"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_one([*WORDS, *places])
+    checkpoint = folder / "runs" / "a" / "checkpoints" / "step-00000015"
+    (prepared,) = (path.parent for path in (folder / "data").glob("*/meta.json"))
+    places_of = {"meta.json": prepared}
+    good = {path: path.read_bytes() for path in [*checkpoint.iterdir(), *prepared.iterdir()]}
+    line = read(RunConfig, [*WORDS, *places, f"resume={checkpoint}"])
+    typed = parse(RunConfig, compose("train", line))
+    restart = read(RunConfig, [f"resume={checkpoint}", *places[1:]])
+
+    def resume() -> None:
+        """What `train.py resume=…` does before it makes the model."""
+        found = find_resume(typed)
+        saved = verified_config(found, typed)
+        left_auto = remembered_auto(found, saved)
+        merged, changes = merge(
+            found.state["config"], to_plain(typed), restart.groups, restart.values, left_auto=left_auto
+        )
+        config = with_length_and_name(parse(RunConfig, merged))
+        if is_done(found, config.steps):
+            return
+        show_resume(found, changes, saved, config)
+        folder_to_write(config, found)
+        if (config.data, config.tokenizer, config.data_dir) != (typed.data, typed.tokenizer, typed.data_dir):
+            return  # other text would be prepared now, whose path the user has been shown
+        corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), str)
+        starting_weights(config, corpus, found)
+        loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
+        loader.batch(found.step * config.sequences_per_step, 1)
+        health = make_health(config, corpus, loader, found)
+        health.note_step(found.step + 1, 2.0, 1.0)
+        health.failed()
+        LossScale(torch.device("cpu"), active=True).load_state(found.state["loss_scale"])
+        progress: Progress = with_rewarming(progress_of(found), saved, config)
+        progress.flops += 1
+        progress.seconds += 1.0
+
+    def handle(tried: tuple[str, list[Any], int]) -> None:
+        name, new, rng_seed = tried
+        for path, content in good.items():
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
+        path = places_of.get(name, checkpoint) / name
+        tree = edited(json.loads(good[path]), name, new, random.Random(rng_seed))
+        path.write_bytes(json_text(with_new_fingerprint(tree) if name == "meta.json" else tree))
+        if name not in ("manifest.json", "meta.json"):
+            (checkpoint / "manifest.json").write_bytes(manifest_of(checkpoint))
+        before = snapshot(folder)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                resume()
+        except UserError:
+            assert snapshot(folder) == before, "written before the refusal"
+            raise
+
+    return handle

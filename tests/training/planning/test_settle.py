@@ -1,0 +1,130 @@
+"""A run that gets another length: what was left `auto` is settled again, and the learning rate's jump is said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import tiny_words
+
+from andrea.checkpoint import checkpoints_of
+from andrea.config import group_config
+from andrea.training.optimizer.schedule import rate_at, rewarmed
+from andrea.training.planning.settle import settle_again
+from andrea.training.progress import Progress
+from andrea.training.records.run_folder import read_lines
+
+AUTO = ["train.eval_every=auto", "train.save_every=auto", "train.attention_every=auto", "compile=auto"]
+
+
+@pytest.fixture
+def train(tmp_path: Path, notes: Path, script) -> Callable[..., dict]:
+    """Trains 8 steps of the tiny model, or resumes with no other words than the given ones. Returns its config.yaml."""
+
+    def trained(*words: str, resumed: bool = False, compiled: str = "compile=off") -> dict:
+        places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=a", "resume=auto"]
+        quiet = ["train.sample_tokens=0", "train.lens_prompt=", "train.log_every=1", "precision=fp32"]
+        first = [word for word in tiny_words(tmp_path, notes, "train.steps=8", *quiet) if "dir=" not in word]
+        given = {word.split("=")[0] for word in words}
+        first = [compiled] if resumed else [word for word in first if word.split("=")[0] not in given]
+        assert script("train")([*places, *filter(None, first), *words]) == 0
+        return yaml.safe_load((tmp_path / "runs" / "a" / "config.yaml").read_text())
+
+    return trained
+
+
+def forget(run: Path) -> None:
+    """Make the newest checkpoint one of an older version, without the list of what was left auto."""
+    path = checkpoints_of(run)[-1]
+    state = json.loads((path / "state.json").read_text())
+    del state["left_auto"]
+    (path / "state.json").write_text(json.dumps(state))
+    content = (path / "state.json").read_bytes()
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_what_was_auto_is_settled_again_for_another_length(old: bool, train, tmp_path: Path, capsys) -> None:
+    config = train(*AUTO)
+    assert (config["train"]["eval_every"], config["train"]["save_every"], config["compile"]) == (2, 2, "off")
+    for steps, quarter in ((16, 4), (20, 5)):
+        if old:
+            forget(tmp_path / "runs" / "a")
+        config = train(f"train.steps={steps}", resumed=True, compiled="")
+        assert (config["train"]["eval_every"], config["train"]["save_every"]) == (quarter, quarter)
+        out = capsys.readouterr().out
+        assert "changed train.eval_every: " in out and "compile: off → auto" in out
+        assert f"settled again for {steps} steps: train.eval_every={quarter}, train.save_every={quarter}" in out
+
+
+def test_what_was_typed_stays(train, capsys) -> None:
+    assert train("train.eval_every=3", "train.save_every=auto")["train"]["eval_every"] == 3
+    config = train("train.steps=16", resumed=True)
+    assert (config["train"]["eval_every"], config["train"]["save_every"]) == (3, 4)
+    config = train("train.steps=24", "train.save_every=7", resumed=True)
+    assert (config["train"]["eval_every"], config["train"]["save_every"]) == (3, 7)
+    assert train("train.steps=32", resumed=True)["train"]["save_every"] == 7
+
+
+def test_without_a_change_nothing_is_settled_again(train, capsys) -> None:
+    config = train(*AUTO, "train.max_minutes=0.0001")
+    capsys.readouterr()
+    assert train("train.max_minutes=null", resumed=True)["train"]["eval_every"] == config["train"]["eval_every"]
+    assert "settled again" not in capsys.readouterr().out
+
+
+def test_one_length_replaces_another() -> None:
+    after = {"train.steps": 20, "train.flops": 1e9, "train.tokens_per_parameter": None, "train.eval_every": 2}
+    typed = settle_again(after, {"train.steps"}, ["train.eval_every"], {"train.steps"})
+    assert typed == {"train.flops": None, "train.eval_every": "auto"}
+    typed = settle_again(after, {"train.flops"}, ["train.steps", "train.eval_every"], {"train.flops"})
+    assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
+    assert settle_again(after, set(), ["train.steps", "train.eval_every"], set()) == {}
+
+
+# --------------------------------------------------------------------------------------------------- the learning rate
+
+
+def rates(run: Path) -> dict[int, float]:
+    return {
+        record["step"]: record["train/rate"] for record in read_lines(run / "metrics.jsonl") if "train/rate" in record
+    }
+
+
+def test_the_jump_of_the_rate_is_said(train, tmp_path: Path, capsys) -> None:
+    train("optimizer.warmup_steps=0")
+    train("train.steps=16", resumed=True)
+    before, after = rates(tmp_path / "runs" / "a")[8], rates(tmp_path / "runs" / "a")[9]
+    line = next(line for line in capsys.readouterr().out.splitlines() if "learning rate: from" in line)
+    assert f"from {before:.0%} to {after:.0%} of its peak at once" in line and "optimizer.rewarm_steps=N" in line
+
+
+def test_the_rate_is_warmed_up_again_where_asked_for_and_an_interruption_changes_nothing(
+    train, tmp_path: Path, capsys
+) -> None:
+    train("optimizer.warmup_steps=0")
+    run = tmp_path / "runs" / "a"
+    last = rates(run)[8]
+    train("train.steps=16", "optimizer.rewarm_steps=4", "train.save_every=2", "train.keep=9", resumed=True)
+    assert "over 4 steps (optimizer.rewarm_steps)" in capsys.readouterr().out
+    optimizer = group_config("optimizer", "muon", warmup_steps=0)
+    expected = [rate_at(step, 16, optimizer) for step in range(8, 16)]
+    found = rates(run)
+    for number, rate in enumerate(expected):
+        warmed = last + (rate - last) * min(1.0, (number + 1) / 4)
+        assert found[9 + number] == pytest.approx(warmed)
+    train(f"resume={run / 'checkpoints' / 'step-00000010'}", resumed=True)  # in the middle of the warm-up
+    assert rates(run) == found
+    assert "learning rate" not in capsys.readouterr().out.split("resuming")[-1].split("model:")[0]
+
+
+def test_rewarming_ends_at_the_schedule() -> None:
+    progress = Progress(rewarm_step=10, rewarm_rate=0.1)
+    assert [rewarmed(0.5, step, progress, 4) for step in (9, 10, 13, 14)] == pytest.approx([0.5, 0.2, 0.5, 0.5])
+    assert rewarmed(0.5, 11, Progress(), 4) == 0.5
