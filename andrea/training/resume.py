@@ -119,6 +119,7 @@ def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> Progress:
     saver.restore(checkpoint)
     scale.load_state(state["loss_scale"])
     torch.set_rng_state(torch.tensor(state["torch_random"], dtype=torch.uint8))
+    state = {"compared_bpb": state["val_bpb"]} | state  # checkpoints of version 0.2 and before have no compared_bpb
     return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
 
 
