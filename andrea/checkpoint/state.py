@@ -117,6 +117,7 @@ class State:
     torch_random: Annotated[list, random_bytes]
     tokenizer: str
     health: Annotated[HealthState, one_length] | None = None
+    compared_bpb: Measured | None = None
     ranks: Annotated[int, Between(1, 2**20)] = 1
     wandb_id: str | None = None
     own_parts: dict[str, str | None] = dataclasses.field(default_factory=dict)

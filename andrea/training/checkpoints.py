@@ -64,9 +64,10 @@ class RunCheckpoints:
         progress = self.progress
         self.records.working("saving")
         self.records.flush()
-        best = progress.val_bpb is not None and (progress.best_bpb is None or progress.val_bpb < progress.best_bpb)
+        figure = progress.compared_bpb
+        best = figure is not None and (progress.best_bpb is None or figure < progress.best_bpb)
         if best:
-            progress.best_bpb = progress.val_bpb
+            progress.best_bpb = figure
         state = self.facts | vars(progress) | {"loss_scale": self.scale.state(), "health": self.health.state()}
         self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()}, best)
         self.saved_step = progress.step

@@ -65,17 +65,25 @@ class Evaluator:
         size_ratios: `Update.size_ratios` of the last step. whole: evaluate the whole held-out split instead of
         train.eval_tokens tokens. The last evaluation of a run always does so.
         """
-        by_source = self.validate(whole)
-        total = summary(*(sum(part[key] for part in by_source.values()) for key in ("nats", "tokens", "bytes")))
+        train, last = self.config.train, self.progress.step == self.config.steps
+        whole = whole or last
+        by_source = self.validate(None if whole else train.eval_tokens)
+        total = total_of(by_source)
         self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
+        read_more = (
+            whole and train.eval_tokens is not None
+        )  # than earlier evaluations, whose figures it is compared with
+        self.progress.compared_bpb = total_of(self.validate(train.eval_tokens))["bpb"] if read_more else total["bpb"]
         figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
         if len(by_source) > 1:
             figures |= {f"val/{name}/{key}": part[key] for name, part in by_source.items() for key in ("loss", "bpb")}
         return figures | self.judge(by_source, size_ratios)
 
-    def validate(self, whole: bool) -> dict[str, dict[str, float]]:
-        """The validation `summary` of each source. The ranks divide its windows among themselves."""
-        most_tokens = None if whole or self.progress.step == self.config.steps else self.config.train.eval_tokens
+    def validate(self, most_tokens: int | None) -> dict[str, dict[str, float]]:
+        """The validation `summary` of each source, on its first `most_tokens` held-out tokens; all of them if None.
+
+        The ranks divide the windows of a source among themselves.
+        """
         self.records.working("evaluating")
         by_source = {}
         # torch.compile specialises code to the gradient mode: keep gradients enabled to reuse the training graph.
@@ -210,6 +218,11 @@ def sums_over(
         n_target += scored.numel()
         n_byte += int(bytes_of_token[scored].sum())
     return sum(map(float, nats)), n_target, n_byte
+
+
+def total_of(by_source: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The `summary` over all sources."""
+    return summary(*(sum(part[key] for part in by_source.values()) for key in ("nats", "tokens", "bytes")))
 
 
 def summary(nats: float, tokens: int, bytes_: int) -> dict[str, float]:

@@ -24,7 +24,8 @@ class Progress:
     seconds: float = 0.0  # of training steps; compiling, evaluating and saving are not counted
     val_loss: float | None = None  # nats per token, of the last evaluation
     val_bpb: float | None = None  # bits per byte, of the last evaluation
-    best_bpb: float | None = None
+    compared_bpb: float | None = None  # the same on the held-out tokens that every evaluation of the run reads
+    best_bpb: float | None = None  # the lowest compared_bpb of a saved step
     rewarm_step: int | None = None  # at which the run was extended with optimizer.rewarm_steps
     rewarm_rate: float = 0.0  # the learning rate before it, as a share of the peak
 

@@ -200,8 +200,8 @@ def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale, config: RunC
 
 
 def progress_of(checkpoint: Checkpoint) -> Progress:
-    known = [field.name for field in dataclasses.fields(Progress) if field.name in checkpoint.state]
-    return Progress(**{name: checkpoint.state[name] for name in known})
+    state = {"compared_bpb": checkpoint.state["val_bpb"]} | checkpoint.state  # older versions have no compared_bpb
+    return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress) if field.name in state})
 
 
 def saved_run(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:

@@ -290,7 +290,37 @@ def test_the_plan_is_printed_and_nothing_is_written(tiny_run, tmp_path: Path, ca
     assert not (tmp_path / "runs").exists() and not (tmp_path / "data").exists()
     tiny_run("name=a", "train.steps=4")
     tiny_run("dry_run=true", "train.micro_batch=2")
-    assert "measured in a" in capsys.readouterr().out
+    assert "GFLOP/s of a" in capsys.readouterr().out
+
+
+def test_the_time_is_expected_from_a_run_in_the_same_mode_and_by_flops(tiny_run, tmp_path: Path, capsys) -> None:
+    """A run of the same model name, but of another depth or precision, has another speed."""
+
+    def expected_seconds(*words: str) -> str:
+        capsys.readouterr()
+        tiny_run("dry_run=true", *words)
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("expected time"))
+
+    tiny_run("name=fp32", "train.steps=4", "precision=fp32", "compile=off")
+    tiny_run("name=deep", "train.steps=4", "precision=fp32", "compile=off", "model.n_layer=7")
+    assert expected_seconds("precision=fp32", "compile=off").endswith(" of fp32")
+    assert expected_seconds("precision=fp32", "compile=off", "model.n_layer=6").endswith(" of deep")
+    assert "no earlier run on cpu in bf16 with compile=off" in expected_seconds("precision=bf16", "compile=off")
+    assert "with compile=blocks" in expected_seconds("precision=fp32", "compile=blocks")
+
+
+def test_the_best_checkpoint_is_chosen_on_the_same_held_out_tokens(tiny_run, tmp_path: Path) -> None:
+    """The last evaluation reads the whole split; `best` compares its figure on the part that earlier ones read."""
+    words = ["train.steps=6", "train.eval_every=2", "train.save_every=2", "train.keep=9"]
+    assert tiny_run("name=part", *words, "train.eval_tokens=60") == 0
+    states = [read_checkpoint(path).state for path in checkpoints_of(tmp_path / "runs" / "part")]
+    assert states[0]["compared_bpb"] == states[0]["val_bpb"] and states[-1]["compared_bpb"] != states[-1]["val_bpb"]
+    best = min(states, key=lambda state: state["compared_bpb"])
+    assert best_of(tmp_path / "runs" / "part") == f"step-{best['step']:08d}"
+    assert states[-1]["best_bpb"] == best["compared_bpb"]
+    assert tiny_run("name=whole", *words) == 0
+    whole = newest_whole(tmp_path / "runs" / "whole").state
+    assert whole["compared_bpb"] == whole["val_bpb"] == states[-1]["val_bpb"]
 
 
 def test_help_lists_the_keys(script, capsys) -> None:

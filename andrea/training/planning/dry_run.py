@@ -7,11 +7,12 @@ from pathlib import Path
 
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters, flops_per_token
+from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision
 from andrea.training.float8 import check_float8
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, CARD_BYTES, GIB, USABLE_SHARE, Placement, free_bytes
-from andrea.training.planning.measured_pace import measured_pace
+from andrea.training.planning.measured_pace import Mode, measured_pace
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
 from andrea.training.planning.parallel import sharing_that_fits
@@ -31,6 +32,8 @@ def describe(config: RunConfig) -> str:
     memory = memory_of(config, n_vocab, micro_batch, placement)
     per_token = flops_per_token(config.model, config.attention, n_vocab)
     tokens = config.steps * config.tokens_per_step
+    compile_ = choose_compile(config.compile, device, tokens * per_token)
+    mode = Mode(device.type, precision.value, compile_.value)
     rows = [
         ("model", f"{config.model.name}, {n_vocab:,} tokens in the vocabulary, T = {config.model.sequence_length}"),
         *parameter_rows(config, n_vocab),
@@ -48,7 +51,7 @@ def describe(config: RunConfig) -> str:
         ("steps", f"{config.steps:,}"),
         ("tokens", f"{tokens:,}"),
         ("FLOPs", f"{tokens * per_token:.3g}"),
-        ("expected time", expected_time(config, tokens)),
+        ("expected time", expected_time(config, mode, tokens * per_token, per_token)),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}} {value}" for name, value in rows)
@@ -67,11 +70,16 @@ def parameter_rows(config: RunConfig, n_vocab: int) -> list[tuple[str, str]]:
     ]
 
 
-def expected_time(config: RunConfig, tokens: int) -> str:
-    pace = measured_pace(Path(config.runs_dir), config.model.name)
+def expected_time(config: RunConfig, mode: Mode, flops: float, flops_per_token: float) -> str:
+    """The time of `flops` FLOPs at the speed of an earlier run in the same mode."""
+    pace = measured_pace(Path(config.runs_dir), mode, flops_per_token)
     if pace is None:
-        return "not measured yet: known after the first steps of a run"
-    return f"{format_duration(tokens / pace[0])} at {pace[0]:,.0f} tokens/s, measured in {pace[1]}"
+        return f"not measured yet: no earlier run on {mode.device} in {mode.precision} with compile={mode.compile}"
+    tokens_per_second = pace.flops_per_second / flops_per_token
+    return (
+        f"{format_duration(flops / pace.flops_per_second)} at {tokens_per_second:,.0f} tokens/s, "
+        f"from the {pace.flops_per_second / 1e9:,.0f} GFLOP/s of {pace.run}"
+    )
 
 
 def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:

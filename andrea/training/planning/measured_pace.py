@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from andrea.checkpoint import checkpoints_of
 from andrea.checkpoint.folder import read_small_json
+from andrea.runtime.device import choose_device
 from andrea.training.records.run_folder import read_lines
 
 
-def measured_pace(runs_dir: Path, model_name: str) -> tuple[float, str] | None:
-    """Median tokens per second and name of the newest run of this model, or None if there is no such run."""
-    for folder in sorted(Path(runs_dir).glob("*/"), key=lambda path: path.stat().st_mtime, reverse=True):
+class Mode(NamedTuple):
+    """The settings that decide how many FLOPs a second a machine computes."""
+
+    device: str  # its type: cpu, cuda or mps
+    precision: str
+    compile: str
+
+
+class Pace(NamedTuple):
+    """The speed of an earlier run."""
+
+    flops_per_second: float
+    run: str  # name
+
+
+def measured_pace(runs_dir: Path, mode: Mode, flops_per_token: float) -> Pace | None:
+    """The median speed of an earlier run of one process in the same mode; None if there is no such run.
+
+    Of several runs, the one whose FLOPs per token are nearest, and of these the newest: small layers compute fewer FLOPs
+    a second than large ones.
+    """
+    found = []
+    for folder in Path(runs_dir).glob("*/"):
         if not checkpoints_of(folder):
             continue
         try:
             state = read_small_json(checkpoints_of(folder)[-1] / "state.json")
-            same_model = state["config"]["model"]["name"] == model_name
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: reported on resume
-            continue
-        if not same_model:
-            continue
-        paces = [
-            r["train/tokens_per_second"] for r in read_lines(folder / "metrics.jsonl") if "train/tokens_per_second" in r
-        ]
+            same_mode = mode_of(state["config"]) == mode and state.get("ranks", 1) == 1
+            per_token = state["flops"] / state["tokens"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ZeroDivisionError):
+            continue  # damaged, or of a device that this machine lacks
+        if same_mode and per_token > 0:
+            distance = abs(math.log(per_token / flops_per_token))
+            found.append((distance, -folder.stat().st_mtime, folder, per_token))
+    for _, _, folder, per_token in sorted(found):
+        records = read_lines(folder / "metrics.jsonl")
+        paces = [record["train/tokens_per_second"] for record in records if "train/tokens_per_second" in record]
         if paces:
-            return sorted(paces)[len(paces) // 2], folder.name
+            return Pace(statistics.median(paces) * per_token, folder.name)
     return None
+
+
+def mode_of(config: dict[str, Any]) -> Mode:
+    """The mode of a run, from its saved configuration, where `device` may be auto."""
+    return Mode(choose_device(config["device"]).type, config["precision"], config["compile"])
