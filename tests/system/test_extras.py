@@ -36,14 +36,14 @@ def test_a_page_that_cannot_be_written_is_one_line_and_the_run_goes_on(
     tmp_path: Path, notes: Path, script, capsys
 ) -> None:
     run = tmp_path / "runs" / "a"
-    run.mkdir(parents=True)
+    script("train")(tiny_words(tmp_path, notes, "name=a", "train.steps=4", "train.lens_prompt="))
     (run / "lens").touch()  # a file where the folder of the pages would be
-    code, out, err = run_script(script("train"), tiny_words(tmp_path, notes, "name=a"), capsys)
+    capsys.readouterr()
+    words = ["name=a", "resume=auto", "train.lens_prompt=null"]
+    code, out, err = run_script(script("train"), tiny_words(tmp_path, notes, *words), capsys)
     assert code == 0 and not err and saved_steps(run) == STEPS
-    assert (
-        out.count("writing the lens page failed") == 1
-        and "step 4: writing the lens page failed (FileExistsError" in out
-    )
+    assert out.count("writing the lens page failed") == 1
+    assert "step 8: writing the lens page failed (FileExistsError" in out
     assert (run / "run.log").read_text().count("Traceback") == 1
 
 
