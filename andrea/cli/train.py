@@ -29,6 +29,7 @@ def train_one(argv: list[str]) -> FinishedRun:
 def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     """Train a new run, or continue from the checkpoint that `resume` finds."""
     from andrea.insight.lens.training_lens import small_lens
+    from andrea.insight.run_page import RunPage
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
     from andrea.training.planning.dry_run import describe
@@ -51,4 +52,4 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
             ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
-        return start(config, checkpoint, ranks, watchdog, draw_lens=small_lens)
+        return start(config, checkpoint, ranks, watchdog, draw_lens=small_lens, run_page=RunPage)

@@ -279,6 +279,7 @@ class CompareConfig:
     """Everything that `compare` needs (configs/compare.yaml)."""
 
     runs: list[PathText]
+    runs_dir: PathText
     out: PathText
     size: str
     predict: str | None

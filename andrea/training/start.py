@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
+from andrea.training.records.logger import Logger
 from andrea.training.records.recognise import mark
 from andrea.training.records.records import Records, check_loggers, open_loggers
 from andrea.training.records.run_folder import (
@@ -47,6 +49,8 @@ from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
 from andrea.training.trainer import Trainer
 
+MakeLogger = Callable[[Path], Logger]  # run folder -> logger
+
 
 @dataclass(frozen=True)
 class RunSetup:
@@ -61,6 +65,7 @@ class RunSetup:
     console: Console
     watchdog: Watchdog
     draw_lens: DrawLens | None
+    run_page: MakeLogger | None
 
 
 def start(
@@ -69,10 +74,12 @@ def start(
     ranks: Ranks,
     watchdog: Watchdog,
     draw_lens: DrawLens | None = None,
+    run_page: MakeLogger | None = None,
 ) -> FinishedRun:
     """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
 
-    draw_lens: draws the lens page at each evaluation. It is passed in, because training may not import insight.
+    draw_lens: draws the lens page at each evaluation. run_page: makes the logger that writes the page of the run's folder.
+    Both are passed in, because training may not import insight.
     """
     console = Console(config.steps, quiet=not ranks.is_rank_0)
     ranks.from_rank_0(lambda: check_loggers(config.logger))
@@ -92,7 +99,7 @@ def start(
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
-        setup = RunSetup(asked, resolved, machine, corpus, checkpoint, folder, console, watchdog, draw_lens)
+        setup = RunSetup(asked, resolved, machine, corpus, checkpoint, folder, console, watchdog, draw_lens, run_page)
         config, parallel, loss = make_model_and_loss(setup, weights)
         del weights  # the model has them
         trainer = make_trainer(setup, config, parallel, loss)
@@ -135,6 +142,8 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     ranks.from_rank_0(lambda: write_config(folder, config))
     facts = checkpoint_facts(config, corpus, ranks, run_id)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
+    if setup.run_page and ranks.is_rank_0:
+        loggers.append(setup.run_page(folder))
     records = Records(loggers, console, RunLog(folder), progress, setup.watchdog)
     health = make_health(config, corpus, loader, checkpoint)
     step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)

@@ -24,7 +24,7 @@ def compare(config: CompareConfig, predicted: ModelConfig | None, say: Callable[
     predicted: the model of config.predict. Raises UserError if no folder can be compared, StorageFailed if writing
     fails.
     """
-    runs, left_out = read_runs(find_run_folders(config.runs))
+    runs, left_out = read_runs(find_run_folders(config.runs, config.runs_dir))
     for line in left_out:
         say(line)
     if not runs:

@@ -30,6 +30,12 @@ class Comparison:
 
     @property
     def summary(self) -> str:
+        if len(self.runs) == 1:
+            run = self.runs[0]
+            state = "finished" if run.finished else run.progress
+            return (
+                f"{run.model}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens · {state}"
+            )
         smallest, largest = (format_number(run.parameters) for run in (self.runs[0], self.runs[-1]))
         return f"{count(len(self.runs), 'run')}, from {smallest} to {largest} parameters"
 
@@ -57,6 +63,6 @@ def compare_runs(
         rows=[[run.name + ("" if run.finished else " *"), *row] for run, row in zip(runs, cells, strict=True)],
         left_out=left_out,
         warnings=comparability_warnings(runs),
-        scaling=scaling_lines(runs, target, seed),
+        scaling=scaling_lines(runs, target, seed) if len(runs) > 1 or target else [],
         differing=differences(runs),
     )

@@ -13,7 +13,7 @@ MARKERS = ("circle", "square", "triangle", "diamond")
 
 @dataclass(frozen=True)
 class LineStyle:
-    """How one run is drawn. The colour shows the model's size; dash and marker distinguish runs of one size."""
+    """How one run is drawn. Colours are ordered by the model's size; runs of one size also differ in dash and marker."""
 
     light: str  # colour on a light background, #rrggbb
     dark: str  # colour on a dark background, #rrggbb
@@ -22,11 +22,10 @@ class LineStyle:
 
 
 def line_styles(runs: list[Run]) -> list[LineStyle]:
-    """One style for each run."""
-    sizes = sorted({run.parameters for run in runs})
+    """One style for each run, each with a colour of its own. The runs come smallest first."""
     styles = []
     for index, run in enumerate(runs):
-        place = sizes.index(run.parameters) / max(1, len(sizes) - 1)
+        place = index / max(1, len(runs) - 1)
         among_equals = sum(other.parameters == run.parameters for other in runs[:index])
         styles.append(
             LineStyle(

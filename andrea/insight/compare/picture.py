@@ -11,7 +11,7 @@ from andrea.training.records.format import format_number
 
 DOTS_PER_INCH = 100
 AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training steps"}
-METRICS = {"val/loss": "validation loss, nats per token", "val/bpb": "validation, bits per byte"}
+METRICS = {"val/loss": "loss, nats per token", "val/bpb": "validation, bits per byte"}
 MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}  # matplotlib's names
 LEGEND_ENTRY_PIXELS = 420
 
@@ -36,16 +36,20 @@ def draw_picture(path: Path, runs: list[Run], styles: list[LineStyle], width: in
 
 
 def draw_panel(panel, runs: list[Run], styles: list[LineStyle], metric: str, axis: str) -> None:
-    """Draw one metric against one axis, both on log scales. The vertical range is that of the validation figures."""
+    """Draw one metric against one axis, both on log scales. The vertical range holds every drawn figure."""
     from matplotlib.ticker import LogLocator, MaxNLocator, ScalarFormatter
 
     for run, style in zip(runs, styles, strict=True):
         draw_run(panel, run, style, metric, axis)
     figures = [point[metric] for run in runs for point in run.validation]
-    margin = max(0.08 * (max(figures) - min(figures)), 0.01 * max(figures))
+    if metric == "val/loss":
+        figures += [point["train/loss"] for run in runs for point in run.training]
+    figures = [figure for figure in figures if figure > 0]  # a logarithmic scale shows no others
+    margin = max((max(figures) / min(figures)) ** 0.06, 1.01) if figures else 1.0
     panel.set_xscale("log")
     panel.set_yscale("log")
-    panel.set_ylim(min(figures) - margin, max(figures) + margin)
+    if figures:
+        panel.set_ylim(min(figures) / margin, max(figures) * margin)
     panel.yaxis.set_major_locator(MaxNLocator(6))
     panel.yaxis.set_major_formatter(ScalarFormatter())
     panel.yaxis.set_minor_locator(LogLocator(subs=[]))

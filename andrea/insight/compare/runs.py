@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import checkpoints_of
-from andrea.config import RunConfig, UserError, with_current_keys
+from andrea.config import RunConfig, UserError, nearest, with_current_keys
 from andrea.training.records.logger import AXES
 from andrea.training.records.run_folder import read_lines
 
+HEADS = "attention/heads/"
 Curve = list[dict[str, float]]  # records of one run, each with step, tokens, flops, seconds and some measured figures
 
 
@@ -54,6 +55,8 @@ class Run:
     checkpoint: CheckpointFacts
     validation: Curve  # with val/loss in nats per token, val/bpb in bits per byte
     training: Curve  # with train/loss in nats per token
+    heads: list[dict[str, Any]]  # records with the figures of single heads, attention/heads/…
+    samples: list[dict[str, Any]]  # texts written in training: step, prompt and text
     last: dict[str, Any]  # the last record
     speed: Speed
 
@@ -107,18 +110,30 @@ class Run:
         return f"at step {self.step:,} of {self.config['train']['steps']:,}{behind}"
 
 
-def find_run_folders(paths: list[str]) -> list[Path]:
-    """The run folders among `paths` and directly inside them, each once. Raises UserError for a path without one."""
+def find_run_folders(paths: list[str], runs_dir: str = "runs") -> list[Path]:
+    """The run folders among `paths` and directly inside them, each once. A path may be the name of a run in `runs_dir`.
+
+    Raises UserError for a path without a run.
+    """
     found: list[Path] = []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise UserError(f"{path} is not a folder; name run folders, or a folder that holds some (runs/)")
-        inside = [path] if is_run(path) else sorted(child for child in path.iterdir() if is_run(child))
+    for typed in paths:
+        path = next((path for path in (Path(typed), Path(runs_dir) / typed) if path.is_dir()), None)
+        if path is None:
+            names = [child.name for child in runs_inside(Path(runs_dir))]
+            raise UserError(
+                f"{typed} is neither a folder nor a run under runs_dir={runs_dir}; name runs, run folders, or a folder "
+                f"that holds some (runs/){nearest(typed, names)}"
+            )
+        inside = [path] if is_run(path) else runs_inside(path)
         if not inside:
             raise UserError(f"{path} holds no run: neither it nor a folder in it has a config.yaml; name a run folder")
         found += inside
     unique = {folder.resolve(): folder for folder in found}
     return list(unique.values())
+
+
+def runs_inside(folder: Path) -> list[Path]:
+    return sorted(child for child in folder.iterdir() if is_run(child)) if folder.is_dir() else []
 
 
 def is_run(folder: Path) -> bool:
@@ -162,6 +177,8 @@ def read_run(folder: Path, name: str) -> Run:
         checkpoint=read_checkpoint_facts(folder),
         validation=validation,
         training=curve(records, ("train/loss",)),
+        heads=head_records(records),
+        samples=[sample for sample in read_lines(folder / "samples.jsonl") if is_sample(sample)],
         last={key: records[-1][key] for key in ("step", *AXES)},
         speed=Speed(
             median(values_of(records, "train/tokens_per_second")),
@@ -210,6 +227,29 @@ def curve(records: list[dict[str, Any]], figures: tuple[str, ...]) -> Curve:
         if all(is_number(record.get(key)) for key in ("step", *AXES, *figures)):
             by_step[record["step"]] = {key: record[key] for key in ("step", *AXES, *figures)}
     return list(by_step.values())
+
+
+def head_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """step, tokens and the tables (L, H) of the figures attention/heads/…, of each measurement of the heads."""
+    found = []
+    for record in records:
+        tables = {key.removeprefix(HEADS): value for key, value in record.items() if key.startswith(HEADS)}
+        tables = {name: table for name, table in tables.items() if is_table(table)}
+        if tables and is_number(record.get("step")) and is_number(record.get("tokens")):
+            found.append({"step": record["step"], "tokens": record["tokens"], "tables": tables})
+    return found
+
+
+def is_table(value: Any) -> bool:
+    """Whether the value is rows of equally many numbers, or None for a head without the figure."""
+    if not (isinstance(value, list) and value and all(isinstance(row, list) for row in value)):
+        return False
+    same_length = len({len(row) for row in value}) == 1
+    return same_length and all(number is None or is_number(number) for row in value for number in row)
+
+
+def is_sample(sample: Any) -> bool:
+    return isinstance(sample, dict) and all(isinstance(sample.get(key), str) for key in ("prompt", "text"))
 
 
 def is_number(value: Any) -> bool:

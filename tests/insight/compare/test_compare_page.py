@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from run_folders import make_eight_runs
+from run_folders import make_eight_runs, make_run
 
 from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page.page import render_page
@@ -74,6 +75,48 @@ def test_the_page_shows_figures_by_pointer_and_by_keyboard(tmp_path: Path) -> No
         assert page.locator("#chart > circle, #chart > polygon").count() == before - len(largest.validation)
         assert page.locator("#figures tbody tr").count() == 8
         assert "a<b>&" in page.locator("#figures").text_content()
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert errors == []
+        browser.close()
+
+
+def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is not installed")
+    folder, out = make_run(tmp_path / "runs" / "a<b>", 5000, 50_000), tmp_path / "page.html"
+    with open(folder / "metrics.jsonl", "a") as stream:
+        for step in (20, 60, 100):
+            record = {"step": step, "tokens": 500 * step, "flops": 1.0, "seconds": 1.0}
+            table = [[step / 100, None, 0.25], [0.5, 0.75, 1 - step / 200]]
+            stream.write(json.dumps(record | {"attention/heads/entropy_share": table}) + "\n")
+    samples = [{"step": step, "prompt": "<b>def ", "text": f"</pre>text {step}"} for step in range(20)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write_page(folder, out)
+    flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=flags.split())
+        page = browser.new_page(viewport={"width": 1000, "height": 900})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(out.as_uri())
+        assert page.locator("h1").text_content() == "Run a<b>" and page.title() == "ANDREA: Run a<b>"
+        assert "5.00k parameters" in page.locator("#summary").text_content()
+        assert page.locator("#scaling").is_hidden() and page.locator("#differences").is_hidden()
+        assert page.locator("#heads rect").count() == 3 * 6
+        page.locator("#heads rect").nth(5).hover()
+        assert page.locator("#head-tip").text_content() == "head 1.2, step 20: 0.9"
+        assert page.locator("#samples details").count() == 12
+        assert page.locator("#samples details[open] pre").text_content() == "<b>def </pre>text 19"
+        assert "8 earlier ones" in page.locator("#samples-note").text_content()
+        # Every drawn point of the training curve is inside the frame of the axes.
+        inside = page.evaluate(
+            "(() => { const box = document.querySelector('#inside rect').getBBox();"
+            " return [...document.querySelectorAll('#chart > path')].map((path) => path.getBBox()).every((curve) =>"
+            " curve.y >= box.y && curve.y + curve.height <= box.y + box.height); })()"
+        )
+        assert inside
         page.set_viewport_size({"width": 360, "height": 740})
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         assert errors == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,30 @@ def test_paths_that_hold_no_run_are_errors(tmp_path: Path) -> None:
         find_run_folders([str(tmp_path / "none")])
     with pytest.raises(UserError, match="holds no run"):
         find_run_folders([str(tmp_path)])
+
+
+def test_a_run_is_found_by_its_name(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "kept" / "one")
+    assert find_run_folders(["one"], str(tmp_path / "kept")) == [folder]
+    with pytest.raises(UserError, match="onne is neither a folder nor a run under runs_dir=.*did you mean one"):
+        find_run_folders(["onne"], str(tmp_path / "kept"))
+    with pytest.raises(UserError, match="neither a folder nor a run"):
+        find_run_folders(["one"], str(tmp_path / "absent"))
+
+
+def test_heads_and_samples_are_read_and_damaged_ones_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one")
+    axes = {"step": 7, "tokens": 70}
+    good = {
+        **axes,
+        "attention/heads/x": [[1.0, None]],
+        "attention/heads/y": [[1.0], [2.0, 3.0]],
+        "attention/heads/z": 3,
+    }
+    with open(folder / "metrics.jsonl", "a") as stream:
+        for record in (good, {"step": 8, "attention/heads/x": [[2.0]]}, {**axes, "attention/heads/x": ["<b>"]}):
+            stream.write(json.dumps(record | {"flops": 1.0, "seconds": 1.0}) + "\n")
+    (folder / "samples.jsonl").write_text('{"step": 7, "prompt": "p", "text": "t"}\n[1]\n{"step": 8, "prompt": 3}\n')
+    run = read_run(folder, "one")
+    assert run.heads == [{**axes, "tables": {"x": [[1.0, None]]}}]
+    assert run.samples == [{"step": 7, "prompt": "p", "text": "t"}]

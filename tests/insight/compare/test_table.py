@@ -8,7 +8,7 @@ from run_folders import make_eight_runs
 
 from andrea.insight.compare.line_styles import colour_at, line_styles
 from andrea.insight.compare.runs import find_run_folders, read_runs
-from andrea.insight.compare.table import make_table, terminal_table
+from andrea.insight.compare.table import make_table, shorten_in_middle, terminal_table
 
 
 def test_the_table_is_aligned_within_a_hundred_columns(tmp_path: Path) -> None:
@@ -22,18 +22,21 @@ def test_the_table_is_aligned_within_a_hundred_columns(tmp_path: Path) -> None:
     assert all("…" in line for line in lines[1:])
 
 
-def test_colours_order_sizes_by_lightness_and_markers_distinguish_equal_sizes(tmp_path: Path) -> None:
+def test_a_name_keeps_its_end() -> None:
+    name = "andrea-nano-pystdlib-20261122-122957"
+    assert shorten_in_middle(name, 25) == "andrea-n…-20261122-122957"
+    assert shorten_in_middle(name, len(name)) == name
+
+
+def test_colours_order_runs_by_lightness_and_each_has_one_of_its_own(tmp_path: Path) -> None:
     found, _ = read_runs(find_run_folders([str(make_eight_runs(tmp_path))]))
     drawn = line_styles(found)
     for ground in ("light", "dark"):
         colours = list(dict.fromkeys(getattr(style, ground) for style in drawn))
-        assert len(colours) == 4
+        assert len(colours) == 8
         brightness = [
             sum(w * int(c[i : i + 2], 16) for w, i in ((0.2126, 1), (0.7152, 3), (0.0722, 5))) for c in colours
         ]
         assert brightness == sorted(brightness)
-    assert all(
-        first.light == second.light and first.marker != second.marker
-        for first, second in zip(drawn[::2], drawn[1::2], strict=True)
-    )
+    assert all(first.marker != second.marker for first, second in zip(drawn[::2], drawn[1::2], strict=True))
     assert colour_at(0, 0.0, 0.0)[0] == "#" and len(colour_at(1, 0.5, 1.0)) == 7

@@ -236,6 +236,10 @@ def test_a_long_prompt_shows_part_of_the_map_and_some_heads_only_as_small_maps(b
     opened = Opened(browser, path, viewport={"width": 390, "height": 800})
     page = opened.page
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    frame = "document.querySelector('#names').parentElement"
+    assert page.evaluate(f"{frame}.scrollWidth > {frame}.clientWidth")  # the table of thresholds scrolls,
+    assert page.evaluate(f"{frame}.offsetHeight - {frame}.clientHeight") >= 6  # with a scroll bar in sight
+    assert page.evaluate(f"getComputedStyle({frame}).backgroundImage.split('linear-gradient').length") == 5
     box = page.locator("#whole").bounding_box()
     page.locator("#whole").scroll_into_view_if_needed()
     page.locator("#whole").click(position={"x": 0.25 * box["width"], "y": 0.75 * box["height"]})

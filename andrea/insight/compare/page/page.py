@@ -15,6 +15,7 @@ from andrea.training.records.logger import AXES
 
 TEMPLATE = Path(__file__).parent / "template.html"
 MOST_TRAINING_POINTS = 400  # of each run's training curve
+MOST_SAMPLES, MOST_MEASUREMENTS = 12, 40  # shown of a single run
 
 
 def render_page(comparison: Comparison) -> str:
@@ -25,7 +26,9 @@ def render_page(comparison: Comparison) -> str:
 def page_data(comparison: Comparison) -> dict[str, Any]:
     """The data that the page's script reads."""
     return {
+        "title": "Comparison of runs" if len(comparison.runs) > 1 else f"Run {comparison.runs[0].name}",
         "summary": comparison.summary,
+        **(one_run_data(comparison.runs[0]) if len(comparison.runs) == 1 else {"samples": [], "heads": []}),
         "warnings": comparison.warnings,
         "notes": [*comparison.unfinished, *comparison.left_out],
         "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
@@ -33,6 +36,19 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
         "scaling": comparison.scaling,
         "differences": comparison.difference_rows,
         "runs": [run_data(run, style) for run, style in zip(comparison.runs, comparison.styles, strict=True)],
+    }
+
+
+def one_run_data(run: Run) -> dict[str, Any]:
+    """What is shown of a single run besides its curves: the last samples, newest first, and the heads over time."""
+    stride = -(-len(run.heads) // MOST_MEASUREMENTS) or 1
+    shown = run.samples[-MOST_SAMPLES:][::-1]
+    return {
+        "samples": [
+            {"step": sample.get("step"), "prompt": sample["prompt"], "text": sample["text"]} for sample in shown
+        ],
+        "earlier_samples": len(run.samples) - len(shown),
+        "heads": run.heads[::-1][::stride][::-1],  # with the last measurement
     }
 
 

@@ -4,7 +4,7 @@ const TITLES = {
   tokens: "tokens",
   flops: "training FLOPs",
   seconds: "seconds of training steps",
-  loss: "validation loss, nats per token",
+  loss: "loss, nats per token",
   bpb: "validation, bits per byte",
 };
 const MARKER_CORNERS = {
@@ -110,13 +110,14 @@ function layOut(view) {
   const runs = view.runs.map((index) => data.runs[index]);
   const points = runs.flatMap((run) => [...run.validation, ...(view.withTraining ? run.training : [])]);
   const xs = points.map((point) => point[view.axis]).filter((value) => !view.logX || value > 0);
-  const ys = runs.flatMap((run) => run.validation.map((point) => point[view.metric]));
-  if (!xs.length || !width) return false;
+  // Training points hold the loss alone; they are drawn with it only.
+  const ys = points.map((point) => point[view.metric]).filter((value) => !view.logY || value > 0);
+  if (!xs.length || !ys.length || !width) return false;
   let [lowX, highX] = [view.logX ? Math.min(...xs) : 0, Math.max(...xs)];
   if (lowX === highX) [lowX, highX] = [lowX / 2, highX * 2 || 1];
   let [lowY, highY] = [Math.min(...ys), Math.max(...ys)];
-  const margin = Math.max((highY - lowY) * 0.08, highY * 0.01);
-  [lowY, highY] = [lowY - margin, highY + margin];
+  const [margin, factor] = [Math.max((highY - lowY) * 0.08, highY * 0.01), Math.max((highY / lowY) ** 0.06, 1.01)];
+  [lowY, highY] = view.logY ? [lowY / factor, highY * factor] : [lowY - margin, highY + margin];
   view.x = makeScale(lowX, highX, view.left + 8, view.right - 8, view.logX);
   view.y = makeScale(lowY, highY, view.bottom, view.top, view.logY);
   view.gridX = gridValues(lowX, highX, view.logX, Math.max(3, width / 110));

@@ -59,6 +59,8 @@ function fillDifferences() {
   byId("differences").append(box);
 }
 
+byId("title").textContent = data.title;
+document.title = `ANDREA: ${data.title}`;
 byId("summary").textContent = data.summary;
 byId("warnings").append(...paragraphs(data.warnings, { class: "warning" }), ...paragraphs(data.notes, { class: "soft" }));
 fillTable(byId("figures"), data.heads, data.rows);
@@ -66,6 +68,7 @@ byId("scaling").append(...paragraphs(data.scaling));
 fillDifferences();
 fillLegend();
 drawChart();
+fillOneRun();
 
 for (const input of document.querySelectorAll(".switches input")) input.addEventListener("change", drawChart);
 byId("chart").addEventListener("pointermove", selectNearest);

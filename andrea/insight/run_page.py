@@ -1,0 +1,50 @@
+"""The page of a run, `run.html` in its folder: its curves, heads and samples. Made again at each evaluation and sample.
+
+It is the page that `python -m andrea compare runs/NAME` writes. Training takes it as a logger that is passed in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, final
+
+from andrea.insight.compare.comparison import compare_runs
+from andrea.insight.compare.page.page import render_page
+from andrea.insight.compare.runs import LeftOut, read_run
+from andrea.runtime.files import replace_text
+from andrea.training.records.logger import Logger
+
+PAGE_NAME = "run.html"
+
+
+@final
+class RunPage(Logger):
+    """Reads the run folder's records, which must be written first. There is no page before the first checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def draw(self) -> None:
+        """Write the page. Raises OSError if writing fails."""
+        try:
+            run = read_run(self.folder, self.folder.resolve().name)
+        except LeftOut:
+            return
+        page = render_page(compare_runs([run], [], None, None, seed=0))
+        replace_text(self.folder / PAGE_NAME, page)
+
+    def record(self, record: dict[str, Any]) -> None:
+        if "val/loss" in record:
+            self.draw()
+
+    def sample(self, sample: dict[str, Any]) -> None:
+        self.draw()
+
+    def page(self, page: dict[str, Any]) -> None:
+        pass
+
+    def alert(self, alert: dict[str, Any]) -> None:
+        pass
+
+    def finish(self, exit_code: int) -> None:
+        pass

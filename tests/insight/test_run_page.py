@@ -1,0 +1,46 @@
+"""Training writes the page of its run into the run folder, and the page of a compared single run is the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from compare.run_folders import make_run
+
+from andrea.insight.run_page import RunPage
+
+RECORD = {"step": 100, "tokens": 1, "flops": 1.0, "seconds": 1.0}
+
+
+def data_of(page: Path) -> dict:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(text.split('<script type="application/json" id="data">')[1].split("</script>")[0])
+
+
+def test_the_page_is_written_at_evaluations_and_samples(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one")
+    logger, page = RunPage(folder), folder / "run.html"
+    logger.record({**RECORD, "train/loss": 1.0})
+    assert not page.exists()
+    logger.record({**RECORD, "val/loss": 1.0})
+    assert data_of(page)["title"] == "Run one" and data_of(page)["samples"] == []
+    sample = {"step": 100, "prompt": "a", "text": "</script>"}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    logger.sample(RECORD | sample)
+    assert data_of(page)["samples"] == [sample]
+    for ignored in (logger.page, logger.alert):
+        ignored(RECORD)
+    logger.finish(0)
+
+
+def test_there_is_no_page_before_the_first_checkpoint(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", saved=False)
+    RunPage(folder).record({**RECORD, "val/loss": 1.0})
+    assert not (folder / "run.html").exists()
+
+
+def test_training_writes_the_page(trained: Path) -> None:
+    data = data_of(trained / "run.html")
+    assert data["title"] == "Run first" and data["summary"].endswith("finished")
+    assert [point["step"] for point in data["runs"][0]["validation"]] == [4, 8]
+    assert data["heads"][-1]["step"] == 8
