@@ -43,4 +43,4 @@ def test_training_writes_the_page(trained: Path) -> None:
     data = data_of(trained / "run.html")
     assert data["title"] == "Run first" and data["summary"].endswith("finished")
     assert [point["step"] for point in data["runs"][0]["validation"]] == [4, 8]
-    assert data["heads"][-1]["step"] == 8
+    assert data["measured_heads"][-1]["step"] == 8

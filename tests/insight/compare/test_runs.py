@@ -71,7 +71,7 @@ def test_runs_of_equal_names_get_their_parent_folders_and_each_run_is_read_once(
 
 
 def test_paths_that_hold_no_run_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="neither a folder nor a run"):
         find_run_folders([str(tmp_path / "none")])
     with pytest.raises(UserError, match="holds no run"):
         find_run_folders([str(tmp_path)])

@@ -237,8 +237,9 @@ def test_a_long_prompt_shows_part_of_the_map_and_some_heads_only_as_small_maps(b
     page = opened.page
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     frame = "document.querySelector('#names').parentElement"
-    assert page.evaluate(f"{frame}.scrollWidth > {frame}.clientWidth")  # the table of thresholds scrolls,
-    assert page.evaluate(f"{frame}.offsetHeight - {frame}.clientHeight") >= 6  # with a scroll bar in sight
+    assert page.evaluate(
+        f"{frame}.scrollWidth > {frame}.clientWidth"
+    )  # the table of thresholds scrolls, which shades show
     assert page.evaluate(f"getComputedStyle({frame}).backgroundImage.split('linear-gradient').length") == 5
     box = page.locator("#whole").bounding_box()
     page.locator("#whole").scroll_into_view_if_needed()

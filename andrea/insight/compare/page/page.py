@@ -28,7 +28,7 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
     return {
         "title": "Comparison of runs" if len(comparison.runs) > 1 else f"Run {comparison.runs[0].name}",
         "summary": comparison.summary,
-        **(one_run_data(comparison.runs[0]) if len(comparison.runs) == 1 else {"samples": [], "heads": []}),
+        **(one_run_data(comparison.runs[0]) if len(comparison.runs) == 1 else {"samples": [], "measured_heads": []}),
         "warnings": comparison.warnings,
         "notes": [*comparison.unfinished, *comparison.left_out],
         "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
@@ -48,7 +48,7 @@ def one_run_data(run: Run) -> dict[str, Any]:
             {"step": sample.get("step"), "prompt": sample["prompt"], "text": sample["text"]} for sample in shown
         ],
         "earlier_samples": len(run.samples) - len(shown),
-        "heads": run.heads[::-1][::stride][::-1],  # with the last measurement
+        "measured_heads": run.heads[::-1][::stride][::-1],  # with the last measurement
     }
 
 

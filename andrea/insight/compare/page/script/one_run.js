@@ -12,9 +12,9 @@ const HEAD_CELL = { width: 16, height: 15, left: 44, bottom: 34 }; // pixels
 function fillOneRun() {
   for (const section of document.querySelectorAll(".several")) section.hidden = data.runs.length === 1;
   byId("samples-section").hidden = !data.samples.length;
-  byId("heads-section").hidden = !data.heads.length;
+  byId("heads-section").hidden = !data.measured_heads.length;
   if (data.samples.length) fillSamples();
-  if (data.heads.length) fillHeads();
+  if (data.measured_heads.length) fillHeads();
 }
 
 // The newest sample is open.
@@ -31,7 +31,7 @@ function fillSamples() {
 }
 
 function fillHeads() {
-  const names = Object.keys(data.heads.at(-1).tables);
+  const names = Object.keys(data.measured_heads.at(-1).tables);
   const known = Object.keys(HEAD_FIGURES).filter((name) => names.includes(name));
   for (const name of [...known, ...names.filter((name) => !known.includes(name))]) {
     byId("head-figure").append(newElement("option", { value: name }, HEAD_FIGURES[name] ?? name));
@@ -42,7 +42,7 @@ function fillHeads() {
 
 function drawHeads() {
   const name = byId("head-figure").value;
-  const shown = data.heads.filter((measured) => measured.tables[name]);
+  const shown = data.measured_heads.filter((measured) => measured.tables[name]);
   const numbers = shown.flatMap((measured) => measured.tables[name].flat()).filter((number) => number !== null);
   const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
   const chart = byId("heads");
