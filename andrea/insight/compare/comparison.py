@@ -37,7 +37,8 @@ class Comparison:
                 f"{run.model}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens · {state}"
             )
         smallest, largest = (format_number(run.parameters) for run in (self.runs[0], self.runs[-1]))
-        return f"{count(len(self.runs), 'run')}, from {smallest} to {largest} parameters"
+        sizes = f"of {smallest}" if smallest == largest else f"from {smallest} to {largest}"
+        return f"{count(len(self.runs), 'run')}, {sizes} parameters"
 
     @property
     def unfinished(self) -> list[str]:
