@@ -110,11 +110,12 @@ def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -
         assert page.locator("#samples details").count() == 12
         assert page.locator("#samples details[open] pre").text_content() == "<b>def </pre>text 19"
         assert "8 earlier ones" in page.locator("#samples-note").text_content()
-        # Every drawn point of the training curve is inside the frame of the axes.
+        # Every drawn point of the curves is inside the frame of the axes.
         inside = page.evaluate(
-            "(() => { const box = document.querySelector('#inside rect').getBBox();"
+            "(() => { const frame = document.querySelector('#inside rect');"
+            " const [top, height] = ['y', 'height'].map((name) => +frame.getAttribute(name));"
             " return [...document.querySelectorAll('#chart > path')].map((path) => path.getBBox()).every((curve) =>"
-            " curve.y >= box.y && curve.y + curve.height <= box.y + box.height); })()"
+            " curve.y >= top && curve.y + curve.height <= top + height); })()"
         )
         assert inside
         page.set_viewport_size({"width": 360, "height": 740})
