@@ -75,7 +75,7 @@ class Wandb(Logger):
             if (record := axes.get(int(path.stem.removeprefix("step-")))) is not None:
                 self.page(record | {"name": "lens", "html": path.read_text(encoding="utf-8")})
         own = Path(self.run.dir).parent
-        for earlier in own.parent.glob(f"offline-run-*-{self.run_id}"):
+        for earlier in own.parent.glob(f"offline-run-*-{self.run_id}*"):  # -1 follows if two start within a second
             if earlier != own:
                 os.replace(earlier, earlier.with_name(f"aside-{earlier.name}"))
 

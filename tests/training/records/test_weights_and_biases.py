@@ -86,8 +86,8 @@ def test_a_resumed_offline_run_is_one_run_in_the_folder(netrc: Path, tmp_path: P
                 logger.sample({**record, "prompt": "p", "text": f"text of step {step}"})
                 logger.page({**record, "name": "lens", "html": f"<p>lens of step {step}"})
         wandb.finish(0)
-    (whole,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}")
-    assert list((tmp_path / "wandb").glob(f"aside-offline-run-*-{run_id}"))  # one for both parts begun in one second
+    (whole,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}*")
+    assert len(list((tmp_path / "wandb").glob(f"aside-offline-run-*-{run_id}*"))) == 2
     pages = "".join(path.read_text() for path in whole.rglob("*.html"))
     assert all(f"{what} of step {step}" in pages for what in ("text", "lens") for step in range(1, 7))
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(whole)]
