@@ -146,6 +146,13 @@ class Evaluator:
         for sample in self.written_samples(model, 1)[:1] if model else []:
             self.records.sample(sample)
 
+    def make_up_sample(self) -> None:
+        """Write the sample of the checkpoint's step, if the run was killed after the save and before the sample."""
+        missing = self.ranks.from_rank_0(lambda: not self.records.has_sample(self.progress.step))
+        if missing:
+            self.show_sample()
+            self.forget()
+
     def draw_attention(self) -> None:
         model = self.model()
         if model is not None and self.draw_lens is not None and self.lens_prompt:

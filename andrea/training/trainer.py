@@ -61,6 +61,8 @@ class Trainer:
 
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
+        if progress.step and due_after(progress.step, config).sample:
+            self.evaluator.make_up_sample()
         while progress.step < config.steps and not self.stopping.agreed:
             clock = time.perf_counter()
             self.records.watchdog.at(progress.step + 1, "training step")

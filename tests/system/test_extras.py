@@ -84,3 +84,25 @@ def test_the_checkpoint_is_written_before_the_extras(
         tiny_run("name=a", *limit)
     run = tmp_path / "runs" / "a"
     assert newest_whole(run).step == [r["step"] for r in read_lines(run / "metrics.jsonl") if "val/bpb" in r][-1]
+
+
+def test_a_sample_that_a_kill_after_the_save_cost_is_made_up_for_on_resume(
+    tmp_path: Path, notes: Path, script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["health.samples=3", "train.sample_tokens=7", "train.sample_every=4", "parallel.async_save=false"]
+    assert script("train")(tiny_words(tmp_path, notes, "name=whole", *words)) == 0
+
+    def killed(evaluator: Evaluator) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Evaluator, "show_sample", killed)
+        script("train")(tiny_words(tmp_path, notes, "name=killed", *words))
+    killed_run = tmp_path / "runs" / "killed"
+    assert saved_steps(killed_run) == [4] and not read_lines(killed_run / "samples.jsonl")
+    assert script("train")(tiny_words(tmp_path, notes, "name=killed", "resume=auto", *words)) == 0
+    texts = [
+        [(sample["step"], sample["text"]) for sample in read_lines(run / "samples.jsonl")]
+        for run in (tmp_path / "runs" / "whole", killed_run)
+    ]
+    assert texts[0] == texts[1] and [step for step, _ in texts[0]] == STEPS

@@ -59,6 +59,10 @@ class Records:
     def sample(self, sample: dict[str, str]) -> None:
         self.send(lambda logger, axes: logger.sample(axes | sample))
 
+    def has_sample(self, step: int) -> bool:
+        """Whether the run folder has a sample of this step."""
+        return any(logger.has_sample(step) for logger in self.loggers if isinstance(logger, RunFolder))
+
     def page(self, name: str, html: str) -> None:
         self.send(lambda logger, axes: logger.page(axes | {"name": name, "html": html}))
 

@@ -47,6 +47,9 @@ class RunFolder(Logger):
     def sample(self, sample: dict[str, Any]) -> None:
         append_line(self.samples, sample)
 
+    def has_sample(self, step: int) -> bool:
+        return any(sample["step"] == step for sample in read_lines(self.samples))
+
     def page(self, page: dict[str, Any]) -> None:
         """Raises OSError if writing fails: unlike a record, a page is something that the run can do without."""
         path = self.folder / page["name"] / f"step-{page['step']:08d}.html"
