@@ -54,7 +54,10 @@ def newest_run(runs_dir: Path) -> Path | None:
 
 
 def folder_named_by(path: Path) -> Path | None:
-    """`path`, if it is a folder; the run of a folder `checkpoints`; the checkpoint that a file `best` names; or None."""
+    """The folder that `path` stands for; None if there is none.
+
+    A folder stands for itself, `…/checkpoints` for the run folder, a file `best` for the checkpoint that it names.
+    """
     if os.path.isdir(path):
         return path.parent if path.name == "checkpoints" and checkpoints_of(path.parent) else path
     best = named_in(path) if path.name == "best" and os.path.isfile(path) else None

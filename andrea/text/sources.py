@@ -119,7 +119,7 @@ class Source:
         lines = findings.lines(self.group)
         if not usable:
             raise UserError(
-                f"{self.key}={self.root} holds no usable text: {'; '.join(lines)}; name text files in UTF-8"
+                f"{self.key}={self.root} holds no usable text: {'; '.join(lines)}; set it to a file or folder with text in UTF-8"
             )
         for line in lines:
             report(f"{self.name}: {line}")

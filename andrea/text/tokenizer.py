@@ -244,10 +244,13 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         raise UserError(f"{path} is not a rank file (lines of base64 and a number); check tokenizer.path") from error
     n_single = sum(len(token) == 1 for token in ranks)
     if n_single != 256 or sorted(ranks.values()) != list(range(len(fields))):
-        raise UserError(f"{path} is damaged: it must number all 256 single bytes and each token once; copy it again")
+        raise UserError(
+            f"{path} is damaged: it must contain all 256 single bytes, and each rank exactly once; copy it again"
+        )
     if len(ranks) >= 1 << 16:
         raise UserError(
-            f"{path} holds {len(ranks)} tokens; the two bytes of a stored token can number at most 65535 of them and end-of-text"
+            f"{path} holds {len(ranks)} tokens, but at most 65535 are possible: token shards store a token in two bytes, and one "
+            f"number is kept for end-of-text"
         )
     return ranks
 

@@ -144,7 +144,7 @@ def show_resume(checkpoint: Checkpoint, changes: list[str], saved: RunConfig, co
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
     if intervals := settled_intervals(config):
-        print(f"  settled again for {config.steps} steps: {intervals}")
+        print(f"  chosen anew for {config.steps} steps, because left auto: {intervals}")
     if line := describe_rate(progress_of(checkpoint), saved, config):
         print(f"  {line}")
 

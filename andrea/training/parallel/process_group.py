@@ -114,7 +114,7 @@ def own_address(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def raising_rank_lost() -> Iterator[None]:
-    """Turns the errors that torch raises when another rank is gone into RankLost."""
+    """Raises RankLost in place of the errors that torch raises when another rank is gone."""
     try:
         yield
     except RuntimeError as error:

@@ -60,7 +60,10 @@ def test_what_was_auto_is_settled_again_for_another_length(old: bool, train, tmp
         assert (config["train"]["eval_every"], config["train"]["save_every"]) == (quarter, quarter)
         out = capsys.readouterr().out
         assert "changed train.eval_every: " in out and "compile: off → auto" in out
-        assert f"settled again for {steps} steps: train.eval_every={quarter}, train.save_every={quarter}" in out
+        assert (
+            f"chosen anew for {steps} steps, because left auto: train.eval_every={quarter}, train.save_every={quarter}"
+            in out
+        )
 
 
 def test_what_was_typed_stays(train, capsys) -> None:
@@ -76,7 +79,7 @@ def test_without_a_change_nothing_is_settled_again(train, capsys) -> None:
     config = train(*AUTO, "train.max_minutes=0.0001")
     capsys.readouterr()
     assert train("train.max_minutes=null", resumed=True)["train"]["eval_every"] == config["train"]["eval_every"]
-    assert "settled again" not in capsys.readouterr().out
+    assert "chosen anew" not in capsys.readouterr().out
 
 
 def test_one_length_replaces_another() -> None:
