@@ -360,6 +360,7 @@ def with_little_memory(megabytes: int, place: Path, notes: Path, *words: str) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process and tells its size")
+@pytest.mark.slow
 def test_a_limit_of_memory_halves_the_micro_batch(tmp_path: Path, notes: Path) -> None:
     ended = with_little_memory(700, tmp_path, notes, "name=a")
     assert ended.code == 0 and not ended.err, ended.err
@@ -378,6 +379,7 @@ def test_too_little_memory_for_one_sequence_is_one_line(tmp_path: Path, notes: P
 # --------------------------------------------------------------------------------------------------------------- data
 
 
+@pytest.mark.slow
 def test_data_that_are_cut_short_during_a_run_are_one_line_and_the_run_is_saved(tmp_path: Path, notes: Path) -> None:
     words = ["name=a", "train.steps=100000", "train.log_every=1", "train.save_every=100000", *QUIET]
     process = subprocess.Popen(

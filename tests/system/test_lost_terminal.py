@@ -83,6 +83,7 @@ def test_a_hang_up_saves_and_exits_129(tmp_path: Path, notes: Path) -> None:
     assert newest_whole(run).step == read_lines(run / "metrics.jsonl")[-1]["step"] > 0
 
 
+@pytest.mark.slow
 def test_a_hang_up_is_ignored_under_nohup(tmp_path: Path, notes: Path) -> None:
     command = ["nohup", *tiny_command(tmp_path, notes, "name=a", *ENDLESS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
