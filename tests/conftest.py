@@ -19,6 +19,16 @@ import pytest
 import torch
 from hypothesis import settings
 
+from andrea.config import (
+    CompareConfig,
+    ConsolidateConfig,
+    DashboardConfig,
+    LensConfig,
+    RunConfig,
+    RunsConfig,
+    SampleConfig,
+)
+
 try:
     from triton.runtime import interpreter
 except ImportError:  # no Triton for this system
@@ -29,6 +39,16 @@ settings.register_profile("andrea", deadline=None)
 settings.load_profile("andrea")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it is parsed into
+    "train": RunConfig,
+    "sample": SampleConfig,
+    "lens": LensConfig,
+    "runs": RunsConfig,
+    "compare": CompareConfig,
+    "consolidate": ConsolidateConfig,
+    "dashboard": DashboardConfig,
+}
 
 # A model of this size learns something within twenty steps and a second or two.
 TINY = [

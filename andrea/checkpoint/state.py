@@ -102,7 +102,10 @@ class HealthState:
 
 @dataclass(frozen=True)
 class State:
-    """The fields of state.json that are read. A field without a default is needed to resume; a file may hold others."""
+    """The fields of state.json that are read. A field without a default is needed to resume; a file may hold others.
+
+    The class is only the schema of a file format, as those in config/ are: no object of it is made.
+    """
 
     step: Step
     tokens: Count

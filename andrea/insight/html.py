@@ -10,7 +10,10 @@ from typing import Any
 
 
 def fill_template(template: Path, values: Mapping[str, str]) -> str:
-    """The template with {{NAME}} replaced by values[NAME], {{file.ext}} by the content of file.ext in its folder."""
+    """The template with {{NAME}} replaced by values[NAME], {{path.ext}} by the content of that file.
+
+    The path is relative to the folder of the template.
+    """
 
     def replacement(place: re.Match[str]) -> str:
         name = place[1]

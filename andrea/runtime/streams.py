@@ -75,8 +75,9 @@ def unfailing(stream: TextIO | None) -> TextIO:
         stream.flush()
     file = UnfailingFile(old.fileno(), "w", closefd=False)
     is_unbuffered = stream.buffer is old  # python -u
+    buffer: Any = file if is_unbuffered else io.BufferedWriter(file)  # a raw file serves too; the stub lacks this case
     return io.TextIOWrapper(
-        file if is_unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
+        buffer,
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

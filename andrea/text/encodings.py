@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 PIECE_BYTES = 1 << 20
 SPOOLED_BYTES = 1 << 24  # a converted file that is larger is held in the system's temporary folder
@@ -177,10 +177,10 @@ def converted_blocks(open_file: OpenFile, encoding: str) -> Iterator[bytes]:
     yield decoder.decode(b"", final=True).encode()
 
 
-def open_converted(open_file: OpenFile, encoding: str) -> BinaryIO:
+def open_converted(open_file: OpenFile, encoding: str) -> IO[bytes]:
     """The file's text in UTF-8, as a temporary file at its beginning."""
     spooled = tempfile.SpooledTemporaryFile(SPOOLED_BYTES)  # noqa: SIM115 (the caller closes it)
     for block in converted_blocks(open_file, encoding):
         spooled.write(block)
     spooled.seek(0)
-    return spooled  # type: ignore[return-value]
+    return spooled

@@ -22,7 +22,7 @@ def test_these_are_the_public_names() -> None:
 
 def test_another_name_is_an_attribute_error_that_lists_them() -> None:
     with pytest.raises(AttributeError, match="no attribute 'laod'; public names: .*load"):
-        andrea.laod  # noqa: B018
+        andrea.laod  # noqa: B018 (the access itself raises)
 
 
 def test_importing_the_package_loads_nothing_else() -> None:

@@ -7,18 +7,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from conftest import CONFIGS_OF_COMMANDS
 
 from andrea.cli.command_line import configure
 from andrea.cli.key_value import to_key_value
 from andrea.cli.sweep import split
 from andrea.config import (
-    CompareConfig,
-    ConsolidateConfig,
-    DashboardConfig,
-    LensConfig,
     RunConfig,
-    RunsConfig,
-    SampleConfig,
     group_config,
 )
 from andrea.insight.lens.lens import choose_heads
@@ -29,16 +24,7 @@ COMMAND = re.compile(
     r"(?:^    |`)(?:(?:torchrun|sbatch) .*?)?(?:python )?(?:(train|sample)\.py|-m andrea (\w+))\b(?!  )([^`\n]*)",
     re.MULTILINE,
 )
-KINDS = {
-    "train": RunConfig,
-    "prepare": RunConfig,
-    "sample": SampleConfig,
-    "lens": LensConfig,
-    "runs": RunsConfig,
-    "compare": CompareConfig,
-    "consolidate": ConsolidateConfig,
-    "dashboard": DashboardConfig,
-}
+KINDS = CONFIGS_OF_COMMANDS | {"prepare": RunConfig}
 
 POSITIONAL = {"compare": "runs", "runs": "runs_dir", "dashboard": None}
 

@@ -8,19 +8,14 @@ import typing
 
 import pytest
 import yaml
+from conftest import CONFIGS_OF_COMMANDS
 
 from andrea.cli.command_line import CommandLine, compose, configure
 from andrea.cli.help import help_text, read_commented
 from andrea.config import (
     CONFIGS,
-    CompareConfig,
-    ConsolidateConfig,
-    DashboardConfig,
     HealthConfig,
-    LensConfig,
     RunConfig,
-    RunsConfig,
-    SampleConfig,
     UserError,
     group_config,
     group_values,
@@ -30,15 +25,6 @@ from andrea.config.group_files import choices
 
 pytestmark = pytest.mark.untraced
 
-TOP = {
-    "train": RunConfig,
-    "sample": SampleConfig,
-    "lens": LensConfig,
-    "runs": RunsConfig,
-    "compare": CompareConfig,
-    "consolidate": ConsolidateConfig,
-    "dashboard": DashboardConfig,
-}
 GROUPS = {group.name: group.value for group in read_commented("train").groups}
 CHOICES = [(group, choice) for group in GROUPS for choice in choices(group)]
 # What a choice needs besides its name.
@@ -91,16 +77,16 @@ def test_every_choice_makes_a_valid_run(group: str, choice: str) -> None:
         assert getattr(config, group) == group_config(group, choice)
 
 
-@pytest.mark.parametrize("name", TOP)
+@pytest.mark.parametrize("name", CONFIGS_OF_COMMANDS)
 def test_a_command_s_file_holds_every_key_with_a_comment(name: str) -> None:
     file = read_commented(name)
     expected = set()
-    for key, hint in typing.get_type_hints(TOP[name]).items():
+    for key, hint in typing.get_type_hints(CONFIGS_OF_COMMANDS[name]).items():
         if key not in GROUPS:
             expected |= {f"{key}.{inner}" for inner in fields_of(hint)} if dataclasses.is_dataclass(hint) else {key}
     assert {key.name for key in file.keys} == expected
     assert file.description and all(key.comment for key in [*file.keys, *file.groups])
-    parse(TOP[name], compose(name, CommandLine({}, {"runs": ["x"]} if name == "compare" else {})))
+    parse(CONFIGS_OF_COMMANDS[name], compose(name, CommandLine({}, {"runs": ["x"]} if name == "compare" else {})))
 
 
 @pytest.mark.parametrize(("group", "default"), GROUPS.items())

@@ -61,11 +61,17 @@ def block_mask_of_batch(
     if interval is None:  # the mask may leave gaps, so FlexAttention reads the full mask (B, H, T, S)
         table = as_batch_of_heads(visible_keys(mask, n_query, n_key, start, device).expand(*lead, n_query, n_key))
         n_batch, n_head = table.shape[:2]
-        sees = lambda b, h, i, j: table[b, h, i, j]  # noqa: E731
+
+        def sees(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return table[b, h, i, j]
+
     else:
         first, stop = (as_batch_of_heads(end.expand(*lead, n_query)[..., None])[..., 0] for end in interval)
         n_batch, n_head = first.shape[:2]
-        sees = lambda b, h, i, j: (first[b, h, i] <= j) & (j < stop[b, h, i])  # noqa: E731
+
+        def sees(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return (first[b, h, i] <= j) & (j < stop[b, h, i])
+
     return create_block_mask(sees, n_batch, n_head, n_query, n_key, device=str(device))
 
 

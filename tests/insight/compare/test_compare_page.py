@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,27 @@ from andrea.insight.compare.page.page import render_page
 from andrea.insight.compare.runs import find_run_folders, read_run, read_runs
 
 CHROMIUM = Path("/usr/bin/chromium")
+SWITCHES = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened(out: Path) -> Iterator:
+    """The page in a browser. At the end, none of its scripts may have raised an error."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is not installed")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=SWITCHES)
+        page = browser.new_page(viewport={"width": 1000, "height": 900})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(out.as_uri())
+        yield page
+        assert errors == []
+        browser.close()
 
 
 def write_page(folder: Path, out: Path) -> None:
@@ -29,21 +52,11 @@ def test_no_name_of_a_run_can_end_the_script_element(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_figures_by_pointer_and_by_keyboard(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM.exists():
-        pytest.skip(f"{CHROMIUM} is not installed")
     out = tmp_path / "page.html"
     runs = make_eight_runs(tmp_path / "runs")
     write_page(runs, out)
     largest = read_run(runs / "n64000-r100", "n64000-r100")
-    flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync"
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=flags.split())
-        page = browser.new_page(viewport={"width": 1000, "height": 900})
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(out.as_uri())
+    with opened(out) as page:
         title = page.locator("#chart text.title").first
         assert title.text_content() == "tokens"
         page.check("input[value=flops]")
@@ -77,14 +90,9 @@ def test_the_page_shows_figures_by_pointer_and_by_keyboard(tmp_path: Path) -> No
         assert "a<b>&" in page.locator("#figures").text_content()
         page.set_viewport_size({"width": 360, "height": 740})
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert errors == []
-        browser.close()
 
 
 def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM.exists():
-        pytest.skip(f"{CHROMIUM} is not installed")
     folder, out = make_run(tmp_path / "runs" / "a<b>", 5000, 50_000), tmp_path / "page.html"
     with open(folder / "metrics.jsonl", "a") as stream:
         for step in (20, 60, 100):
@@ -94,13 +102,7 @@ def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -
     samples = [{"step": step, "prompt": "<b>def ", "text": f"</pre>text {step}"} for step in range(20)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     write_page(folder, out)
-    flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=flags.split())
-        page = browser.new_page(viewport={"width": 1000, "height": 900})
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(out.as_uri())
+    with opened(out) as page:
         assert page.locator("h1").text_content() == "Run a<b>" and page.title() == "ANDREA: Run a<b>"
         assert "5.00k parameters" in page.locator("#summary").text_content()
         assert page.locator("#scaling").is_hidden() and page.locator("#differences").is_hidden()
@@ -120,5 +122,3 @@ def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -
         assert inside
         page.set_viewport_size({"width": 360, "height": 740})
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert errors == []
-        browser.close()

@@ -27,7 +27,10 @@ class RecordingWatchdog(StoreWatchdog):
 def three():
     """The watchdogs of three ranks with a limit of 0.6 s."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = lambda: dist.TCPStore("127.0.0.1", server.port, timeout=datetime.timedelta(seconds=10))  # noqa: E731
+
+    def client() -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", server.port, timeout=datetime.timedelta(seconds=10))
+
     dogs = [RecordingWatchdog(rank, 3, dist.PrefixStore("status", client()), 0.01) for rank in range(3)]
     yield dogs
     for dog in dogs:
