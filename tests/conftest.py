@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -82,6 +83,17 @@ def interpreted_products_are_rounded_once():
     interpreter.InterpreterBuilder.create_dot = create_dot
     yield
     interpreter.InterpreterBuilder.create_dot = by_numpy
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_reach_processes():
+    """A suite that a shell starts with & or nohup ignores Ctrl-C or a hang-up, and the processes it starts would too.
+
+    A handler is not inherited by other programs, so they heed the signal again; the suite still ignores it.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
 
 
 @pytest.fixture(autouse=True)

@@ -201,12 +201,7 @@ def started(runs: Path, *words: str) -> subprocess.Popen:
     words = (f"runs_dir={runs}", "prompt=def ", "max_new_tokens=1000000", "device=cpu", "threads=1", *words)
     command = [sys.executable, "-m", "andrea", "sample", *words]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, **pipes, cwd=ROOT, preexec_fn=heed_ctrl_c)
-
-
-def heed_ctrl_c() -> None:
-    """A job that a shell starts with & ignores SIGINT, and so do the processes that it starts."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(command, **pipes, cwd=ROOT)
 
 
 @pytest.mark.parametrize("others", [0, 2])
