@@ -58,7 +58,7 @@ def load(
     """Load a trained model.
 
     checkpoint: a checkpoint folder, a run folder, or a run's name under `runs_dir`; None stands for the newest run. A
-    run stands for its newest complete checkpoint, as for sample.py.
+    run stands for its best evaluated checkpoint, as for sample.py.
     device, precision: like the keys in configs/sample.yaml. precision applies to `generate` and `stream`; all other
     methods compute in fp32.
     trust: import the modules that the checkpoint names for its MLP or compatibility function, which runs their code.

@@ -1,7 +1,16 @@
 """Checkpoints: written completely or not at all, verified before use, and found by name."""
 
 from andrea.checkpoint.errors import Damaged
-from andrea.checkpoint.find import best_of, checkpoints_of, locate, newest_run, newest_whole
+from andrea.checkpoint.find import (
+    best_of,
+    checkpoints_of,
+    is_best_so_far,
+    locate,
+    newest_run,
+    newest_whole,
+    result_of,
+    step_of,
+)
 from andrea.checkpoint.folder import Checkpoint, read_checkpoint, step_name, write_checkpoint
 from andrea.checkpoint.shards import consolidate
 
@@ -11,10 +20,13 @@ __all__ = [
     "best_of",
     "checkpoints_of",
     "consolidate",
+    "is_best_so_far",
     "locate",
     "newest_run",
     "newest_whole",
     "read_checkpoint",
+    "result_of",
     "step_name",
+    "step_of",
     "write_checkpoint",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.folder import Checkpoint, read_checkpoint
@@ -32,9 +33,41 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
     return None
 
 
+def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
+    """The checkpoint that stands for a run: the best evaluated one, or the newest while validation still improves.
+
+    The newest one counts if the last evaluation before it was the best so far. `report` gets a line if it does not count,
+    and for each damaged checkpoint.
+    """
+    newest, best = newest_whole(run, report), best_of(run)
+    if newest is None or best in (None, newest.path.name) or is_best_so_far(newest.state):
+        return newest
+    try:
+        found = read_checkpoint(run / "checkpoints" / best)
+    except Damaged as fault:
+        report(f"skipped: {fault}")
+        return newest
+    report(
+        f"{run}: step {found.step} had the best evaluation, so it is used instead of the newest step, {newest.step}; "
+        f"name {newest.path} to use that one"
+    )
+    return found
+
+
+def is_best_so_far(state: dict[str, Any]) -> bool:
+    """Whether no evaluation of a saved step was better than the last evaluation. state: of state.json."""
+    last, best = state.get("compared_bpb", state.get("val_bpb")), state.get("best_bpb")  # old versions: no compared_bpb
+    return last is None or best is None or last <= best
+
+
 def best_of(run: Path) -> str | None:
     """The name of the checkpoint with the lowest validation bits per byte, from the file `best`; None without it."""
     return named_in(run / "checkpoints" / "best")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def named_in(path: Path) -> str | None:
@@ -65,11 +98,16 @@ def folder_named_by(path: Path) -> Path | None:
 
 
 def locate(
-    requested: str | None, runs_dir: Path, key: str = "checkpoint", report: Callable[[str], None] = print
+    requested: str | None,
+    runs_dir: Path,
+    key: str = "checkpoint",
+    report: Callable[[str], None] = print,
+    newest: bool = False,
 ) -> Checkpoint:
     """The checkpoint that a user requests by a checkpoint folder, a run folder, a run's name, or `…/checkpoints/best`.
 
-    A run stands for its newest complete checkpoint. If `requested` is None, the newest run under `runs_dir` is used.
+    A run stands for its result (see `result_of`), or with `newest` for its newest complete checkpoint, from which it goes
+    on. If `requested` is None, the newest run under `runs_dir` is used.
     Raises UserError or Damaged. The message of a UserError names `key`, the configuration key to change.
     """
     if not requested:
@@ -87,7 +125,7 @@ def locate(
             )
         if not checkpoints_of(run) and not os.path.isdir(run / "checkpoints"):
             return read_checkpoint(run)
-    found = newest_whole(run, report)
+    found = newest_whole(run, report) if newest else result_of(run, report)
     if found is None:
         raise UserError(f"{run} has no complete checkpoint; name another run or checkpoint with {key}=…")
     return found

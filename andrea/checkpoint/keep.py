@@ -10,7 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
-from andrea.checkpoint.find import best_of, checkpoints_of
+from andrea.checkpoint.find import best_of, checkpoints_of, step_of
 from andrea.runtime.files import replace_text, staging_path, storing
 
 
@@ -39,7 +39,7 @@ def set_aside_after(run: Path, step: int) -> list[Path]:
     """
     aside, best = [], best_of(run)
     for path in checkpoints_of(run):
-        if int(path.name.removeprefix("step-")) > step:
+        if step_of(path) > step:
             aside.append(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
             with storing(path):
                 os.rename(path, aside[-1])

@@ -121,6 +121,7 @@ class State:
     tokenizer: str
     health: Annotated[HealthState, one_length] | None = None
     compared_bpb: Measured | None = None
+    evaluated_step: Step | None = None
     ranks: Annotated[int, Between(1, 2**20)] = 1
     wandb_id: str | None = None
     own_parts: dict[str, str | None] = dataclasses.field(default_factory=dict)

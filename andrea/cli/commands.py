@@ -29,7 +29,7 @@ def consolidate(argv: list[str]) -> int:
 
     from andrea.checkpoint import consolidate, locate
 
-    checkpoint = locate(config.checkpoint, Path(config.runs_dir))
+    checkpoint = locate(config.checkpoint, Path(config.runs_dir), newest=True)
     consolidate(checkpoint.path)
     print(
         f"{checkpoint.path} {'now has' if checkpoint.is_sharded else 'already had'} one file of weights and one of optimizer state"
@@ -50,7 +50,7 @@ def lens(argv: list[str]) -> int:
 
 
 def runs(argv: list[str]) -> int:
-    """List the runs of a folder: name, size, step, last evaluation, state, time."""
+    """List the runs of a folder: name, size, step, best evaluation, state, time."""
     config = configure(RunsConfig, "runs", to_key_value(argv, positional="runs_dir"))
 
     from andrea.insight.runs import show_runs

@@ -11,7 +11,7 @@ from typing import Any
 
 from andrea.checkpoint import checkpoints_of
 from andrea.config import RunsConfig, UserError
-from andrea.insight.compare.runs import is_number, stored_numbers
+from andrea.insight.compare.runs import is_number, result_of, stored_numbers
 from andrea.insight.compare.table import NO_FIGURE, terminal_table
 from andrea.runtime.files import is_locked
 from andrea.runtime.program import typed_command
@@ -26,7 +26,10 @@ LEAST_WIDTH = 80  # characters of the terminal's lines
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run of the table. step: of the last record. changed: time of the last record, in seconds since 1970."""
+    """One run of the table. step: of the last record. bits_per_byte: of the run's result.
+
+    changed: time of the last record, in seconds since 1970.
+    """
 
     name: str
     model: str
@@ -72,14 +75,14 @@ def read_row(folder: Path) -> RunRow:
     config, metrics = config_of(folder), folder / "metrics.jsonl"
     records = [record for record in read_lines(metrics) if isinstance(record, dict)]
     model, steps = (inner(config, *keys) for keys in (("model", "name"), ("train", "steps")))
-    measured = [record["val/bpb"] for record in records if is_number(record.get("val/bpb"))]
+    measured = [record for record in records if all(is_number(record.get(key)) for key in ("step", "val/bpb"))]
     return RunRow(
         folder.name,
         model if isinstance(model, str) else NO_FIGURE,
         parameters_of(folder),
         max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0),
         steps if isinstance(steps, int) else None,
-        measured[-1] if measured else None,
+        result_of(measured, config)["val/bpb"] if measured else None,
         state_of(folder, records),
         (metrics if metrics.exists() else folder).stat().st_mtime,
     )

@@ -64,7 +64,7 @@ class RunCheckpoints:
         progress = self.progress
         self.records.working("saving")
         self.records.flush()
-        figure = progress.compared_bpb
+        figure = progress.compared_bpb if progress.evaluated_step == progress.step else None
         best = figure is not None and (progress.best_bpb is None or figure < progress.best_bpb)
         if best:
             progress.best_bpb = figure

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from andrea.checkpoint import checkpoints_of
+from andrea.checkpoint import best_of, checkpoints_of, is_best_so_far, step_of
 from andrea.config import RunConfig
 from andrea.runtime.device import peak_memory_bytes
 from andrea.runtime.program import typed_command
@@ -51,12 +52,24 @@ class Endings:
         self.records.log({"event": why, **figures, "checkpoint": str(checkpoints.path)})
         console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
+        result = self.result()
         console.say(f"{why} at step {progress.step} of {config.steps}{bits} · {checkpoints.path}")
+        if result != checkpoints.path:
+            console.say(
+                f"result: step {step_of(result)}, which had the best evaluation, {progress.best_bpb:.4f} bits/byte · {result}"
+            )
         train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
         resume = f"{train} name={checkpoints.folder.name} resume=auto"
-        sample = f"{typed_command('sample')} checkpoint={checkpoints.path}"
+        sample = f"{typed_command('sample')} checkpoint={result}"
         console.say(f"next: {sample}" if done else f"continue with: {resume}")
         return 0 if done else self.stopping.exit_code
+
+    def result(self) -> Path:
+        """The folder of the checkpoint that stands for the run."""
+        progress, best = self.progress, best_of(self.checkpoints.folder)
+        if best is None or is_best_so_far(vars(progress)):
+            return self.checkpoints.path
+        return self.checkpoints.path.with_name(best)
 
     def stop_not_finite(self, figures: dict[str, float]) -> int:
         """End a run whose loss, gradient or weights are not finite, without saving them. Returns exit code 3.

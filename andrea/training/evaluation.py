@@ -70,6 +70,7 @@ class Evaluator:
         by_source = self.validate(None if whole else train.eval_tokens)
         total = total_of(by_source)
         self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
+        self.progress.evaluated_step = self.progress.step
         read_more = (
             whole and train.eval_tokens is not None
         )  # than earlier evaluations, whose figures it is compared with

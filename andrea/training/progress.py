@@ -24,6 +24,7 @@ class Progress:
     seconds: float = 0.0  # of training steps; compiling, evaluating and saving are not counted
     val_loss: float | None = None  # nats per token, of the last evaluation
     val_bpb: float | None = None  # bits per byte, of the last evaluation
+    evaluated_step: int | None = None  # step of the last evaluation
     compared_bpb: float | None = None  # the same on the held-out tokens that every evaluation of the run reads
     best_bpb: float | None = None  # the lowest compared_bpb of a saved step
     rewarm_step: int | None = None  # at which the run was extended with optimizer.rewarm_steps

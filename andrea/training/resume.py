@@ -58,7 +58,7 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
     if not config.resume:
         return None
     if config.resume != "auto":
-        found = locate(config.resume, Path(config.runs_dir), key="resume")
+        found = locate(config.resume, Path(config.runs_dir), key="resume", newest=True)
         return newest_since_restart(found, config) if torchrun.is_restart() else found
     folder = Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
     if folder is None or not folder.is_dir():

@@ -121,3 +121,26 @@ def test_checkpoints_after_the_step_gone_back_to_are_set_aside(tmp_path: Path) -
     assert [path.name for path in checkpoints_of(run)] == ["step-00000001"] and best_of(run) is None
     assert len(aside) == 2 and all(read_checkpoint(path).step > 1 for path in aside)  # whole, under another name
     assert newest_whole(run).step == 1
+
+
+def test_a_run_stands_for_its_best_checkpoint_once_validation_has_become_worse(tmp_path: Path) -> None:
+    run, reported = tmp_path / "runs" / "a", []
+    write(run, 5, compared_bpb=2.0, best_bpb=2.0)
+    write(run, 9, compared_bpb=2.0, best_bpb=2.0)  # interrupted: not evaluated, and the last evaluation was the best
+    mark_best(run, "step-00000005")
+    assert locate("a", tmp_path / "runs", report=reported.append).step == 9 and not reported
+    write(run, 10, compared_bpb=2.5, best_bpb=2.0)
+    assert locate("a", tmp_path / "runs", report=reported.append).step == 5
+    assert "step 5 had the best evaluation" in reported[0] and "step-00000010" in reported[0]
+    assert locate("a", tmp_path / "runs", newest=True).step == 10
+    (run / "checkpoints" / "step-00000005" / "state.json").unlink()
+    assert locate("a", tmp_path / "runs", report=reported.append).step == 10 and "step-00000005" in reported[-1]
+
+
+def test_checkpoints_of_older_versions_are_compared_by_their_only_figure(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    write(run, 5)
+    write(run, 9, val_bpb=2.5, best_bpb=2.0)
+    assert locate("a", tmp_path).step == 9  # no file `best`
+    mark_best(run, "step-00000005")
+    assert locate("a", tmp_path).step == 5

@@ -47,7 +47,7 @@ def terminal_lines(comparison: Comparison) -> list[str]:
     """The comparison as lines of text for a terminal."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size((USUAL_WIDTH, 24)).columns)
     heads = ["run", *(column.title for column in comparison.columns)]
-    lines = [terminal_table(heads, comparison.rows, width), *comparison.unfinished]
+    lines = [terminal_table(heads, comparison.rows, width), *comparison.notes]
     lines += [f"warning: {warning}" for warning in comparison.warnings]
     lines += comparison.scaling
     if comparison.differing:

@@ -41,9 +41,14 @@ class Comparison:
         return f"{count(len(self.runs), 'run')}, {sizes} parameters"
 
     @property
-    def unfinished(self) -> list[str]:
-        """One line for each unfinished run, which the table marks with '*'."""
-        return [f"* {run.name}: {run.progress}" for run in self.runs if not run.finished]
+    def notes(self) -> list[str]:
+        """Lines on the unfinished runs, which the table marks with '*', and on results of an earlier step than the last."""
+        return [f"* {run.name}: {run.progress}" for run in self.runs if not run.finished] + [
+            f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last one, at step "
+            f"{run.validation[-1]['step']:,}, has {run.validation[-1]['val/bpb']:.4f} bits per byte"
+            for run in self.runs
+            if run.result["step"] != run.validation[-1]["step"]
+        ]
 
     @property
     def difference_rows(self) -> list[list[str]]:

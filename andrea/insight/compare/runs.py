@@ -86,14 +86,19 @@ class Run:
         return self.last["seconds"]
 
     @property
+    def result(self) -> dict[str, float]:
+        """The record of the evaluation that counts as the run's result."""
+        return result_of(self.validation, self.config)
+
+    @property
     def loss(self) -> float:
-        """The last validation loss, in nats per token."""
-        return self.validation[-1]["val/loss"]
+        """The validation loss of the run's result, in nats per token."""
+        return self.result["val/loss"]
 
     @property
     def bpb(self) -> float:
-        """The last validation result, in bits per byte."""
-        return self.validation[-1]["val/bpb"]
+        """The validation figure of the run's result, in bits per byte."""
+        return self.result["val/bpb"]
 
     @property
     def finished(self) -> bool:
@@ -254,6 +259,21 @@ def is_sample(sample: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
+    """The evaluation that counts as the result of a run: the best of those after which a checkpoint was written.
+
+    It is the last one while validation improves, as for `checkpoint.result_of`. Evaluations of train.eval_tokens tokens
+    cannot be compared with the whole one at the end, which then counts. validation: at least one evaluation.
+    """
+    settings = config.get("train")
+    settings = settings if isinstance(settings, dict) else {}
+    save_every, last = settings.get("save_every"), validation[-1]
+    if settings.get("eval_tokens") is not None or not (isinstance(save_every, int) and save_every > 0):
+        return last
+    saved = [point for point in validation[:-1] if point["step"] % save_every == 0]
+    return min([last, *reversed(saved)], key=lambda point: point["val/bpb"])
 
 
 def values_of(records: list[dict[str, Any]], key: str) -> list[float]:

@@ -30,7 +30,7 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
         "summary": comparison.summary,
         **(one_run_data(comparison.runs[0]) if len(comparison.runs) == 1 else {"samples": [], "measured_heads": []}),
         "warnings": comparison.warnings,
-        "notes": [*comparison.unfinished, *comparison.left_out],
+        "notes": [*comparison.notes, *comparison.left_out],
         "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
         "rows": comparison.rows,
         "scaling": comparison.scaling,
