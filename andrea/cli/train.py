@@ -61,10 +61,11 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
             )
             left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged))
-            if resume.is_done(checkpoint, config.steps):
-                ranks.from_rank_0(lambda: resume.show_done(checkpoint, config.steps))
+            progress = ranks.from_rank_0(lambda: resume.resumed_progress(checkpoint, saved, config, left_auto))
+            if resume.is_done(checkpoint, progress.planned_steps):
+                ranks.from_rank_0(lambda: resume.show_done(checkpoint, progress.planned_steps))
                 return FinishedRun(0, resume.run_folder_of(checkpoint) or checkpoint.path)
-            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, config))
+            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
         return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto)

@@ -31,8 +31,8 @@ class Endings:
 
     def conclude(self) -> int:
         """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal if interrupted."""
-        config, progress, checkpoints, console = self.config, self.progress, self.checkpoints, self.records.console
-        step, done = self.evaluator.step, progress.step == config.steps
+        progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
+        step, done = self.evaluator.step, progress.step == progress.planned_steps
         if not done and self.stopping.agreed == "stopped":
             self.records.log(self.evaluator.evaluate(size_ratios=None, whole=True))
         checkpoints.save_if_new()
@@ -53,7 +53,7 @@ class Endings:
         console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         result = self.result()
-        console.say(f"{why} at step {progress.step} of {config.steps}{bits} · {checkpoints.path}")
+        console.say(f"{why} at step {progress.step} of {progress.planned_steps}{bits} · {checkpoints.path}")
         if result != checkpoints.path:
             console.say(
                 f"result: step {step_of(result)}, which had the best evaluation, {progress.best_bpb:.4f} bits/byte · {result}"
@@ -96,7 +96,7 @@ class Endings:
         names, path = ", ".join(findings), str(checkpoints.path)
         self.records.log({"event": "failed", "health/failed": names, "val/bpb": progress.val_bpb, "checkpoint": path})
         console.stop()
-        console.say(f"error: stopped at step {progress.step} of {self.config.steps}: {names} · {path}")
+        console.say(f"error: stopped at step {progress.step} of {progress.planned_steps}: {names} · {path}")
         name = checkpoints.folder.name
         console.say(f"continue anyway: {typed_command('train')} name={name} resume=auto health.on_failure=warn")
         return 4

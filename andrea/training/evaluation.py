@@ -65,7 +65,7 @@ class Evaluator:
         size_ratios: `Update.size_ratios` of the last step. whole: evaluate the whole held-out split instead of
         train.eval_tokens tokens. The last evaluation of a run always does so.
         """
-        train, last = self.config.train, self.progress.step == self.config.steps
+        train, last = self.config.train, self.progress.step == self.progress.planned_steps
         whole = whole or last
         by_source = self.validate(None if whole else train.eval_tokens)
         total = total_of(by_source)

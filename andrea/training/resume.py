@@ -40,7 +40,13 @@ from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import saved_shapes
 from andrea.training.parallel.saver import Saver
-from andrea.training.planning.settle import describe_rate, settle_again, settled_intervals, with_rewarming
+from andrea.training.planning.settle import (
+    describe_rate,
+    remembered_auto,
+    settle_again,
+    settled_intervals,
+    with_length,
+)
 from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
 
@@ -137,7 +143,10 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
     print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
 
 
-def show_resume(checkpoint: Checkpoint, changes: list[str], saved: RunConfig, config: RunConfig) -> None:
+def show_resume(
+    checkpoint: Checkpoint, changes: list[str], saved: RunConfig, progress: Progress, config: RunConfig
+) -> None:
+    """progress: `resumed_progress`."""
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
     for source in data_sources(config):
         print(f"  data: {source}")
@@ -145,7 +154,7 @@ def show_resume(checkpoint: Checkpoint, changes: list[str], saved: RunConfig, co
         print(f"  changed {change}")
     if intervals := settled_intervals(config):
         print(f"  chosen anew for {config.steps} steps, because left auto: {intervals}")
-    if line := describe_rate(progress_of(checkpoint), saved, config):
+    if line := describe_rate(progress_of(checkpoint, saved), saved, progress, config):
         print(f"  {line}")
 
 
@@ -187,20 +196,24 @@ def tokenizer_config(config: RunConfig, checkpoint: Checkpoint | None) -> Tokeni
     return dataclasses.replace(config.tokenizer, path=PathText(checkpoint.path))
 
 
-def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale, config: RunConfig) -> Progress:
-    """Load weights, optimizer state, loss scale and random state from the checkpoint. Returns the run's progress.
-
-    config: of the resumed run. Its length may differ from that of the checkpoint.
-    """
-    state = checkpoint.state
+def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> None:
+    """Load weights, optimizer state, loss scale and random state from the checkpoint."""
     saver.restore(checkpoint)
-    scale.load_state(state["loss_scale"])
+    scale.load_state(checkpoint.state["loss_scale"])
     torch.set_rng_state(random_state(checkpoint))
-    return with_rewarming(progress_of(checkpoint), saved_run(checkpoint, config), config)
 
 
-def progress_of(checkpoint: Checkpoint) -> Progress:
+def resumed_progress(
+    checkpoint: Checkpoint, saved: RunConfig, config: RunConfig, left_auto: Collection[str]
+) -> Progress:
+    """The run's progress, with the length that it has from now on. saved: `saved_run`. left_auto: now, see RunSetup."""
+    return with_length(progress_of(checkpoint, saved), saved, remembered_auto(checkpoint, saved), config, left_auto)
+
+
+def progress_of(checkpoint: Checkpoint, saved: RunConfig) -> Progress:
+    """The progress in the checkpoint, whose configuration is `saved`."""
     state = {"compared_bpb": checkpoint.state["val_bpb"]} | checkpoint.state  # older versions have no compared_bpb
+    state |= {"planned_steps": checkpoint.state.get("planned_steps") or saved.steps}
     return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress) if field.name in state})
 
 

@@ -43,7 +43,7 @@ from andrea.training.records.run_folder import (
     write_config,
 )
 from andrea.training.records.run_log import RunLog
-from andrea.training.resume import restore, starting_weights, tokenizer_config, without_run
+from andrea.training.resume import restore, resumed_progress, saved_run, starting_weights, tokenizer_config, without_run
 from andrea.training.step import TrainingStep
 from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
@@ -151,7 +151,11 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     scale = LossScale(device, active=config.precision == "fp16")
     saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep, config.parallel.async_save)
     setup.watchdog.at(0, "reading the checkpoint")
-    progress = restore(checkpoint, saver, scale, config) if checkpoint else Progress()
+    progress = Progress(planned_steps=config.steps)
+    if checkpoint:
+        restore(checkpoint, saver, scale)
+        progress = resumed_progress(checkpoint, saved_run(checkpoint, config), config, setup.left_auto)
+    console.steps = progress.planned_steps
     loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
 
     ranks = parallel.ranks

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from andrea.config import RunConfig
+from andrea.config import RunConfig, TrainConfig
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
 from andrea.training.heads import scalars
-from andrea.training.optimizer.schedule import rate_at, rewarmed
+from andrea.training.optimizer.schedule import rate_at, relength, rewarmed
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep, Update
@@ -61,13 +61,13 @@ class Trainer:
 
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
-        if progress.step and due_after(progress.step, config).sample:
+        if progress.step and due_after(progress.step, progress.planned_steps, config.train).sample:
             self.evaluator.make_up_sample()
-        while progress.step < config.steps and not self.stopping.agreed:
+        while progress.step < progress.planned_steps and not self.stopping.agreed:
             clock = time.perf_counter()
             self.records.watchdog.at(progress.step + 1, "training step")
-            due = due_after(progress.step + 1, config)
-            rate = rate_at(progress.step, config.steps, config.optimizer)
+            due = due_after(progress.step + 1, progress.planned_steps, config.train)
+            rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
             rate = rewarmed(rate, progress.step, progress, config.optimizer.rewarm_steps)
             update = self.step.update(
                 self.step.batch(progress.step), rate, self.stopping.flags, measure_size=due.evaluation
@@ -120,8 +120,17 @@ class Trainer:
                 return False
         return True
 
+    def change_length(self, wanted: int) -> None:
+        """Plan the run anew with `wanted` steps, as far as the learning rate allows: see `relength`.
+
+        Every rank must call this after the same step and with the same number.
+        """
+        progress = self.progress
+        progress.planned_steps = relength(progress.step, progress.planned_steps, wanted, self.config.optimizer)
+        self.records.console.steps = progress.planned_steps
+
     def show_step(self, rate: float) -> None:
-        seconds_left = (self.config.steps - self.progress.step) * self.throughput.seconds_per_step
+        seconds_left = (self.progress.planned_steps - self.progress.step) * self.throughput.seconds_per_step
         tokens_per_second = self.throughput.tokens_per_second
         self.records.console.step(self.progress.step, self.figures["loss"], rate, tokens_per_second, seconds_left)
 
@@ -141,13 +150,13 @@ class Trainer:
         return figures
 
 
-def due_after(step: int, config: RunConfig) -> Due:
-    """The actions that follow step number `step`, counted from 1."""
-    train, last = config.train, step == config.steps
+def due_after(step: int, steps: int, train: TrainConfig) -> Due:
+    """The actions that follow step number `step`, counted from 1, in a run of `steps` steps."""
+    last = step == steps
 
-    def every(steps: int | str) -> bool:
-        assert isinstance(steps, int), "auto is resolved before training"
-        return step % steps == 0
+    def every(interval: int | str) -> bool:
+        assert isinstance(interval, int), "auto is resolved before training"
+        return step % interval == 0
 
     return Due(
         record=every(train.log_every),

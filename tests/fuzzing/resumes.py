@@ -27,14 +27,15 @@ from andrea.text.prepare import fingerprint_of
 from andrea.training.health.health import make_health
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.planning.length import with_length_and_name
-from andrea.training.planning.settle import remembered_auto, with_rewarming
+from andrea.training.planning.settle import keys_left_auto, remembered_auto
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import folder_to_write
 from andrea.training.resume import (
     find_resume,
+    flatten,
     is_done,
     merge,
-    progress_of,
+    resumed_progress,
     show_resume,
     starting_weights,
     verified_config,
@@ -123,9 +124,11 @@ def make_resumes(folder: Path) -> Handler:
             found.state["config"], to_plain(typed), restart.groups, restart.values, left_auto=left_auto
         )
         config = with_length_and_name(parse(RunConfig, merged))
-        if is_done(found, config.steps):
+        left_auto = keys_left_auto(flatten(merged), left_auto, restart.values)
+        progress: Progress = resumed_progress(found, saved, config, left_auto)
+        if is_done(found, progress.planned_steps):
             return
-        show_resume(found, changes, saved, config)
+        show_resume(found, changes, saved, progress, config)
         folder_to_write(config, found)
         if (config.data, config.tokenizer, config.data_dir) != (typed.data, typed.tokenizer, typed.data_dir):
             return  # other text would be prepared now, whose path the user has been shown
@@ -137,7 +140,6 @@ def make_resumes(folder: Path) -> Handler:
         health.note_step(found.step + 1, 2.0, 1.0)
         health.failed()
         LossScale(torch.device("cpu"), active=True).load_state(found.state["loss_scale"])
-        progress: Progress = with_rewarming(progress_of(found), saved, config)
         progress.flops += 1
         progress.seconds += 1.0
 

@@ -1,8 +1,13 @@
-"""The learning rate as a fraction of its peak: a function of the step and of the planned number of steps alone."""
+"""The learning rate as a fraction of its peak: a function of the step and of the planned number of steps alone.
+
+The planned number of steps may change while the run goes on, until the decay begins: the rates up to there are the same
+for every length. So the rates of all updates are those of a run that had the final length from its beginning.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 from andrea.config import OptimizerConfig
 from andrea.training.progress import Progress
@@ -21,9 +26,37 @@ def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
         done = min(1.0, max(0, step - warmup) / max(1, steps - 1 - warmup))
         fall = 0.5 * (1 + math.cos(math.pi * done))
     else:
-        decay_steps = max(1, round((config.decay_fraction or 0.0) * steps))
-        fall = min(1.0, (steps - step) / decay_steps)
+        fall = min(1.0, (steps - step) / decay_steps(steps, config))
     return rise * (config.final_fraction + (1 - config.final_fraction) * fall)
+
+
+def decay_steps(steps: int, config: OptimizerConfig) -> int:
+    """The number of updates at the end of a constant_then_decay run over which the rate falls."""
+    return max(1, round((config.decay_fraction or 0.0) * steps))
+
+
+def decay_start(steps: int, config: OptimizerConfig) -> int:
+    """The last step whose rate does not depend on the length: it falls in the update after that. Grows with `steps`."""
+    if steps < config.warmup_steps:  # the warm-up itself is shorter
+        return 0
+    return config.warmup_steps if config.schedule == "cosine" else steps - decay_steps(steps, config)
+
+
+def may_change(step: int, steps: int, config: OptimizerConfig) -> bool:
+    """Whether a run planned for `steps` steps may still get another length after `step` of them."""
+    return step < steps and step <= decay_start(steps, config)
+
+
+def relength(step: int, steps: int, wanted: int, config: OptimizerConfig) -> int:
+    """The new length of a run of `steps` steps that has done `step` of them and should have `wanted`.
+
+    The length stays once the decay has begun. A length whose decay would have begun earlier is raised to the smallest
+    with which the decay begins now. No update before `step` would have had another rate with the new length.
+    """
+    if not may_change(step, steps, config):
+        return steps
+    shortest = bisect_left(range(steps + 1), step, key=lambda length: decay_start(length, config))
+    return max(wanted, shortest, step + 1)
 
 
 def rewarmed(rate: float, step: int, progress: Progress, rewarm_steps: int) -> float:

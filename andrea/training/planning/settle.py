@@ -83,32 +83,53 @@ def settled_intervals(config: RunConfig) -> str:
     return ", ".join(f"train.{n}={getattr(settled, n)}" for n in names if getattr(config.train, n) == "auto")
 
 
+def asked_length(config: RunConfig, left_auto: Collection[str]) -> tuple[float | None, ...]:
+    """The settings by which the user gave the run its length."""
+    steps = None if "train.steps" in left_auto else config.steps
+    return steps, config.train.flops, config.train.tokens_per_parameter
+
+
 def last_rate(progress: Progress, saved: RunConfig) -> float:
     """The learning rate of the checkpoint's last step, as a share of its peak; 0 before the first step."""
     step = progress.step - 1
     if step < 0:
         return 0.0
-    return rewarmed(rate_at(step, saved.steps, saved.optimizer), step, progress, saved.optimizer.rewarm_steps)
+    return rewarmed(
+        rate_at(step, progress.planned_steps, saved.optimizer), step, progress, saved.optimizer.rewarm_steps
+    )
 
 
-def with_rewarming(progress: Progress, saved: RunConfig, config: RunConfig) -> Progress:
-    """The progress of a resumed run; with optimizer.rewarm_steps, a change of length starts to warm up again."""
-    if config.steps == saved.steps or not config.optimizer.rewarm_steps:
+def with_length(
+    progress: Progress, saved: RunConfig, saved_auto: Collection[str], config: RunConfig, left_auto: Collection[str]
+) -> Progress:
+    """The progress of a resumed run with its length: the planned one, unless the user now asks for another.
+
+    With optimizer.rewarm_steps, another length starts to warm up again. saved_auto, left_auto: the keys that were left
+    `auto` in the run of the checkpoint, and now.
+    """
+    if asked_length(saved, saved_auto) == asked_length(config, left_auto) or progress.planned_steps == config.steps:
         return progress
-    return dataclasses.replace(progress, rewarm_step=progress.step, rewarm_rate=last_rate(progress, saved))
+    longer = dataclasses.replace(progress, planned_steps=config.steps)
+    if not config.optimizer.rewarm_steps:
+        return longer
+    return dataclasses.replace(longer, rewarm_step=progress.step, rewarm_rate=last_rate(progress, saved))
 
 
-def describe_rate(progress: Progress, saved: RunConfig, config: RunConfig) -> str | None:
-    """A line on the jump of the learning rate where a run of another length goes on; None if there is none."""
-    if config.steps == saved.steps or not 0 < progress.step < min(config.steps, saved.steps + 1):
+def describe_rate(before: Progress, saved: RunConfig, now: Progress, config: RunConfig) -> str | None:
+    """A line on the jump of the learning rate where a run of another length goes on; None if there is none.
+
+    before, now: the progress as saved, and with the length of this process.
+    """
+    step, steps = now.step, now.planned_steps
+    if steps == before.planned_steps or not 0 < step < min(steps, before.planned_steps + 1):
         return None
-    before, after = last_rate(progress, saved), rate_at(progress.step, config.steps, config.optimizer)
-    if abs(after - before) < NOTICED_JUMP:
+    last, after = last_rate(before, saved), rate_at(step, steps, config.optimizer)
+    if abs(after - last) < NOTICED_JUMP:
         return None
-    change = f"learning rate: from {before:.0%} to {after:.0%} of its peak"
+    change = f"learning rate: from {last:.0%} to {after:.0%} of its peak"
     if config.optimizer.rewarm_steps:
         return f"{change}, over {config.optimizer.rewarm_steps} steps (optimizer.rewarm_steps)"
     return (
-        f"{change} at once, as optimizer.schedule={config.optimizer.schedule} gives for step {progress.step + 1} of "
-        f"{config.steps}; optimizer.rewarm_steps=N warms up again, over N steps"
+        f"{change} at once, as optimizer.schedule={config.optimizer.schedule} gives for step {step + 1} of "
+        f"{steps}; optimizer.rewarm_steps=N warms up again, over N steps"
     )

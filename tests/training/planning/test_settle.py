@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import tiny_words
 
-from andrea.checkpoint import checkpoints_of
+from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.config import group_config
 from andrea.training.optimizer.schedule import rate_at, rewarmed
 from andrea.training.planning.settle import settle_again
@@ -37,11 +37,15 @@ def train(tmp_path: Path, notes: Path, script) -> Callable[..., dict]:
     return trained
 
 
-def forget(run: Path) -> None:
-    """Make the newest checkpoint one of an older version, without the list of what was left auto."""
-    path = checkpoints_of(run)[-1]
+def forget(path: Path) -> None:
+    """Make the checkpoint one of an older version, without the list of what was left auto and the planned length."""
+    edit(path, lambda state: [state.pop(key) for key in ("left_auto", "planned_steps")])
+
+
+def edit(path: Path, change: Callable[[dict], object]) -> None:
+    """Change the state.json of the checkpoint."""
     state = json.loads((path / "state.json").read_text())
-    del state["left_auto"]
+    change(state)
     (path / "state.json").write_text(json.dumps(state))
     content = (path / "state.json").read_bytes()
     manifest = json.loads((path / "manifest.json").read_text())
@@ -55,7 +59,7 @@ def test_what_was_auto_is_settled_again_for_another_length(old: bool, train, tmp
     assert (config["train"]["eval_every"], config["train"]["save_every"], config["compile"]) == (2, 2, "off")
     for steps, quarter in ((16, 4), (20, 5)):
         if old:
-            forget(tmp_path / "runs" / "a")
+            forget(checkpoints_of(tmp_path / "runs" / "a")[-1])
         config = train(f"train.steps={steps}", resumed=True, compiled="")
         assert (config["train"]["eval_every"], config["train"]["save_every"]) == (quarter, quarter)
         out = capsys.readouterr().out
@@ -80,6 +84,21 @@ def test_without_a_change_nothing_is_settled_again(train, capsys) -> None:
     capsys.readouterr()
     assert train("train.max_minutes=null", resumed=True)["train"]["eval_every"] == config["train"]["eval_every"]
     assert "chosen anew" not in capsys.readouterr().out
+
+
+def test_the_planned_length_is_saved_and_goes_on_until_another_is_asked_for(train, tmp_path: Path, capsys) -> None:
+    train("train.save_every=4")
+    run = tmp_path / "runs" / "a"
+    assert read_checkpoint(checkpoints_of(run)[-1]).state["planned_steps"] == 8
+    edit(
+        checkpoints_of(run)[-1], lambda state: state.update(planned_steps=11)
+    )  # as the run itself would have planned it
+    train(resumed=True)
+    train("train.steps=8", resumed=True)  # the same words as before: no other length
+    assert "already done" in capsys.readouterr().out
+    assert [record["step"] for record in read_lines(run / "metrics.jsonl") if record.get("event")][-1] == 11
+    train("train.steps=13", resumed=True)
+    assert checkpoints_of(run)[-1].name == "step-00000013"
 
 
 def test_one_length_replaces_another() -> None:
