@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
-from andrea.training.health.check import OPTIMIZER_REMEDY, Check, Evidence, Finding, Judgement, optimizer_remedy
+from andrea.training.health.check import (
+    OPTIMIZER_REMEDY,
+    Check,
+    Evidence,
+    Finding,
+    Judgement,
+    optimizer_remedy,
+    remedy_settings,
+)
 
-REMEDY = "set `model.qk_norm=true` or `attention=qk_clip`"
+REMEDY = "set `model.qk_norm=true`, or `attention.qk_clip=100` with `model.qk_norm=false`"
+MEASURES_LOGITS = ("auto", "reference", "triton")  # implementations that attention.qk_clip accepts
 
 
 @final
@@ -47,8 +56,8 @@ class AttentionCheck(Check):
         if on_one_key >= config.head_share:
             findings["heads_on_one_key"] = (
                 f"{on_one_key:.0%} of the heads (health.head_share={config.head_share:g}) attend to one key (entropy below "
-                f"health.one_key_entropy={config.one_key_entropy:g} of the largest possible); set model.qk_norm=true or "
-                f"attention=qk_clip, and {optimizer_remedy(self.run.optimizer)}"
+                f"health.one_key_entropy={config.one_key_entropy:g} of the largest possible); "
+                f"{self.logits_remedy()}, and {optimizer_remedy(self.run.optimizer)}"
             )
         if uniform >= config.head_share and not self.too_early(evidence.step):
             findings["heads_uniform"] = (
@@ -59,7 +68,20 @@ class AttentionCheck(Check):
         if largest_logit > config.largest_logit:
             findings["large_logits"] = (
                 f"the largest attention logit is {largest_logit:.4g} (health.largest_logit={config.largest_logit:g}): as "
-                f"logits grow, {self.run.precision} loses the differences between them; set model.qk_norm=true or "
-                f"attention=qk_clip"
+                f"logits grow, {self.run.precision} loses the differences between them; {self.logits_remedy()}"
             )
         return Judgement({"health/heads_on_one_key": on_one_key, "health/heads_uniform": uniform}, findings)
+
+    def logits_remedy(self) -> str:
+        """The settings that bound the logits and that this run does not have, for a run that starts anew."""
+        model, attention = self.run.model, self.run.attention
+        if attention.qk_clip is not None:
+            return remedy_settings(f"attention.qk_clip={attention.qk_clip / 2:g}")
+        if not model.qk_norm:
+            return remedy_settings("model.qk_norm=true")
+        if attention.compatibility in ("cosine", "additive") or "." in attention.compatibility:
+            return optimizer_remedy(self.run.optimizer)  # their logits are bounded, or unknown to QK-clip
+        words = ["model.qk_norm=false", "attention.qk_clip=100"]
+        return remedy_settings(
+            *words, *["attention.implementation=auto"] * (attention.implementation not in MEASURES_LOGITS)
+        )

@@ -5,6 +5,7 @@ L layers, H heads.
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ class Check(ABC):
         return step < self.run.optimizer.warmup_steps + self.config.unigram_steps
 
 
+def remedy_settings(*words: str) -> str:
+    """Words of a command line, each key=value, in a message; a shell takes them as they are."""
+    return "set " + " ".join(map(shlex.quote, words))
+
+
 def optimizer_remedy(optimizer: OptimizerConfig) -> str:
     """Settings for smaller or safer optimizer steps: those that are switched off now, and half the learning rate."""
     rate = "matrix_learning_rate" if optimizer.kind == "muon" else "learning_rate"
@@ -74,4 +80,4 @@ def optimizer_remedy(optimizer: OptimizerConfig) -> str:
         )
         if is_off
     ]
-    return "set " + ", ".join([*switched_off, f"optimizer.{rate}={getattr(optimizer, rate) / 2:g}"])
+    return remedy_settings(*switched_off, f"optimizer.{rate}={getattr(optimizer, rate) / 2:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -11,7 +12,7 @@ import numpy as np
 from andrea.config import RunConfig
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
-from andrea.training.health.check import Check, Evidence, Finding, Judgement
+from andrea.training.health.check import Check, Evidence, Finding, Judgement, remedy_settings
 from andrea.training.health.history import FEWEST_STEPS, StepHistory
 
 COUNTED_TOKENS = 1 << 22  # at most so many training tokens are counted for the unigram entropy
@@ -45,6 +46,10 @@ class DataSummary:
             float(-(known * np.log(known)).sum()),
         )
 
+    def epochs(self, tokens: int) -> dict[str, float]:
+        """How often each source has been read after so many training tokens."""
+        return {name: tokens * share / self.lengths[name] for name, share in self.shares.items()}
+
     def weighted_loss(self, val: dict[str, dict[str, float]]) -> float:
         """The mean of the sources' validation losses (nats per token), weighted by their shares of the training tokens.
 
@@ -66,52 +71,57 @@ class DataCheck(Check):
             "the validation loss is below the training loss by more than chance explains",
             fails_run=False,
             keys=("leak_nats", "leak_errors"),
-            remedy="search `data.path` for duplicates of held-out text",
+            remedy="search the text for duplicates of held-out text",
         ),
         "overfitting": Finding(
-            "the validation loss rose while the training loss fell, after a source was read once",
+            "after a source was read once, the validation loss rose while the training loss fell, or is not below ln V",
             fails_run=False,
             keys=("overfit_nats",),
-            remedy="use `checkpoints/best`, add text, or raise `optimizer.weight_decay`",
+            remedy="add text, lower `train.steps`, or raise `optimizer.weight_decay`; `checkpoints/best` is the result of the run",
         ),
         "many_epochs": Finding(
             "a source was read more than `epochs` times",
             fails_run=False,
             keys=("epochs",),
-            remedy="add text, or lower `data.sources.NAME.weight` or `train.steps`",
+            remedy="add text, or lower `train.steps` or, of a mixture, `data.sources.NAME.weight`",
         ),
     }
 
-    def __init__(self, run: RunConfig, history: StepHistory, data: DataSummary) -> None:
+    def __init__(self, run: RunConfig, history: StepHistory, data: DataSummary, n_vocab: int) -> None:
         super().__init__(run, history)
-        self.data = data
+        self.data, self.n_vocab = data, n_vocab
         self.val: dict[str, dict[str, float]] = {}  # `Evidence.val` of the last evaluation
         self.best: dict[str, float] | None = None  # the lowest validation loss, and the training loss at that step
 
     def judge(self, evidence: Evidence) -> Judgement:
-        shares, lengths = self.data.shares, self.data.lengths
-        epochs = {name: evidence.tokens * share / lengths[name] for name, share in shares.items()}
+        epochs = self.data.epochs(evidence.tokens)
         source = max(epochs, key=lambda name: epochs[name])
         figures = {"health/epochs": epochs[source]}
-        findings = self.epochs(source, epochs[source]) | self.rising_source(evidence)
+        findings = self.epochs(source, epochs[source], evidence.step) | self.rising_source(evidence)
+        val = self.data.weighted_loss(evidence.val)
+        if self.history.losses:
+            findings |= self.overfitting(evidence, val, epochs[source])
         if len(self.history.losses) >= FEWEST_STEPS:
             train, error = line_end(list(self.history.losses))
-            val = self.data.weighted_loss(evidence.val)
             figures |= {
                 "health/train_loss_now": train,
                 "health/train_loss_error": error,
                 "health/val_less_train": val - train,
             }
-            findings |= self.leak(train, error, val) | self.overfitting(evidence, train, val, epochs[source])
+            findings |= self.leak(train, error, val)
         self.val = evidence.val
         return Judgement(figures, findings)
 
-    def epochs(self, source: str, epochs: float) -> dict[str, str]:
-        if epochs <= self.config.epochs:
+    def epochs(self, source: str, epochs: float, step: int) -> dict[str, str]:
+        limit, share = self.config.epochs, self.data.shares[source]
+        if epochs <= limit:
             return {}
+        remedy = remedy_settings(f"train.steps={max(1, int(step * limit / epochs))}")
+        if self.run.data.kind == "mixture" and len(self.data.shares) > 1:
+            remedy += " or " + remedy_settings(f"data.sources.{source}.weight={share * limit / epochs:.2g}")
         return {
             "many_epochs": f"the data source {source} was read {epochs:.2f} times (health.epochs={self.config.epochs:g}): reading "
-            f"it again teaches the model less; add text, or lower data.sources.{source}.weight or train.steps"
+            f"it again teaches the model less; add text, or {remedy}"
         }
 
     def rising_source(self, evidence: Evidence) -> dict[str, str]:
@@ -127,8 +137,8 @@ class DataCheck(Check):
             return {}
         return {
             "source_rising": f"the validation loss of {source} rose by {rise[source]:.3f} since the last evaluation "
-            f"(health.source_rise_nats={self.config.source_rise_nats:g}) while that of every other source fell; raise "
-            f"data.sources.{source}.weight"
+            f"(health.source_rise_nats={self.config.source_rise_nats:g}) while that of every other source fell; "
+            + remedy_settings(f"data.sources.{source}.weight={self.raised_weight(source):.2g}")
         }
 
     def leak(self, train: float, error: float, val: float) -> dict[str, str]:
@@ -138,21 +148,36 @@ class DataCheck(Check):
         return {
             "leak": f"validation loss {val:.3f} is below the training loss {train:.3f} ± {error:.3f} (health.leak_nats="
             f"{config.leak_nats:g}, health.leak_errors={config.leak_errors:g}): the training data may contain held-out "
-            f"text, or the held-out text is easier; search data.path for duplicates"
+            f"text, or the held-out text is easier; search the text for duplicates"
         }
 
-    def overfitting(self, evidence: Evidence, train: float, val: float, epochs: float) -> dict[str, str]:
+    def raised_weight(self, source: str) -> float:
+        """A weight with which the source gets a larger share. Given weights sum to less than 1 if a source has none."""
+        weights = {name: each.weight for name, each in self.run.data.sources.items()}
+        now = weights.get(source) or self.data.shares[source]
+        if not any(weight is None for name, weight in weights.items() if name != source):
+            return 1.5 * now
+        left = 1 - sum(weight for name, weight in weights.items() if name != source and weight is not None) - now
+        return now + min(now, left) / 2
+
+    def overfitting(self, evidence: Evidence, val: float, epochs: float) -> dict[str, str]:
         """Compares this evaluation with the best earlier one. Both must cover equally many held-out tokens."""
         tokens, best = sum(part["tokens"] for part in evidence.val.values()), self.best
+        train, uniform = self.history.current_loss(), math.log(self.n_vocab)
         if best is None or best["tokens"] != tokens or val < best["val"]:
-            self.best = {"val": val, "train": train, "tokens": tokens, "step": evidence.step}
+            self.best = best = {"val": val, "train": train, "tokens": tokens, "step": evidence.step}
+        rises = val - best["val"] > self.config.overfit_nats and train < best["train"]
+        if epochs <= 1 or not (rises or train < uniform <= val):
             return {}
-        if val - best["val"] <= self.config.overfit_nats or train >= best["train"] or epochs <= 1:
-            return {}
+        steps = best["step"] if rises else int(evidence.step * min(1, self.config.epochs / epochs))
+        decay = 2 * self.run.optimizer.weight_decay or 0.1
+        found = f"rose from {best['val']:.3f} at step {best['step']} to" if rises else "is"
+        limit = "" if rises else f", not below ln V = {uniform:.3f}, the loss of a uniform guess,"
         return {
-            "overfitting": f"validation loss rose from {best['val']:.3f} at step {best['step']} to {val:.3f} "
-            f"(health.overfit_nats={self.config.overfit_nats:g}) while the training loss fell; use checkpoints/best, add "
-            f"text, or raise optimizer.weight_decay above {self.run.optimizer.weight_decay:g}"
+            "overfitting": f"validation loss {found} {val:.3f}{limit} (health.overfit_nats={self.config.overfit_nats:g}) "
+            f"while the training loss fell to {train:.3f}, after {epochs:.1f} epochs; the best evaluation is the result of "
+            f"the run (checkpoints/best): to end near it, add text, or {remedy_settings(f'train.steps={max(1, steps)}')} or "
+            f"{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
         }
 
     def state(self) -> dict[str, Any]:

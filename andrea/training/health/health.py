@@ -36,7 +36,7 @@ class Health:
         """reference: figures of held-out text, or None if the run writes no samples."""
         self.history = StepHistory(run, data.unigram_nats)
         self.text = TextCheck(run, self.history, reference)
-        self.data = DataCheck(run, self.history, data)
+        self.data = DataCheck(run, self.history, data, n_vocab)
         self.checks = (
             self.text,
             OptimisationCheck(run, self.history),

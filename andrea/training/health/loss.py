@@ -39,9 +39,10 @@ class LossCheck(Check):
         if len(self.history.losses) < LATEST_STEPS or step < warmup_steps + LATEST_STEPS:
             return Judgement({}, {})
         train, val = self.history.current_loss(), self.data.weighted_loss(evidence.val)
+        memorises = max(self.data.epochs(evidence.tokens).values()) > 1  # then a high validation loss is overfitting
         uniform, unigram = math.log(self.n_vocab), self.data.unigram_nats
         findings = {}
-        if max(train, val) >= uniform:
+        if max(train, train if memorises else val) >= uniform:
             findings["loss_above_uniform"] = (
                 f"the larger of training loss {train:.3f} and validation loss {val:.3f} is not below ln V = {uniform:.3f}, "
                 f"the loss of a uniform guess; {optimizer_remedy(self.run.optimizer)}"

@@ -8,12 +8,20 @@ from typing import ClassVar, final
 import numpy as np
 
 from andrea.config import HealthConfig, RunConfig
-from andrea.training.health.check import OPTIMIZER_REMEDY, Check, Evidence, Finding, Judgement, optimizer_remedy
+from andrea.training.health.check import (
+    OPTIMIZER_REMEDY,
+    Check,
+    Evidence,
+    Finding,
+    Judgement,
+    optimizer_remedy,
+    remedy_settings,
+)
 from andrea.training.health.history import StepHistory
 from andrea.training.health.reference_text import VARIETY, ReferenceText, TextFigures
 
 SHOWN_UNIT_CHARACTERS = 40  # of a loop's unit, in a message
-REMEDY = f"start again from an earlier checkpoint (`init_from`); {OPTIMIZER_REMEDY}"
+REMEDY = f"start again from the best checkpoint (`init_from`); {OPTIMIZER_REMEDY}"
 
 
 @final
@@ -53,7 +61,8 @@ class TextCheck(Check):
 
     def judge(self, evidence: Evidence) -> Judgement:
         figures, findings = self.judge_samples(evidence.texts, evidence.step)
-        remedy = f"start again from an earlier checkpoint (init_from=…), and {optimizer_remedy(self.run.optimizer)}"
+        again = f"start again from the best checkpoint ({remedy_settings(f'init_from={self.run.name}')})"
+        remedy = f"{again}, and {optimizer_remedy(self.run.optimizer)}"
         return Judgement(figures, {name: f"{message}; {remedy}" for name, message in findings.items()})
 
     def judge_samples(self, texts: Sequence[str], step: int) -> Judgement:

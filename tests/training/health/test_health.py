@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import re
+import shlex
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +17,25 @@ from conftest import ROOT
 
 from andrea.attention import HeadStatistics
 from andrea.cli.command_line import configure
-from andrea.config import HealthConfig, RunConfig, UserError, group_values
+from andrea.config import HealthConfig, RunConfig, UserError, group_values, to_plain
 from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
 from andrea.training.health.check import Evidence, optimizer_remedy
 from andrea.training.health.data import DataSummary, line_end
 from andrea.training.health.health import FINDINGS, Health
 from andrea.training.health.reference_text import ReferenceText
+from andrea.training.resume import flatten
 
 N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91
 DATA = DataSummary({"code": 0.75, "notes": 0.25}, {"code": 1000, "notes": 500}, UNIGRAM)
 
 
-def make(*words: str) -> Health:
+def make_health(*words: str) -> Health:
     run = configure(RunConfig, "train", ["optimizer.warmup_steps=5", *words])
     return Health(run, N_VOCAB, DATA, None)
+
+
+make = make_health
 
 
 def heads(entropy_share: list[float], largest_logit: float = 5.0) -> HeadStatistics:
@@ -206,11 +212,32 @@ def test_overfitting_is_validation_up_training_down_after_an_epoch() -> None:
     noted(health, steady(50, 1.9))
     up = {"code": 2.7, "notes": 2.7}
     message = found(health, seen(100, up, tokens=late))["overfitting"]
-    assert "from 2.600 at step 50 to 2.700" in message and "checkpoints/best" in message
+    assert "from 2.600 at step 50 to 2.700" in message and "checkpoints/best" in message and "train.steps=50" in message
     assert "overfitting" in health.active and not health.failed()  # a warning
     early = noted(make(), steady(50, 2.5))
     found(early, seen(50, {"code": 2.6, "notes": 2.6}))
     assert "overfitting" not in found(noted(early, steady(50, 1.9)), seen(100, up, tokens=1000))
+
+
+def test_memorised_text_is_overfitting_and_not_a_loss_above_a_uniform_guess() -> None:
+    """ln 50 = 3.91: the training loss is far below, and the only evaluation finds the validation loss above."""
+    high = {"code": 5.0, "notes": 5.0}
+    health = noted(make(), steady(50, 0.2))
+    message = found(health, seen(100, high, tokens=5000))["overfitting"]  # code was read 3.75 times
+    assert "is 5.000, not below ln V = 3.912" in message and "3.8 epochs" in message and "train.steps=100" in message
+    assert not health.failed()
+    assert "train.steps=53" in found(noted(make(), steady(50, 0.2)), seen(100, high, tokens=10_000))["overfitting"]
+    assert set(found(noted(make(), steady(50, 0.2)), seen(100, high, tokens=1000))) == {"loss_above_uniform"}
+    both = found(noted(make(), steady(50, 4.2)), seen(100, high, tokens=5000))
+    assert set(both) == {"loss_above_uniform"}
+
+
+def test_overfitting_is_seen_from_the_first_steps() -> None:
+    """A small text is memorised within a few steps, while the training loss falls ever more slowly."""
+    losses = [4.0 * math.exp(-step / 8) + 0.2 for step in range(60)]
+    health = noted(make(), losses[:12])
+    assert not found(health, seen(12, {"code": 3.0, "notes": 3.0}, tokens=1400))
+    assert "overfitting" in found(noted(health, losses[12:24]), seen(24, {"code": 3.3, "notes": 3.3}, tokens=2800))
 
 
 def test_the_most_read_source_counts_for_epochs() -> None:
@@ -245,8 +272,10 @@ def test_every_threshold_decides_about_a_finding() -> None:
     assert {key for finding in FINDINGS.values() for key in finding.keys} == thresholds
 
 
-def test_every_message_names_the_keys_of_its_finding(notes: Path, tmp_path: Path) -> None:
+def every_message(notes: Path, folder: Path, *words: str) -> dict[str, str]:
+    """A message of each finding of a run with these settings. The run reads the notes as its second source."""
     messages: dict[str, str] = {}
+    make = partial(make_health, *words)
     spikes = noted(make("optimizer.clip_norm=9"), [*steady(60), 9.0], [0.5] * 60 + [6.0])
     messages |= found(spikes, seen(61, update_ratios=torch.tensor([0.3])))
     on_one_key = heads([0.001] * 10, largest_logit=1100)
@@ -255,15 +284,59 @@ def test_every_message_names_the_keys_of_its_finding(notes: Path, tmp_path: Path
     later = {"code": 2.1, "notes": 2.9}
     messages |= found(noted(clipped, steady(50, 1.9)), seen(110, later, tokens=5400, heads=heads([0.999] * 10)))
     messages |= found(noted(make(), steady(20, 4.2)), seen(20)) | found(noted(make(), steady(60, 3.3)), seen(60))
-    run, reference = notes_reference(notes, tmp_path)
+    reference = notes_reference(notes, folder)[1]
+    run = configure(RunConfig, "train", ["optimizer.warmup_steps=5", "name=a b", *words])
     for text in ("region ", "games, ", "''''' ", None):
-        words = np.random.default_rng(1).choice(["to", "of", "and", "it"], 80)
-        sample = text * 30 if text else " ".join(words)
+        drawn = np.random.default_rng(1).choice(["to", "of", "and", "it"], 80)
+        sample = text * 30 if text else " ".join(drawn)
         messages |= found(noted(Health(run, N_VOCAB, DATA, reference), steady(20)), seen(20, texts=[sample] * 5))
     assert messages.keys() == FINDINGS.keys()
-    for name, message in messages.items():
+    return messages
+
+
+def test_every_message_names_the_keys_of_its_finding(notes: Path, tmp_path: Path) -> None:
+    for name, message in every_message(notes, tmp_path).items():
         for key in FINDINGS[name].keys:
             assert f"health.{key}=" in message, message
+
+
+MIXTURE = "data.sources={code: {kind: pystdlib}, notes: {kind: text, path: notes/, weight: 0.3}}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["optimizer=adamw"],
+        ["optimizer.weight_decay=0", "optimizer.clip_norm=null"],
+        ["model.qk_norm=false"],
+        ["attention.implementation=native"],
+        ["attention=cosine"],
+        ["attention=qk_clip", "model.qk_norm=false"],
+        ["data=mixture", MIXTURE],
+        ["data=mixture", MIXTURE.replace("pystdlib", "pystdlib, weight: 0.9")],
+    ],
+)
+def test_every_remedy_is_words_of_a_command_line(words: list[str], notes: Path, tmp_path: Path) -> None:
+    for name, message in every_message(notes, tmp_path, *words).items():
+        if name == "source_rising" and "data=mixture" not in words:
+            continue  # a run of one source has no such finding
+        remedies = settings_in(message)
+        assert remedies or name == "leak", message  # whose remedy is to look at the text
+        for remedy in remedies:
+            keys = {word.partition("=")[0] for word in remedy}
+            kept = [word for word in words if word.partition("=")[0] not in keys]
+            before, after = (
+                flatten(to_plain(configure(RunConfig, "train", each))) for each in (words, [*kept, *remedy])
+            )
+            assert {key for key in after if before.get(key) != after[key]} == keys, message
+        assert "data.sources" not in message or "data=mixture" in words
+
+
+def settings_in(message: str) -> list[list[str]]:
+    """The words of each "set key=value key=value" in a message."""
+    found = re.findall(r"\bset ((?:'[^']+'|[\w.]+=[^\s,;)]+)(?: (?:'[^']+'|[\w.]+=[^\s,;)]+))*)", message)
+    return [shlex.split(words) for words in found]
 
 
 # ------------------------------------------------------------------------------------------------ behaviour over a run
@@ -288,7 +361,7 @@ def test_a_remedy_names_what_is_switched_off_first() -> None:
         return optimizer_remedy(configure(RunConfig, "train", [*words]).optimizer)
 
     off = ("optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.weight_decay=0")
-    assert remedy(*off).startswith("set optimizer.clip_norm=1, optimizer.warmup_steps=100, optimizer.weight_decay=")
+    assert remedy(*off).startswith("set optimizer.clip_norm=1 optimizer.warmup_steps=100 optimizer.weight_decay=")
     assert remedy("optimizer.matrix_learning_rate=0.03") == "set optimizer.matrix_learning_rate=0.015"
     assert remedy("optimizer=adamw", "optimizer.learning_rate=0.002") == "set optimizer.learning_rate=0.001"
 
