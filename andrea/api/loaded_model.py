@@ -57,8 +57,8 @@ def load(
 ) -> LoadedModel:
     """Load a trained model.
 
-    checkpoint: a checkpoint folder, a run folder, or a run's name under `runs_dir`; None stands for the newest run. A
-    run stands for its best evaluated checkpoint, as for sample.py.
+    checkpoint: a checkpoint folder, a run folder, or a run's name under `runs_dir`; None means the newest run. For a
+    run, its best evaluated checkpoint is loaded, as by sample.py.
     device, precision: like the keys in configs/sample.yaml. precision applies to `generate` and `stream`; all other
     methods compute in fp32.
     trust: import the modules that the checkpoint names for its MLP or compatibility function, which runs their code.
@@ -145,7 +145,7 @@ class LoadedModel:
         """Bits per byte of the text: -log2 of its probability, divided by its UTF-8 bytes.
 
         The text may be longer than the model's window. It is cut into windows of sequence_length tokens, and each token
-        is predicted from its own window alone, as in a run's evaluation (`val/bpb`). If ids are given, the first id is
+        is predicted only from its own window, as in a run's evaluation (`val/bpb`). If ids are given, the first id is
         not predicted. Raises UserError if no byte is predicted.
         """
         if isinstance(text, str):

@@ -42,7 +42,7 @@ def train(*words: str) -> TrainedRun:
     """Train a model, as `python train.py WORDS…` does: train("model=andrea-nano", "train.steps=200").
 
     An interrupted or stopped run is saved as the command would save it; the exit code gives the reason. Afterwards the
-    settings of torch and of the process are as they were before. Raises UserError.
+    settings of torch and of the process are restored. Raises UserError.
     """
     if switches := set(SWITCHES) & set(words):
         raise UserError(

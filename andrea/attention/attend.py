@@ -86,7 +86,7 @@ def attend(
     every position of a preallocated cache. A tensor (B, 1, 1) gives each sequence its own position.
     implementation: one of the following names. Raises ValueError if the named implementation cannot compute this call.
       auto       the fastest implementation that can compute this call
-      reference  the textbook formula, for every compatibility function; supports every kind of autograd
+      reference  the textbook formula, for every compatibility function, and for gradients of gradients too
       chunked    the additive function, without storing its (T, S, n) tensor of hidden values
       native     our fused kernel for CPUs: causal, in bf16
       sdpa       torch's choice among its fused kernels; sdpa_flash, sdpa_efficient, sdpa_cudnn: one of them (CUDA)
@@ -125,7 +125,8 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
     if type(case.compatibility) is Additive:
         return "chunked", "additive attention is not a dot product; its hidden values are computed in chunks"
     if not case.compatibility.lowers:
-        return "reference", f"{type(case.compatibility).__name__} has no lowered form (a plain dot product)"
+        name = type(case.compatibility).__name__
+        return "reference", f"{name} has no method `lower` that rewrites it as a plain dot product"
     device = case.query.device.type
     if case.statistics:
         if device == "cuda" and triton.refusal(case) is None:
@@ -157,7 +158,7 @@ def attention_weights(
 ) -> Tensor:
     """The attention weights (..., T, S): the weight of each value in each query's output.
 
-    The reference implementation computes them, in fp32 or higher. The arguments and errors are those of `attend`.
+    The reference implementation computes them, in fp32 or higher. It has the same arguments and errors as `attend`.
 
     >>> import torch
     >>> from andrea.attention import causal

@@ -58,7 +58,7 @@ class Compatibility(nn.Module, ABC):
 
     def lower(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return query' (..., T, d) and key' (..., S, d), with query'·key' = scores(query, key)."""
-        raise NotImplementedError(f"{type(self).__name__} has no lowered form")
+        raise NotImplementedError(f"{type(self).__name__} has no method `lower`")
 
     def initialise(self, generator: torch.Generator | None = None) -> None:
         """Set the parameters to their initial values. A function without parameters need not override this method."""
@@ -160,8 +160,8 @@ class Cosine(Compatibility):
 class Additive(Compatibility):
     """f(q, k) = w·tanh(A q + B k), with A (n, d_q), B (n, d_k) and w (n) learned per head.
 
-    The formula is from Bahdanau et al. 2015, arXiv 1409.0473, appendix A.1.2. It has no lowered form, because the tanh
-    of a sum is not the dot product of a vector made from q and a vector made from k.
+    The formula is from Bahdanau et al. 2015, arXiv 1409.0473, appendix A.1.2. It has no method `lower`, because the
+    tanh of a sum is not the dot product of a vector made from q and a vector made from k.
     """
 
     equal_widths = False

@@ -22,7 +22,7 @@ Interval = tuple[Tensor, Tensor]  # (first, stop): keys first .. stop-1 are visi
 class Mask(ABC):
     """Base class of masks. Under `one & other` a query sees the keys that both masks let it see.
 
-    n_leading: number of leading dimensions of the mask's own tensors: 0, or as many as the query has.
+    n_leading: number of leading dimensions of the mask's own tensors: 0, or the number that the query has.
     """
 
     n_leading = 0

@@ -50,7 +50,7 @@ class MultiHeadAttention(nn.Module):
     qk_norm_epsilon: epsilon of an RMS norm over each head's queries and keys (Henry et al. 2020, arXiv 2010.04245); no
     norm if None.
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
-    2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(its_x)))`.
+    2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(x_of_first_layer)))`.
     implementation: as in `attend`.
     Raises ValueError if n_head does not divide d_model, or if n_kv_head does not divide n_head.
     """
@@ -151,9 +151,9 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
         """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores query and key.
 
-        If the layer's compatibility function has a lowered form, query and key are lowered, and the returned function
-        is the plain dot product. Otherwise query and key are not lowered, and the returned function is the layer's own.
-        Raises ValueError for rotary positions without a lowered form.
+        If the layer's compatibility function has a method `lower`, query and key are its results, and the returned
+        function is the plain dot product. Otherwise query and key are unchanged, and the returned function is the
+        layer's own. Raises ValueError for rotary positions and a function without `lower`.
         """
         context = x if context is None else context
         query, key = self.heads(self.query(x)), self.heads(self.key(context))
@@ -164,8 +164,8 @@ class MultiHeadAttention(nn.Module):
         if not self.compatibility.lowers:
             if place is not None:
                 raise ValueError(
-                    f"{type(self.compatibility).__name__} has no lowered form, which rotary positions need: use learned "
-                    f"positions or none"
+                    f"rotary positions need a compatibility function with a method `lower`, and "
+                    f"{type(self.compatibility).__name__} has none: use learned positions or none"
                 )
             return query, key, value, self.compatibility
         query, key = self.compatibility.lowered(query, key)

@@ -33,7 +33,7 @@ class AttentionStatistics:
     visible_keys: Tensor  # int64, broadcastable to (..., T)
 
     def per_head(self) -> dict[str, Tensor]:
-        """For each head, shape (...): mean entropy, entropy as a share of the largest possible one, and largest logit.
+        """For each head, shape (...): mean entropy, entropy as a share of its maximum, and largest logit.
 
         Queries that see no key do not count in the entropies. If a head has only such queries, its entropies are NaN.
         """

@@ -34,10 +34,10 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
 
 
 def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
-    """The checkpoint that stands for a run: the best evaluated one, or the newest while validation still improves.
+    """The checkpoint that is a run's result: the best evaluated one, or the newest while validation still improves.
 
-    The newest one counts if the last evaluation before it was the best so far. `report` gets a line if it does not count,
-    and for each damaged checkpoint.
+    The newest checkpoint is the result if the last evaluation before it was the best so far. `report` gets a line if
+    another checkpoint is the result, and for each damaged checkpoint.
     """
     newest, best = newest_whole(run, report), best_of(run)
     if newest is None or best in (None, newest.path.name) or is_best_so_far(newest.state):
@@ -49,13 +49,13 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
         return newest
     report(
         f"{run}: step {found.step} had the best evaluation, so it is used instead of the newest step, {newest.step}; "
-        f"name {newest.path} to use that one"
+        f"to use the newest, name {newest.path}"
     )
     return found
 
 
 def is_best_so_far(state: dict[str, Any]) -> bool:
-    """Whether no evaluation of a saved step was better than the last evaluation. state: of state.json."""
+    """Whether no evaluation of a saved step was better than the last evaluation. state: the content of state.json."""
     last, best = state.get("compared_bpb", state.get("val_bpb")), state.get("best_bpb")  # old versions: no compared_bpb
     return last is None or best is None or last <= best
 
@@ -87,9 +87,9 @@ def newest_run(runs_dir: Path) -> Path | None:
 
 
 def folder_named_by(path: Path) -> Path | None:
-    """The folder that `path` stands for; None if there is none.
+    """The folder that `path` means; None if there is none.
 
-    A folder stands for itself, `…/checkpoints` for the run folder, a file `best` for the checkpoint that it names.
+    A folder means itself, `…/checkpoints` the run folder, and a file `best` the checkpoint that it names.
     """
     if os.path.isdir(path):
         return path.parent if path.name == "checkpoints" and checkpoints_of(path.parent) else path
@@ -106,8 +106,8 @@ def locate(
 ) -> Checkpoint:
     """The checkpoint that a user requests by a checkpoint folder, a run folder, a run's name, or `…/checkpoints/best`.
 
-    A run stands for its result (see `result_of`), or with `newest` for its newest complete checkpoint, from which it goes
-    on. If `requested` is None, the newest run under `runs_dir` is used.
+    For a run, the result is returned (see `result_of`), or with `newest` the newest complete checkpoint, from which the
+    run goes on. If `requested` is None, the newest run under `runs_dir` is used.
     Raises UserError or Damaged. The message of a UserError names `key`, the configuration key to change.
     """
     if not requested:

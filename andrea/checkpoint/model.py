@@ -63,7 +63,7 @@ def check_shapes(
     model_config: ModelConfig,
     attention_config: AttentionConfig,
 ) -> GPT:
-    """Raises Damaged if tokenizer, or names and shapes of the weights, are not those of the configured model.
+    """Raises Damaged if the tokenizer, or the weights' names and shapes, differ from the configured model's.
 
     found: the shape of each weight in the checkpoint. Returns the model on the meta device: no memory is allocated.
     """
@@ -87,7 +87,7 @@ def check_shapes(
 
 
 def own_parts(model: ModelConfig, attention: AttentionConfig) -> dict[str, str | None]:
-    """The user's own classes: dotted path -> sha256 of the source file, or None for a class without one."""
+    """The user's own classes: dotted path -> sha256 of the source file; None without a source file."""
     named = {"attention.compatibility": attention.compatibility, "model.mlp": model.mlp}
     return {path: source_sha256(key, path) for key, path in named.items() if is_own(path)}
 

@@ -21,7 +21,7 @@ from andrea.runtime.files import flush_to_disk, remove_unfinished, replacing, st
 
 
 def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor], first_rows: dict[str, int]) -> list[Path]:
-    """Write the rows of one rank, with the optimizer state (names with a "/") in a second file. Returns both paths.
+    """Write the rows of one rank in two files: weights, and optimizer state (names with a "/"). Returns both paths.
 
     first_rows: tensor name -> first row of this rank in the whole tensor. Raises OSError.
     """

@@ -1,7 +1,7 @@
 """The fields of `state.json`: their types and ranges, and the strict check of a file's content.
 
-A checksum only proves that a file is the one that its manifest describes. Whoever writes both can write anything, so the
-content is checked too, before anything is done with it.
+A checksum proves only that a file matches its manifest. Anyone who writes a checkpoint can write both, so the content
+is checked too, before it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_STEP, LARGEST_COUNT, LARGEST_FIGURE = 2**40, 2**62, 1e39  # larger ones 
 
 
 def measured(key: str, value: float) -> None:
-    """A measured figure, which in a run that diverges need not be finite."""
+    """A measured figure. It need not be finite, because a run may diverge."""
     if type(value) is int and abs(value) > LARGEST_COUNT:
         raise UserError(f"{key} is too large")
 
@@ -49,7 +49,7 @@ def random_bytes(key: str, value: Sequence[int]) -> None:
 
 def one_length(key: str, value: dict) -> None:
     if len(value["losses"]) != len(value["norms"]):
-        raise UserError(f"{key} must have as many losses as norms")
+        raise UserError(f"{key} must have equal numbers of losses and norms")
 
 
 Step = Annotated[int, Between(0, LARGEST_STEP)]
@@ -104,7 +104,7 @@ class HealthState:
 class State:
     """The fields of state.json that are read. A field without a default is needed to resume; a file may hold others.
 
-    The class is only the schema of a file format, as those in config/ are: no object of it is made.
+    The class is only the schema of a file format; no object of this class is ever made.
     """
 
     step: Step
@@ -144,7 +144,7 @@ def check_state(path: Path, state: Any) -> None:
     check_fields(path, state, [name for name in hints if name in state or name in NEEDED_TO_READ])
     name = path.resolve().name
     if STEP_NAME.fullmatch(name) and int(name.removeprefix("step-")) != state["step"]:
-        raise Damaged(f"{path} is damaged: its state.json is of step {state['step']}")
+        raise Damaged(f"{path} is damaged: its name and its state.json (step {state['step']}) disagree")
 
 
 def check_resumable(path: Path, state: dict[str, Any]) -> None:

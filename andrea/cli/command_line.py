@@ -25,8 +25,8 @@ from andrea.runtime.streams import unfailing_output
 
 LONGEST_LINE = 2000  # characters of a message
 MORE_MEMORY = (
-    "free some memory or raise the limit of this process (ulimit -v), or make the work smaller: train.micro_batch=1 and "
-    "a smaller model=… to train, a smaller num_samples=… to sample"
+    "free some memory, raise the limit of this process (ulimit -v), or use less: when training, train.micro_batch=1 "
+    "and a smaller model=…; when sampling, a smaller num_samples=…"
 )
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
 # Errors that PyYAML raises, besides its own, for a malformed value such as 2001-99-99 or !!bool x

@@ -81,8 +81,8 @@ def group_help(usage: str, chosen: list[Key]) -> str:
 def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
     """The output of `--help` for the command that configs/CONFIG_NAME.yaml belongs to.
 
-    words: the other words of the command line; if they choose groups (data=text), only the keys of these are shown.
-    Raises UserError for an unknown choice.
+    words: the other words of the command line; if they choose groups (data=text), only the keys of these groups are
+    shown. Raises UserError for an unknown choice.
     """
     if chosen := typed_choices(config_name, list(words)):
         return group_help(usage, chosen)

@@ -42,7 +42,7 @@ def sweep(argv: list[str]) -> int:
     """Train once for each combination of the values in argv. Returns 0, or the exit code of the first run that failed.
 
     The runs form one wandb group (logger.group, or one named by the time) and are named by size, tokens and seed. The
-    last line counts the runs that are done and names those that failed.
+    last line counts the runs that are done and names the runs that failed.
     """
     typed, for_hydra = split(argv)
     group = typed.setdefault("logger.group", time.strftime("sweep-%Y%m%d-%H%M%S"))
@@ -95,8 +95,8 @@ def read_values(typed: dict[str, str]) -> dict[str, Any]:
             values[key] = parser.parse_override(f"value={value}")
         except (HydraException, RecursionError):
             raise UserError(
-                f"{key}={value} cannot be read by -m: write a,b or range(1,4) for several values, and put text "
-                f"with spaces or brackets in quotes of its own: {key}=\"'…'\""
+                f"{key}={value} cannot be read by -m: write a,b or range(1,4) for several values; for text with spaces "
+                f"or brackets, add a second pair of quotes: {key}=\"'…'\""
             ) from None
         if (CONFIGS / key).is_dir():
             is_varied = values[key].is_sweep_override()
@@ -165,7 +165,10 @@ def report(runs: list[SweepRun]) -> int:
 
 
 def cluster_task() -> dict[str, str]:
-    """The environment that makes each task of a cluster job a rank of one run; {} outside a job of several tasks."""
+    """The environment variables with which each task of a cluster job joins one run as a rank.
+
+    {} if the job has only one task, or outside a job.
+    """
     if "submitit" not in sys.modules:  # submitit's launcher has not started this process
         return {}
     import submitit

@@ -43,8 +43,8 @@ def check_model(model: ModelConfig, path: str) -> None:
         )
     if model.position == "rotary" and model.sequence_length * model.d_head > LARGEST_ROTARY_TABLE:
         raise UserError(
-            f"{path}.sequence_length={model.sequence_length} times the head width d_model / n_head = {model.d_head} is more "
-            f"than the {LARGEST_ROTARY_TABLE} angles that {path}.position=rotary keeps; lower one of them"
+            f"{path}.sequence_length={model.sequence_length} times the head width d_model / n_head = {model.d_head} is "
+            f"above the limit of {LARGEST_ROTARY_TABLE} for {path}.position=rotary; lower one of them"
         )
     if model.position == "rotary" and model.d_head % 2:
         raise UserError(
@@ -124,8 +124,8 @@ def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
         )
     if not 257 <= tokenizer.vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
-            f"{path}.vocab_size={tokenizer.vocab_size} is out of range: 256 bytes and end-of-text need 257 tokens, "
-            f"and the two bytes of a stored token can number at most {LARGEST_VOCABULARY}"
+            f"{path}.vocab_size={tokenizer.vocab_size} is out of range: it must be at least 257 (256 bytes and "
+            f"end-of-text) and at most {LARGEST_VOCABULARY} (a token is stored in two bytes)"
         )
 
 
@@ -221,7 +221,7 @@ def check_lens(config: LensConfig, path: str) -> None:
 
 def check_compare(config: CompareConfig, path: str) -> None:
     if not config.runs:
-        raise UserError("no run given; name run folders, or a folder that holds some: python -m andrea compare runs/")
+        raise UserError("no run given; name runs, or a folder that contains runs: python -m andrea compare runs/")
     if not config.out.endswith(".html"):
         raise UserError(f"out={config.out} must end in .html: it is a page; its picture is written next to it as .png")
     width, cross, height = config.size.partition("x")

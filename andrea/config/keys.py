@@ -200,9 +200,9 @@ def with_current_keys(hint: Any, values: Any) -> Any:
 
 
 def with_missing_keys(hint: Any, values: Any) -> Any:
-    """`values` with the keys that they lack, at any depth, if schema.py gives these keys a default. hint: type of `values`.
+    """`values`, at any depth, with the missing keys that have a default in schema.py. hint: type of `values`.
 
-    An older version saved no such key, and the default is what it meant.
+    An older version did not save these keys, and behaved as their defaults say.
     """
     if hint is None or not isinstance(values, dict):
         return values

@@ -107,8 +107,8 @@ def readable_path(key: str, value: str) -> str:
     """`value`, if it can name a file or a folder. Raises UserError."""
     if not can_be_path(value):
         raise UserError(
-            f"{key}={value[:80]!r} cannot be the name of a file or a folder: no NUL, at most {LONGEST_PART_BYTES} bytes "
-            f"between two slashes and {LONGEST_PATH_BYTES} in all"
+            f"{key}={value[:80]!r} is not a valid path: it must not contain NUL, a name may have at most "
+            f"{LONGEST_PART_BYTES} bytes, and the whole path at most {LONGEST_PATH_BYTES}"
         )
     if value.startswith("~") and os.path.expanduser(value) == value:
         user = value[1:].partition("/")[0]

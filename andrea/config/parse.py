@@ -23,7 +23,8 @@ class WrongType(UserError):
 def parse(kind: type, values: Any, path: str = "") -> Any:
     """Turn a plain mapping into the frozen dataclass `kind`, checking names, types, ranges and combinations.
 
-    path: the dotted key of `values` ('' at the top), used in messages. Old names of keys are accepted. Raises UserError.
+    path: the dotted key of `values` ('' at the top), used in messages. Old names of keys are accepted.
+    Raises UserError.
     """
     return parse_group(kind, with_current_keys(kind, values), path)
 
@@ -31,7 +32,7 @@ def parse(kind: type, values: Any, path: str = "") -> Any:
 def parse_group(kind: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
         raise UserError(
-            f"{path}={values!r} is not a set of keys: {path} is a group; choose one with {path}=NAME or set {path}.KEY=…"
+            f"{path}={values!r} is a single value, but {path} is a group of keys; set one of them with {path}.KEY=…"
         )
     hints = key_types(kind)
     prefix = f"{path}." if path else ""

@@ -185,7 +185,7 @@ class HealthConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the ranks that torchrun starts share the work. A single process uses `watchdog_minutes` alone."""
+    """How the ranks that torchrun starts share the work. A single process reads only `watchdog_minutes`."""
 
     kind: Literal["auto", "ddp", "fsdp"]
     shard_ranks: PositiveInteger | None

@@ -139,7 +139,7 @@ class Engine:
         return tokens
 
     def encode_end(self, prompt: str) -> tuple[list[int], int]:
-        """As `encode`, but a prompt longer than the window loses its first tokens. Also returns the number of these."""
+        """Like `encode`, but a prompt that is too long loses its first tokens. Also returns their number."""
         tokens = self.tokenizer.encode(prompt)
         n_window = self.model.config.sequence_length
         n_cut = max(0, len(tokens) - n_window)

@@ -126,7 +126,7 @@ def read_prompts(file: str, max_new_tokens: int) -> list[str]:
 
 
 def last_tokens(engine: Engine, prompt: str) -> list[int]:
-    """The prompt's tokens, at most as many as the model sees. One line on standard error says if its beginning is cut."""
+    """The last tokens of the prompt that the model can see. If the prompt is cut, a line on standard error says so."""
     tokens, n_cut = engine.encode_end(prompt)
     if n_cut:
         tell(

@@ -32,8 +32,8 @@ OPTIMISATION = {
 }
 ATTENTION = {
     "attention/entropy_nats": "entropy, nats",
-    "attention/entropy_share": "entropy as a share of the uniform distribution's",
-    "attention/lowest_entropy_share": "lowest entropy of a head, as a share of the uniform distribution's",
+    "attention/entropy_share": "entropy as a share of its maximum",
+    "attention/lowest_entropy_share": "lowest entropy of a head, as a share of its maximum",
     "attention/largest_logit": "largest logit",
     "attention/first_token_mass": "weight on the first token",
     "attention/highest_first_token_mass": "largest weight of a head on the first token",

@@ -1,6 +1,7 @@
 """The page of a run, `run.html` in its folder: its curves, heads and samples. Made again at each evaluation and sample.
 
-It is the page that `python -m andrea compare runs/NAME` writes. Training takes it as a logger that is passed in.
+It is the page that `python -m andrea compare runs/NAME` writes. Training gets the class as an argument, as one of its
+loggers.
 """
 
 from __future__ import annotations

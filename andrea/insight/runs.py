@@ -26,9 +26,9 @@ LEAST_WIDTH = 80  # characters of the terminal's lines
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run of the table. step: of the last record. bits_per_byte: of the run's result.
+    """One run of the table. step: the last record's step. bits_per_byte: the figure of the run's result.
 
-    changed: time of the last record, in seconds since 1970.
+    changed: the last record's time, in seconds since 1970.
     """
 
     name: str
@@ -89,11 +89,11 @@ def read_row(folder: Path) -> RunRow:
 
 
 def state_of(folder: Path, records: list[dict[str, Any]]) -> str:
-    """running, done, interrupted, stopped (by time), failed (by health), or broken off: a crash, or not finite."""
+    """running, done, interrupted, stopped (by time), failed (by health), or crashed: no end recorded, or not finite."""
     if is_locked(folder / ".lock"):
         return "running"
     event = records[-1].get("event") if records else None
-    return event if isinstance(event, str) else "broken off"
+    return event if isinstance(event, str) else "crashed"
 
 
 def inner(config: dict[str, Any], group: str, key: str) -> Any:
@@ -102,7 +102,7 @@ def inner(config: dict[str, Any], group: str, key: str) -> Any:
 
 
 def parameters_of(folder: Path) -> int | None:
-    """The number of parameters, from the header of the newest checkpoint; None without one that can be read."""
+    """The number of parameters, from the header of the newest checkpoint; None if no checkpoint can be read."""
     for path in reversed(checkpoints_of(folder)):
         try:
             return stored_numbers(path / "model.safetensors")

@@ -25,7 +25,7 @@ def choose_compile(requested: str, device: torch.device, total_flops: float) -> 
     up to a minute, and the model then trains a few percent faster (bench/README.md).
     """
     if requested != "auto":
-        return Choice(requested, "as set")
+        return Choice(requested, "as configured")
     if device.type == "mps":
         return Choice("off", "torch.compile is not reliable on mps")
     if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")):

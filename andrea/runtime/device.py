@@ -99,7 +99,7 @@ def choose_precision(requested: str, device: torch.device) -> Choice:
     if requested == "fp16" and device.type != "cuda":
         raise UserError(f"precision=fp16 needs a CUDA GPU, got device={device.type}; use precision=bf16 or fp32")
     if requested != "auto":
-        return Choice(requested, "as set")
+        return Choice(requested, "as configured")
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return Choice("bf16", "the GPU has bf16 instructions")

@@ -82,7 +82,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def lines_of(text: str) -> list[str]:
-    r"""The lines of `text`, which end at "\n" alone; one "\r" before it is dropped. A last empty line is not counted.
+    r"""The lines of `text`. Only "\n" ends a line; a "\r" before it is dropped. A last empty line is not counted.
 
     str.splitlines and text-mode files also end a line at U+0085, U+2028, a lone "\r" and others, which a user's text
     may hold within a line.

@@ -1,8 +1,9 @@
-"""Our C++ files, each compiled once for this processor, kept in the user's cache, and called with addresses of tensors.
+"""Our C++ files, each compiled once for this processor, kept in the user's cache, and called with tensors' addresses.
 
-Compiling a file takes a second or two. Without a compiler, torch's own kernels are used. A damaged library would end the
-process when it is loaded or called. Therefore a new one is first loaded in a process of its own, and its checksum is kept
-beside it: a library that has another one is compiled again. A folder that another user can write to is not used.
+Compiling a file takes a second or two. Without a compiler, torch's own kernels are used. A damaged library would end
+the process when it is loaded or called. Therefore a new library is first loaded in a separate process, and its checksum
+is kept next to it. A library with another checksum is compiled again. A folder that another user can write to is not
+used.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def is_intact(path: Path, checksum: Path) -> bool:
 
 
 def build(path: Path, source: Path, compiler: list[str]) -> None:
-    """Compile the file, and load the library in a process of its own. Raises NotCompiled, and OSError if it cannot be loaded."""
+    """Compile the file, and load the library in a separate process. Raises NotCompiled, or OSError if loading fails."""
     compiled = subprocess.run([*compiler, *FLAGS, str(source), "-o", path], capture_output=True)
     if compiled.returncode:
         raise NotCompiled(compiled.stderr.decode(errors="replace").strip().partition("\n")[0])

@@ -1,7 +1,7 @@
 """Recognises errors that mean: memory ran out. Imports no torch.
 
-torch has a class of its own for a GPU's memory only. On a CPU, where a limit (`ulimit -v`) or a machine without swap makes
-an allocation fail, torch raises a RuntimeError, and Python and numpy raise a MemoryError.
+torch has its own exception only for the memory of a GPU. On a CPU an allocation fails at a limit (`ulimit -v`), or on a
+machine without swap. Then torch raises a RuntimeError, and Python and numpy raise a MemoryError.
 """
 
 from __future__ import annotations

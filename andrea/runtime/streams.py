@@ -1,7 +1,7 @@
 """Standard output and standard error that never fail, because a lost terminal must not end a run.
 
 Writing fails when a reader has ended (`| head`), when the stream was closed (`>&-`), when the disk of a log is full, and
-when a terminal has hung up. What cannot be written is left out.
+when a terminal has hung up. Output that cannot be written is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STANDARD_DESCRIPTORS = (0, 1, 2)
 
 @final
 class UnfailingFile(io.FileIO):
-    """A file that leaves out what it cannot write. failure: the first error, None if there was none."""
+    """A file that drops any output that it cannot write. failure: the first error, None if there was none."""
 
     failure: OSError | None = None
     reported = False  # whether `new_failures` has returned the failure
@@ -42,7 +42,7 @@ class UnfailingFile(io.FileIO):
 
 @contextlib.contextmanager
 def unfailing_output() -> Iterator[None]:
-    """The context in which writing to sys.stdout and sys.stderr never fails. Streams that are not files stay as they are."""
+    """Context in which writing to sys.stdout and sys.stderr never fails. Streams that are not files are not changed."""
     before = sys.stdin, sys.stdout, sys.stderr
     fill_closed_descriptors()
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (stays open as long as the process)
@@ -54,7 +54,10 @@ def unfailing_output() -> Iterator[None]:
 
 
 def fill_closed_descriptors() -> None:
-    """Open the null device for each closed standard descriptor. Otherwise the next file, maybe a checkpoint, takes its place."""
+    """Open the null device for each closed standard descriptor.
+
+    Otherwise the next file that is opened, maybe a checkpoint, would get that descriptor, and output would go into it.
+    """
     for descriptor in STANDARD_DESCRIPTORS:
         try:
             os.fstat(descriptor)
@@ -63,7 +66,7 @@ def fill_closed_descriptors() -> None:
 
 
 def unfailing(stream: TextIO | None) -> TextIO:
-    """A stream that writes to the same file as `stream` and never fails. None is a stream that was closed at the start."""
+    """A stream that writes to the same file as `stream` and never fails. stream: None if it was closed at the start."""
     if stream is None:
         file = UnfailingFile(os.open(os.devnull, os.O_WRONLY), "w")
         file.failure = OSError(errno.EBADF, "it was closed at the start")
@@ -98,12 +101,12 @@ def new_failures() -> list[str]:
         file = raw_file(stream)
         if isinstance(file, UnfailingFile) and file.failure and not file.reported:
             file.reported = True
-            lines.append(f"{name} cannot be written ({file.failure.strerror}): what was meant for it is lost")
+            lines.append(f"{name} cannot be written ({file.failure.strerror}); its text is lost")
     return lines
 
 
 def raise_output_failure() -> None:
-    """Raise the OSError of standard output, for a command that is of no use without it."""
+    """Raise the OSError of standard output, for a command that is useless without standard output."""
     file = raw_file(sys.stdout)
     if isinstance(file, UnfailingFile) and file.failure:
         raise file.failure

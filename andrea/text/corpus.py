@@ -122,8 +122,8 @@ def check_weights(configs: dict[str, SourceConfig]) -> None:
     unset = [name for name, config in configs.items() if config.weight is None]
     if given and unset and sum(given) >= 1:
         raise UserError(
-            f"data.sources.{unset[0]}.weight is missing, and the other weights already sum to {sum(given):g}; set it, "
-            f"or lower the others to a sum below 1"
+            f"data.sources.{unset[0]}.weight is missing, and the other weights already sum to {sum(given):g}; set "
+            f"this weight, or lower the other weights to a sum below 1"
         )
 
 
@@ -169,7 +169,7 @@ def folders_of(
 def holds_all_text(folder: SourceFolder) -> bool:
     """Whether the folder exists and holds every byte of its source's files.
 
-    A folder that an earlier version prepared by the files' endings is then what it would be by their content.
+    If so, a folder that an earlier version prepared by the files' endings is the same as a folder prepared by content.
     """
     if isinstance(folder.source, ShardSource) or folder.source.kind == "pystdlib":
         return folder.path.exists()

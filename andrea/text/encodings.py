@@ -24,7 +24,7 @@ BINARY, DAMAGED, UNKNOWN = "binary", "with damaged UTF-8", "in an unknown encodi
 
 @dataclass(frozen=True)
 class Form:
-    """How the bytes of a file are text: their encoding, or if it is None, why they are not text."""
+    """The encoding of a file's bytes. If it is None, `fault` says why they are not text."""
 
     encoding: str | None
     size: int  # bytes of the text in UTF-8

@@ -1,4 +1,4 @@
-"""What was found among the files and documents of a source: counts and first names of all that is left out or converted."""
+"""Counts and names the files and documents of a source that are left out or converted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMBERED = re.compile(r"(\.\d+)+$")  # libm.so.6 ends in .so
 
 @dataclass
 class Findings:
-    """Files and documents by what happened to them. n_file_left_out: files of which nothing is read."""
+    """Files and documents by what happened to them. n_file_left_out: the number of files that are not read."""
 
     names: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Findings:
         self.binary_endings[PurePosixPath(NUMBERED.sub("", name)).suffix.lower() or "without an ending"] += 1
 
     def lacks_field(self, wanted: str, fields: list[str], name: str, is_file: bool) -> None:
-        """Count a document, or a whole file, as left out because it lacks the field `wanted`. `fields`: those it has."""
+        """Count a document, or a whole file, as left out because it lacks the field `wanted`. fields: its fields."""
         reason = f'without the field "{wanted}"'
         (self.leave_out_file if is_file else self.leave_out)(reason, name)
         self.other_fields.setdefault(f"left out {{}} ({reason})", {}).update(dict.fromkeys(fields))
@@ -54,7 +54,7 @@ class Findings:
         return Findings(names, dict(self.counts), Counter(self.binary_endings), fields, self.n_file_left_out)
 
     def lines(self, key: str = "data") -> list[str]:
-        """One line for each thing that happened. key: of the source, in the advice to set data.field."""
+        """One line for each thing that happened. key: the source's key, used in the advice to set data.field."""
         lines = []
         for words, count in self.counts.items():
             line = f"{words.format(f'{count:,}')}: {', '.join(self.names[words])}{', …' * (count > NAMED_AT_MOST)}"

@@ -174,14 +174,14 @@ def documents_of_parquet(path: Path, name: str, fields: tuple[str, ...], finding
 
 
 def checked(value: Any, field: str, key: str, findings: Findings) -> bytes | None:
-    """A record's field as UTF-8; None if it is not text, which is added to `findings`."""
+    """A record's field as UTF-8. If it is not text, the record is added to `findings`, and the result is None."""
     text = text_of_messages(value) if isinstance(value, list) and field != DEFAULT_FIELD else value
     try:
         data = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError:  # half of a surrogate pair
         data = b"\0"
     if not isinstance(data, bytes):
-        findings.leave_out(f'of which "{field}" is not text', key)
+        findings.leave_out(f'the field "{field}" is not text', key)
     elif not data:
         findings.leave_out("empty", key)
     elif not is_utf8(data):

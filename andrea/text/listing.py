@@ -1,4 +1,4 @@
-"""Which files of a folder are read: all that hold text, or, as in earlier versions, those with certain endings."""
+"""Chooses the files of a folder to read: all text files, or, as in earlier versions, the files with certain endings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from andrea.text.encodings import begins_binary
 from andrea.text.findings import Findings
 
 HEAD_BYTES = 4096  # read of each file, to recognise binary files
-LINKED = "linked to a file or folder that is listed already"
+LINKED = "link to a file or folder that is listed already"
 FoundFile = tuple[str, Path, os.stat_result]  # relative posix path, path, stat
 
 
@@ -31,7 +31,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files to read, by name. entries: for each the list that the hash of the prepared folder's name covers."""
+    """The files to read, by name. entries: for each file the list that is hashed into the prepared folder's name."""
 
     files: list[Path]
     entries: list[list[Any]]  # [relative posix path, bytes, time of the last change], and by content crc32 of the head
@@ -56,9 +56,10 @@ def list_by_ending(root: Path, suffixes: tuple[str, ...], folders_left_out: set[
 
 
 def list_by_content(root: Path) -> Listing:
-    """The file `root`, or the files under it that do not begin as binary files do.
+    """The file `root`, or the files under it whose beginnings do not look binary.
 
-    Links are followed, but no file or folder is read twice through one. Raises OSError if `root` cannot be read.
+    Links are followed, but a file or folder is read only once, even if several links lead to it. Raises OSError if
+    `root` cannot be read.
     """
     findings = Findings()
     if root.is_file():
@@ -82,7 +83,7 @@ def list_by_content(root: Path) -> Listing:
 
 
 class Walk:
-    """All files under a folder. Links are followed last, so that a file has the name under which it really is there."""
+    """All files under a folder. Links are followed last, so that a file is listed under its own path, not a link's."""
 
     def __init__(self, root: Path, findings: Findings) -> None:
         self.root, self.findings = root, findings
@@ -146,10 +147,10 @@ class Walk:
         try:
             stat = path.stat()
         except OSError:  # the target is gone, or a link to itself
-            self.findings.leave_out_file("linked to nothing", name)
+            self.findings.leave_out_file("broken link", name)
             return []
         if identity(stat) in self.around:
-            self.findings.leave_out_file("linked to a folder around it", name)
+            self.findings.leave_out_file("link to a folder that contains it", name)
         elif identity(stat) in self.folders or identity(stat) in self.found_files:
             self.findings.leave_out_file(LINKED, name)
         elif S_ISDIR(stat.st_mode):
@@ -171,7 +172,7 @@ def is_hidden(name: str) -> bool:
 
 
 def selected(listing: Listing, selection: Selection, key: str) -> Listing:
-    """The part of the listing that include and exclude leave. key: of the source, for messages."""
+    """The listing without the files that include and exclude leave out. key: the source's key, for messages."""
     if not selection.include and not selection.exclude:
         return listing
     include, exclude = ([pattern_of(glob) for glob in globs] for globs in (selection.include, selection.exclude))
@@ -179,9 +180,9 @@ def selected(listing: Listing, selection: Selection, key: str) -> Listing:
     for path, entry in zip(listing.files, listing.entries, strict=True):
         name = entry[0]
         if include and not matches(include, name):
-            findings.leave_out_file(f"not named by {key}.include", name)
+            findings.leave_out_file(f"not matched by {key}.include", name)
         elif matches(exclude, name):
-            findings.leave_out_file(f"named by {key}.exclude", name)
+            findings.leave_out_file(f"matched by {key}.exclude", name)
         else:
             files.append(path)
             entries.append(entry)
@@ -189,12 +190,12 @@ def selected(listing: Listing, selection: Selection, key: str) -> Listing:
     for option, globs, patterns in (("include", selection.include, include), ("exclude", selection.exclude, exclude)):
         for glob, pattern in zip(globs, patterns, strict=True):
             if not any(map(pattern.fullmatch, names)):
-                findings.add(f"{{}} of {key}.{option} named no text file", glob)
+                findings.add(f"{{}} glob of {key}.{option} matched no text file", glob)
     return Listing(files, entries, findings)
 
 
 def pattern_of(glob: str) -> re.Pattern[str]:
-    """A glob as a pattern of a path or of the first folders of one, as in a .gitignore file.
+    """A glob as a regular expression. As in a .gitignore file, it matches a path, or the first folders of a path.
 
     `*` and `?` stand for characters other than '/', `**` for any folders. A glob without '/' may match at any depth.
     """

@@ -57,7 +57,8 @@ class Shard:
     """The tokens of one file: `len(shard)`, and `shard[start:stop]` as uint16 (stop - start,), read from the disk.
 
     The file is not memory-mapped. If another program cuts a mapped file short, the system ends the process with SIGBUS,
-    which Python cannot catch; here it raises DataLost. The file stays open, so it may be deleted while it is in use.
+    which Python cannot catch. Reading a file of this class raises DataLost instead. The file stays open, so it may be
+    deleted while it is in use.
     """
 
     def __init__(self, path: Path, file: io.FileIO, count: int) -> None:

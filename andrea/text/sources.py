@@ -89,7 +89,7 @@ class Source:
 
     @property
     def hashed(self) -> list[Any]:
-        """What the hash in the prepared folder's name covers, besides the tokenizer."""
+        """The facts that are hashed into the prepared folder's name, besides the tokenizer."""
         if not self.selection.by_content and self.selection.field is None:
             return self.listing
         return [
@@ -98,7 +98,7 @@ class Source:
         ]
 
     def as_by_ending(self) -> Source:
-        """The same files as a source by their endings, for the name of the folder that an earlier version prepared."""
+        """This source as an earlier version saw it, with files chosen by their endings: gives the old folder's name."""
         source = copy.copy(self)
         source.selection = Selection()
         source.listing = [entry[:3] for entry in self.listing]
@@ -106,7 +106,7 @@ class Source:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all files have the endings of plain text, of which all bytes are read."""
+        """Whether all files have the endings of plain text. All bytes of such files are read."""
         return all(file.suffix in PLAIN_SUFFIXES for file in self.files)
 
     def check(self, report: Report) -> int:
@@ -161,7 +161,8 @@ class Source:
     def cuts_documents(self) -> bool:
         """Whether the last tenth of each document is held out, instead of whole documents.
 
-        This is the case if there are few documents, or if all their hashes fall into the same split.
+        The last tenth is held out if there are few documents, or if the hashes of all documents fall into the same
+        split.
         """
         sides, count = set(), 0
         for document in self.every_document(Findings()):

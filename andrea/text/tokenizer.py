@@ -1,7 +1,7 @@
 """Text to token ids and back. V = n_vocab. The special token end_of_text precedes every document and has no bytes.
 
 `ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding by tiktoken. The rank of a token is
-its id and its priority in merging. `train_bpe` trains the ranks, or `load_gpt2` loads those of GPT-2. A tokenizer is
+its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` loads GPT-2's. A tokenizer is
 saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
 """
 
@@ -320,7 +320,7 @@ def from_pair(folder: Path) -> Tokenizer:
             raise UserError(f"tokenizer.path={folder} lacks {name} (or {cached_name}, its name in tiktoken's cache)")
         contents[name] = found[0].read_bytes()
         if hashlib.sha256(contents[name]).hexdigest() != sha256:
-            raise UserError(f"{found[0]} is damaged: its sha256 is not that of GPT-2's {name}; copy it again")
+            raise UserError(f"{found[0]} is damaged: its sha256 differs from that of GPT-2's {name}; copy it again")
     byte_of = visible_bytes()
     merges = [line.split() for line in contents["vocab.bpe"].decode().split("\n")[1:-1]]
     tokens = [*byte_of, *(first + second for first, second in merges)]

@@ -65,7 +65,7 @@ class Endings:
         return 0 if done else self.stopping.exit_code
 
     def result(self) -> Path:
-        """The folder of the checkpoint that stands for the run."""
+        """The folder of the checkpoint that is the run's result."""
         progress, best = self.progress, best_of(self.checkpoints.folder)
         if best is None or is_best_so_far(vars(progress)):
             return self.checkpoints.path

@@ -63,7 +63,7 @@ class Evaluator:
         """Validation losses and health figures.
 
         size_ratios: `Update.size_ratios` of the last step. whole: evaluate the whole held-out split instead of
-        train.eval_tokens tokens. The last evaluation of a run always does so.
+        train.eval_tokens tokens. The last evaluation of a run always evaluates the whole split.
         """
         train, last = self.config.train, self.progress.step == self.progress.planned_steps
         whole = whole or last
@@ -129,7 +129,7 @@ class Evaluator:
         return figures
 
     def failed(self) -> list[str]:
-        """The findings, judged on rank 0, for which the run stops. Empty unless health.on_failure=stop."""
+        """The findings that stop the run, judged on rank 0. Empty unless health.on_failure=stop."""
         stops = self.config.health.on_failure == "stop"
         return self.ranks.from_rank_0(lambda: self.health.failed() if stops else [])
 

@@ -75,6 +75,7 @@ def finite_or_none(number: float) -> float | None:
 def measures_every_step(attention: AttentionConfig) -> bool:
     """Whether every training step measures the heads.
 
-    The Triton kernel needs no extra pass for this. QK-clip needs each step's largest logits with any implementation.
+    The Triton kernel measures them without an extra pass. QK-clip needs each step's largest logits with any
+    implementation.
     """
     return attention.implementation == "triton" or attention.qk_clip is not None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class FinishedRun(NamedTuple):
-    """exit_code: see docs/runs.md. folder: of the run; None if only a plan was printed."""
+    """exit_code: see docs/runs.md. folder: the run's folder; None if only a plan was printed."""
 
     exit_code: int
     folder: Path | None

@@ -76,21 +76,21 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
 
 
 def newest_since_restart(named: Checkpoint, config: RunConfig) -> Checkpoint:
-    """The newest checkpoint of a run that was resumed from `named` and then restarted by torchrun; at first `named`."""
+    """The newest checkpoint of a run that was resumed from `named` and restarted by torchrun; without one, `named`."""
     folder = run_folder_of(named) or (Path(config.runs_dir) / config.name if config.name else None)
     return (newest_whole(folder) if folder else None) or named
 
 
 def without_run(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as the start of a new run: its state names no run, no best result and no wandb run any more."""
+    """The checkpoint as the start of a new run: run, best result and wandb run are removed from its state."""
     return dataclasses.replace(checkpoint, state=checkpoint.state | {"run": None, "best_bpb": None, "wandb_id": None})
 
 
 def verified_config(checkpoint: Checkpoint, typed: RunConfig) -> RunConfig:
-    """The saved configuration, once the whole checkpoint has been checked against it; nothing is written before.
+    """The saved configuration, after the whole checkpoint has been checked against it. Nothing is written.
 
-    typed: the configuration of this command line, from which come OF_THIS_COMMAND and groups that an older version did
-    not know. Raises Damaged, or UserError if the checkpoint has no optimizer state.
+    typed: the configuration of this command line. It supplies the keys of OF_THIS_COMMAND, and the groups that an older
+    version did not know. Raises Damaged, or UserError if the checkpoint has no optimizer state.
     """
     check_resumable(checkpoint.path, checkpoint.state)
     try:
@@ -153,13 +153,13 @@ def show_resume(
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
     if intervals := settled_intervals(config):
-        print(f"  chosen anew for {config.steps} steps, because left auto: {intervals}")
+        print(f"  recomputed for {config.steps} steps, because they are set to auto: {intervals}")
     if line := describe_rate(progress_of(checkpoint, saved), saved, progress, config):
         print(f"  {line}")
 
 
 def data_sources(config: RunConfig) -> list[str]:
-    """What the run reads, for the user to see before it is read: the paths come from the checkpoint."""
+    """The run's data sources. They are printed before they are read, because their paths come from the checkpoint."""
     if config.data.kind == "mixture":
         return [f"{name}: {source.kind} {source.path or ''}".rstrip() for name, source in config.data.sources.items()]
     return [f"{config.data.kind} {config.data.path or ''}".rstrip()]
@@ -173,7 +173,7 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
     if checkpoint is not None:
         if checkpoint.state["data"] != corpus.fingerprint:
             raise UserError(
-                f"the data differ from those of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
+                f"the data differ from the data of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
                 f"{corpus.fingerprint[:12]}); restore them, or start a new run with init_from={checkpoint.path}"
             )
         return None
@@ -184,7 +184,7 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
     if tokenizer.identity != corpus.tokenizer.identity:  # a vocabulary that was trained just now
         raise UserError(
             f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses "
-            f"{corpus.tokenizer.identity}; leave tokenizer out to take that of init_from"
+            f"{corpus.tokenizer.identity}; leave tokenizer out to use the tokenizer of init_from"
         )
     return source.model_tensors()
 
@@ -234,10 +234,11 @@ def merge(
 ) -> tuple[dict, list[str]]:
     """The saved configuration, overridden by the typed values, and one line for each changed key.
 
-    A typed group replaces the saved group key by key; but for a key that is `auto` in the typed group, the saved value
-    stays, and a key that the saved configuration lacks keeps the meaning that it had before there was such a key.
+    A typed group replaces the saved group key by key, with two exceptions. If a key is `auto` in the typed group, the
+    saved value stays. If the saved configuration is older than a key, that key gets the value that matches the old
+    behaviour.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
-    left_auto: keys that are settled again if a key that they depend on has changed.
+    left_auto: keys that become `auto` again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
     """
     saved = with_current_keys(RunConfig, saved)

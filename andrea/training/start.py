@@ -56,7 +56,7 @@ MakeLogger = Callable[[Path], Logger]  # run folder -> logger
 class RunSetup:
     """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced.
 
-    left_auto: the keys that the user has left `auto`, also those that an earlier process of the run has settled.
+    left_auto: the keys that the user has left `auto`, also if an earlier process of the run has chosen their values.
     """
 
     asked: RunConfig
@@ -91,7 +91,7 @@ def start(
     machine = Machine.of_rank(config.device, ranks)
     folder, holds_checkpoint = ranks.from_rank_0(lambda: folder_to_write(config, checkpoint))
     if checkpoint and not holds_checkpoint:
-        console.say(f"{checkpoint.path} is a copy, outside the folder of its run: the run continues in {folder}")
+        console.say(f"{checkpoint.path} is a copy outside the folder of its run; the run continues in {folder}")
         checkpoint = without_run(checkpoint)
     tokenizer = tokenizer_config(config, checkpoint)
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))

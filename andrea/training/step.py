@@ -130,7 +130,7 @@ class TrainingStep:
             self.console.say(f"out of memory: the step is run again with train.micro_batch={self.micro_batch}")
 
     def remedy(self) -> str:
-        """The message where the micro-batch cannot be halved."""
+        """The out-of-memory message if the micro-batch cannot be halved."""
         remedies = {
             "a smaller train.micro_batch": self.micro_batch > 1,
             "train.activation_checkpointing=true": not self.config.train.activation_checkpointing,
@@ -148,7 +148,7 @@ class TrainingStep:
 
 
 def micro_batches(tokens: Tensor, targets: Tensor, size: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut tokens and targets (n, T) into pieces of exactly (size, T), as many as `rows` rows need.
+    """Cut tokens and targets (n, T) into pieces of exactly (size, T), enough for `rows` rows.
 
     Rows that are added to fill a piece have no targets.
     """

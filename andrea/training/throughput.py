@@ -6,7 +6,7 @@ from __future__ import annotations
 class Throughput:
     """The speed of training since the last record.
 
-    peak_flops: of one device, in FLOP/s. If it is None, no MFU (model FLOPs utilisation) is reported.
+    peak_flops: the peak of one device, in FLOP/s. If it is None, no MFU (model FLOPs utilisation) is reported.
     """
 
     def __init__(self, tokens_per_step: int, flops_per_token: int, peak_flops: float | None, n_device: int) -> None:

@@ -43,7 +43,7 @@ class Tempered(Compatibility):
 
 
 class Distance(Compatibility):
-    """Without a lowered form."""
+    """Without a method `lower`."""
 
     def scores(self, query, key):
         return -(query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)

@@ -174,7 +174,7 @@ def test_choose_tells_what_runs_and_why():
 
     assert chosen("auto", compatibility=ScoresAlone()) == (
         "reference",
-        "ScoresAlone has no lowered form (a plain dot product)",
+        "ScoresAlone has no method `lower` that rewrites it as a plain dot product",
     )
     assert chosen("auto", compiled=True)[0] == "sdpa"  # nothing trains here: no gradient is wanted
 
@@ -185,9 +185,9 @@ def test_choose_tells_what_runs_and_why():
         (
             "sdpa",
             {"compatibility": Additive(7, 7, 5)},
-            "Additive has no lowered form \\(a plain dot product\\), which every fused kernel needs",
+            "every fused kernel needs a plain dot product, and Additive has no method `lower`",
         ),
-        ("triton", {"compatibility": Additive(7, 7, 5)}, "Additive has no lowered form"),
+        ("triton", {"compatibility": Additive(7, 7, 5)}, "Additive has no method `lower`"),
         ("chunked", {}, "it supports the additive function only"),
         ("sdpa", {"statistics": True}, "it does not return statistics; use triton or reference"),
         ("flex", {}, "it needs a CUDA GPU, got device=cpu"),

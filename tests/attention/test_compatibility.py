@@ -1,4 +1,4 @@
-"""Compatibility functions: scores solved by hand, the lowered form, and the variance that the scale gives."""
+"""Compatibility functions: scores solved by hand, the method `lower`, and the variance that the scale gives."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_lowering_is_computed_in_fp32_and_cast_last(name, autocast):
 
 def test_the_additive_function_has_no_lowered_form():
     assert not Additive(3, 5, 7).lowers
-    with pytest.raises(NotImplementedError, match="Additive has no lowered form"):
+    with pytest.raises(NotImplementedError, match="Additive has no method `lower`"):
         Additive(3, 5, 7).lower(torch.zeros(1, 3), torch.zeros(1, 5))
 
 

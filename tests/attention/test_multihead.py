@@ -209,7 +209,7 @@ def test_a_cache_serves_every_compatibility_function(name):
 
 def test_what_has_no_lowered_form_cannot_be_turned():
     attention = MultiHeadAttention(D_MODEL, H, compatibility=make_compatibility("additive", H, D))
-    with pytest.raises(ValueError, match="Additive has no lowered form, which rotary positions need"):
+    with pytest.raises(ValueError, match="rotary positions need .* method `lower`, and Additive has none"):
         attention(torch.randn(B, T, D_MODEL), shared=SharedInputs(place=lambda tensor: tensor))
 
 

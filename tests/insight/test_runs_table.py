@@ -36,7 +36,7 @@ def test_every_run_is_a_row_with_its_figures_and_state(tmp_path: Path, capsys: p
     assert heads == ["run", "model", "params", "step", "bits/byte", "state", "last record"]
     assert [row[:6] for row in rows] == [
         ["whole", "andrea-nano", "2.00k", "100/100", rows[0][4], "done"],
-        ["broken", "andrea-nano", "2.00k", "60/100", rows[1][4], "broken off"],
+        ["broken", "andrea-nano", "2.00k", "60/100", rows[1][4], "crashed"],
         ["young", "andrea-nano", "–", "5/100", "–", "interrupted"],
     ]
     last = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -59,7 +59,7 @@ def test_damaged_run_folders_are_rows_as_well(tmp_path: Path, capsys: pytest.Cap
     folder = make_run(tmp_path / "one")
     (folder / "metrics.jsonl").write_text('{"step": "x", "val/bpb": "y"}\n[1]\n{"step"')
     next(folder.glob("checkpoints/*/model.safetensors")).write_bytes(b"\xff" * 20)
-    assert table(capsys, str(tmp_path))[1][:6] == ["one", "andrea-nano", "–", "0/100", "–", "broken off"]
+    assert table(capsys, str(tmp_path))[1][:6] == ["one", "andrea-nano", "–", "0/100", "–", "crashed"]
 
 
 @pytest.mark.parametrize(("made", "message"), [(False, "is not a folder"), (True, "holds no run")])

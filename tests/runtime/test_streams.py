@@ -35,7 +35,7 @@ def test_a_lost_reader_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None
         raise_output_failure()
         for _ in range(3):
             print("x" * 99999, flush=True)
-        assert new_failures() == ["standard output cannot be written (Broken pipe): what was meant for it is lost"]
+        assert new_failures() == ["standard output cannot be written (Broken pipe); its text is lost"]
         assert not new_failures()
         with pytest.raises(BrokenPipeError):
             raise_output_failure()

@@ -119,7 +119,7 @@ def test_changed_data_are_noticed_on_resume(tiny_run, notes: Path, tmp_path: Pat
     tiny_run("name=a", f"data.path={copy}", "train.steps=4")
     for path in copy.iterdir():
         path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(ValueError, match="data differ from those"):
+    with pytest.raises(ValueError, match="data differ from the data of"):
         tiny_run("name=a", f"data.path={copy}", "train.steps=8", "resume=auto")
 
 
@@ -163,9 +163,9 @@ def test_weights_of_another_model_or_tokenizer_are_refused_before_any_text_is_re
         "name=c",
     ]
     for typed, match in (
-        (["model.n_layer=1"], r"model\.n_layer=1 \(there 2\); leave model\.n_layer out"),
-        (["model=gpt2", "model.sequence_length=32"], r"model\.d_model=768 \(there 32\)"),
-        (["attention=bilinear"], r"attention\.compatibility=bilinear \(there scaled_dot\)"),
+        (["model.n_layer=1"], r"model\.n_layer=1 \(init_from has 2\); leave model\.n_layer out"),
+        (["model=gpt2", "model.sequence_length=32"], r"model\.d_model=768 \(init_from has 32\)"),
+        (["attention=bilinear"], r"attention\.compatibility=bilinear \(init_from has scaled_dot\)"),
         (["tokenizer=bpe"], r"tokenizer byte-257-\w+, but this run uses tokenizer=bpe.*leave tokenizer out"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -290,7 +290,7 @@ def test_the_plan_is_printed_and_nothing_is_written(tiny_run, tmp_path: Path, ca
     assert not (tmp_path / "runs").exists() and not (tmp_path / "data").exists()
     tiny_run("name=a", "train.steps=4")
     tiny_run("dry_run=true", "train.micro_batch=2")
-    assert "GFLOP/s of a" in capsys.readouterr().out
+    assert "estimated from run a (" in capsys.readouterr().out
 
 
 def test_the_time_is_expected_from_a_run_in_the_same_mode_and_by_flops(tiny_run, tmp_path: Path, capsys) -> None:

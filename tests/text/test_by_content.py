@@ -131,13 +131,11 @@ def test_files_found_are_files_read_and_files_named_as_left_out(tmp_path: Path) 
         "left out 1 (in an unknown encoding; convert to UTF-8): russian.txt",
         "left out 1 (unreadable): cut.gz",
         "left out 1 (neither file nor folder): pipe",
-        "left out 2 (linked to nothing): docs/self, gone",
-        "left out 2 (linked to a folder around it): around, docs/loop",
+        "left out 2 (broken link): docs/self, gone",
+        "left out 2 (link to a folder that contains it): around, docs/loop",
     ):
         assert line in said, said
-    assert any(line.startswith("left out 4 (linked to a file or folder that is listed already): ") for line in said), (
-        said
-    )
+    assert any(line.startswith("left out 4 (link to a file or folder that is listed already): ") for line in said), said
 
 
 def test_an_uncut_split_reads_every_document_once(tmp_path: Path) -> None:
@@ -171,10 +169,10 @@ def test_globs_choose_files_and_say_what_they_leave_out(tmp_path: Path) -> None:
     folder_of(tmp_path, {name: name.encode() for name in names})
     documents, said = read(tmp_path, include=("*.py", "docs/*.md"), exclude=("build/", "*.jpg"))
     assert documents == ["a.py", "docs/b.md", "src/main.py"]
-    assert "left out 2 (not named by data.include): a.md, docs/deep/c.md" in said
+    assert "left out 2 (not matched by data.include): a.md, docs/deep/c.md" in said
     assert "left out 2 (named by data.exclude): build/d.py, x/build/e.py" in said
-    assert "1 of data.exclude named no text file: *.jpg" in said
-    with pytest.raises(UserError, match=r"holds no text file \(left out 7 .not named by data.include"):
+    assert "1 glob of data.exclude matched no text file: *.jpg" in said
+    with pytest.raises(UserError, match=r"holds no text file \(left out 7 .not matched by data.include"):
         read(tmp_path, include=("*.rs",))
 
 
@@ -217,7 +215,7 @@ def test_a_field_of_the_records_is_read_and_others_are_listed(tmp_path: Path) ->
     assert (
         'left out 1 (without the field "body"): a.jsonl#1 (fields found: title; choose one with data.field=…)' in said
     )
-    assert 'left out 1 (of which "body" is not text): a.jsonl#2' in said
+    assert 'left out 1 (the field "body" is not text): a.jsonl#2' in said
     assert "left out 1 (lines that are no JSON object): a.jsonl#3" in said
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "packed"}\n'))
     assert read(tmp_path, field="body")[0] == ["first", "packed"]
@@ -235,7 +233,9 @@ def test_conversations_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     documents, said = read(tmp_path)
     assert documents == ["user: Hello\n\nassistant: Good day\n", "plain"]
-    assert "left out 1 (empty): a.jsonl#1" in said and 'left out 1 (of which "messages" is not text): a.jsonl#2' in said
+    assert (
+        "left out 1 (empty): a.jsonl#1" in said and 'left out 1 (the field "messages" is not text): a.jsonl#2' in said
+    )
 
 
 def test_parquet_is_read_by_field_and_as_conversations(tmp_path: Path) -> None:

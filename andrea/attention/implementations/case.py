@@ -86,7 +86,8 @@ class Case:
 def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
     """The reason why a fused kernel cannot serve the case, or None. measures: whether the kernel returns statistics."""
     if not case.compatibility.lowers:
-        return f"{type(case.compatibility).__name__} has no lowered form (a plain dot product), which every fused kernel needs"
+        name = type(case.compatibility).__name__
+        return f"every fused kernel needs a plain dot product, and {name} has no method `lower` that rewrites it as one"
     if case.statistics and not measures:
         return "it does not return statistics; use triton or reference"
     return None

@@ -28,7 +28,7 @@ def refusal(case: Case) -> str | None:
         return "it supports the causal mask only"
     start = case.first_position
     if query.shape[-2] != key.shape[-2] or not (isinstance(start, int) and start == 0):
-        return "it needs as many queries as keys, both from the first position"
+        return "it needs equal numbers of queries and keys, both starting at position 0"
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % D_STEP:
         return f"it needs keys and values of equal width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
     if not has_native():

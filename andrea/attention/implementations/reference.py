@@ -1,6 +1,6 @@
 """The textbook formula of attention, with names for all intermediate results.
 
-This implementation serves every device and every compatibility function, and supports every kind of autograd. It is
+This implementation serves every device and every compatibility function, and supports gradients of gradients. It is
 written to be read, not to be fast. Every other implementation is tested against it.
 T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q, d_k, d_v; any leading dimensions in
 front.

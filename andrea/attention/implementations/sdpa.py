@@ -30,7 +30,7 @@ def refusal(case: Case, backend: str | None = None) -> str | None:
         return reason
     square = case.query.shape[-2] == case.key.shape[-2]
     if backend == "sdpa_flash" and not (case.mask is None or (isinstance(case.mask, Causal) and square)):
-        return "torch's flash kernel supports only the causal mask, with as many queries as keys"
+        return "torch's flash kernel supports only the causal mask, with equal numbers of queries and keys"
     return None
 
 

@@ -516,8 +516,8 @@ def shape_constants(query: Tensor, value: Tensor) -> dict:
 
 
 def interval_of(first: Tensor | None, stop: Tensor | None, query: Tensor, causal: bool) -> tuple:
-    """The mask's mode, and first and stop of the keys that each query sees, expanded to (B, H, T) without a copy, with
-    their strides."""
+    """Return (mode, first, stop, strides): the mask's mode; for each query the index of the first key that it sees and
+    the index after the last, as (B, H, T) views; and the strides of these views."""
     if first is None or stop is None:
         return (CAUSAL if causal else NONE), query, query, (0, 0, 0)  # any pointer, because the kernel does not read it
     first, stop = first.expand(query.shape[:3]), stop.expand(query.shape[:3])

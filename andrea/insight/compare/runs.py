@@ -126,8 +126,8 @@ def find_run_folders(paths: list[str], runs_dir: str = "runs") -> list[Path]:
         if path is None:
             names = [child.name for child in runs_inside(Path(runs_dir))]
             raise UserError(
-                f"{typed} is neither a folder nor a run under runs_dir={runs_dir}; name runs, run folders, or a folder "
-                f"that holds some (runs/){nearest(typed, names)}"
+                f"{typed} is neither a folder nor a run under runs_dir={runs_dir}; name runs, or a folder that "
+                f"contains runs (runs/){nearest(typed, names)}"
             )
         inside = [path] if is_run(path) else runs_inside(path)
         if not inside:
@@ -235,7 +235,7 @@ def curve(records: list[dict[str, Any]], figures: tuple[str, ...]) -> Curve:
 
 
 def head_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """step, tokens and the tables (L, H) of the figures attention/heads/…, of each measurement of the heads."""
+    """For each measurement of the heads: step, tokens, and the tables (L, H) of the figures attention/heads/…."""
     found = []
     for record in records:
         tables = {key.removeprefix(HEADS): value for key, value in record.items() if key.startswith(HEADS)}

@@ -62,7 +62,7 @@ def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
 
 
 def shorten_in_middle(text: str, width: int) -> str:
-    """The text in at most `width` characters. Two thirds are kept of its end, in which names of runs usually differ."""
+    """The text in at most `width` characters. Most of them are from its end, where names of runs usually differ."""
     if len(text) <= width:
         return text
     head = (width - 1) // 3

@@ -64,8 +64,9 @@ NAMES = (
 def repetition(model: GPT, tokenizer: Tokenizer) -> Tensor:
     """The text `repeat`, (N_REPETITION, 1 + 2 n) int64: end-of-text, n different shuffled tokens, the same n again.
 
-    n is as large as the model's sequence length and sliding window allow, up to MOST_REPEATED_TOKENS. The tokens are
-    those of `PASSAGE`, which are frequent in training. How a head treats rare tokens says little about ordinary text.
+    n is as large as the model's sequence length and sliding window allow, up to MOST_REPEATED_TOKENS. The tokens come
+    from `PASSAGE`, because its tokens are frequent in training. How a head treats rare tokens says little about
+    ordinary text.
     """
     length = model.config.sequence_length
     first, stop = model.blocks[0].attention.mask.interval(torch.tensor([length - 1]), length)

@@ -130,7 +130,7 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
     """Write an .npz file and return a summary.
 
     The file's arrays are weights (L, H, T, T) float32, tokens (T,), token_texts (T,), and the scores (L, H) each. The
-    scores named prompt_… are of the prompt, and those named probe_… of the two fixed texts in head_names.py.
+    scores named prompt_… are measured on the prompt, the scores named probe_… on the two fixed texts in head_names.py.
     """
     prompt = torch.tensor([tokens], device=model.embedding.weight.device)
     table = tokenizer.token_bytes()

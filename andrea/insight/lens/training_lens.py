@@ -19,7 +19,7 @@ MOST_MAP_CELLS = 64_000  # of all heads
 def small_lens(model: GPT, tokenizer: Tokenizer, prompt: str) -> str:
     """The HTML text of a page on the prompt's first tokens, at most LARGEST_SMALL_PAGE_BYTES long.
 
-    The most interesting heads are shown in full, as many as fit. The model is not changed.
+    The page shows in full the most interesting heads that fit on it. The model is not changed.
     """
     tokens = [tokenizer.end_of_text, *tokenizer.encode(prompt)][: min(MOST_TOKENS, model.config.sequence_length)]
     n_head = model.config.n_layer * model.config.n_head

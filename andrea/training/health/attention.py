@@ -1,7 +1,7 @@
 """Checks of the attention heads. L layers, H heads.
 
-In a healthy model some heads attend to one key (often the first token) or uniformly over all keys. A run has failed if
-nearly all heads do.
+In a healthy model some heads attend to one key (often the first token) or uniformly over all keys. If nearly all heads
+behave in one of these two ways, the run has failed.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ class AttentionCheck(Check):
         largest_logit = float(figures["largest_logit"].amax())
         if on_one_key >= config.head_share:
             findings["heads_on_one_key"] = (
-                f"{on_one_key:.0%} of the heads (health.head_share={config.head_share:g}) attend to one key (entropy below "
-                f"health.one_key_entropy={config.one_key_entropy:g} of the largest possible); "
-                f"{self.logits_remedy()}, and {optimizer_remedy(self.run.optimizer)}"
+                f"{on_one_key:.0%} of the heads (limit: health.head_share={config.head_share:g}) attend to one key "
+                f"(entropy below {100 * config.one_key_entropy:.3g}% of its maximum; health.one_key_entropy="
+                f"{config.one_key_entropy:g}); {self.logits_remedy()}, and {optimizer_remedy(self.run.optimizer)}"
             )
         if uniform >= config.head_share and not self.too_early(evidence.step):
             findings["heads_uniform"] = (
-                f"{uniform:.0%} of the heads (health.head_share={config.head_share:g}) attend uniformly over all keys (entropy "
-                f"above health.uniform_entropy={config.uniform_entropy:g} of the largest possible) at step "
-                f"{evidence.step}; {optimizer_remedy(self.run.optimizer)}"
+                f"{uniform:.0%} of the heads (limit: health.head_share={config.head_share:g}) attend uniformly over "
+                f"all keys (entropy above {100 * config.uniform_entropy:.4g}% of its maximum; health.uniform_entropy="
+                f"{config.uniform_entropy:g}) at step {evidence.step}; {optimizer_remedy(self.run.optimizer)}"
             )
         if largest_logit > config.largest_logit:
             findings["large_logits"] = (
-                f"the largest attention logit is {largest_logit:.4g} (health.largest_logit={config.largest_logit:g}): as "
-                f"logits grow, {self.run.precision} loses the differences between them; {self.logits_remedy()}"
+                f"the largest attention logit is {largest_logit:.4g} (limit: health.largest_logit="
+                f"{config.largest_logit:g}), where {self.run.precision} loses the differences between logits; "
+                f"{self.logits_remedy()}"
             )
         return Judgement({"health/heads_on_one_key": on_one_key, "health/heads_uniform": uniform}, findings)
 

@@ -25,7 +25,7 @@ class Finding:
     """A problem that a check can report. docs/health.md lists all of them in a table."""
 
     meaning: str
-    fails_run: bool  # health.on_failure=stop ends the run for this finding
+    fails_run: bool  # the finding counts as a failure: health.on_failure=stop ends the run
     keys: tuple[str, ...]  # of `health`: the thresholds of the finding
     remedy: str
 
@@ -69,7 +69,7 @@ def remedy_settings(*words: str) -> str:
 
 
 def optimizer_remedy(optimizer: OptimizerConfig) -> str:
-    """Settings for smaller or safer optimizer steps: those that are switched off now, and half the learning rate."""
+    """Settings for smaller or safer optimizer steps: the safeguards that are off now, and half the learning rate."""
     rate = "matrix_learning_rate" if optimizer.kind == "muon" else "learning_rate"
     switched_off = [
         setting

@@ -62,7 +62,7 @@ class DataSummary:
 class DataCheck(Check):
     FINDINGS: ClassVar = {
         "source_rising": Finding(
-            "one source's validation loss rose while that of every other source fell",
+            "one source's validation loss rose while the loss of every other source fell",
             fails_run=False,
             keys=("source_rise_nats",),
             remedy="raise `data.sources.NAME.weight`",
@@ -120,8 +120,8 @@ class DataCheck(Check):
         if self.run.data.kind == "mixture" and len(self.data.shares) > 1:
             remedy += " or " + remedy_settings(f"data.sources.{source}.weight={share * limit / epochs:.2g}")
         return {
-            "many_epochs": f"the data source {source} was read {epochs:.2f} times (health.epochs={self.config.epochs:g}): reading "
-            f"it again teaches the model less; add text, or {remedy}"
+            "many_epochs": f"the data source {source} was read {epochs:.2f} times (limit: health.epochs="
+            f"{self.config.epochs:g}): the model learns less from text that it has read before; add text, or {remedy}"
         }
 
     def rising_source(self, evidence: Evidence) -> dict[str, str]:
@@ -137,7 +137,7 @@ class DataCheck(Check):
             return {}
         return {
             "source_rising": f"the validation loss of {source} rose by {rise[source]:.3f} since the last evaluation "
-            f"(health.source_rise_nats={self.config.source_rise_nats:g}) while that of every other source fell; "
+            f"(limit: health.source_rise_nats={self.config.source_rise_nats:g}) while the loss of every other source fell; "
             + remedy_settings(f"data.sources.{source}.weight={self.raised_weight(source):.2g}")
         }
 
@@ -146,9 +146,9 @@ class DataCheck(Check):
         if train - val <= max(config.leak_nats, config.leak_errors * error):
             return {}
         return {
-            "leak": f"validation loss {val:.3f} is below the training loss {train:.3f} ± {error:.3f} (health.leak_nats="
-            f"{config.leak_nats:g}, health.leak_errors={config.leak_errors:g}): the training data may contain held-out "
-            f"text, or the held-out text is easier; search the text for duplicates"
+            "leak": f"validation loss {val:.3f} is below the training loss {train:.3f} ± {error:.3f} (limits: "
+            f"health.leak_nats={config.leak_nats:g}, health.leak_errors={config.leak_errors:g}): the training data may "
+            f"contain held-out text, or the held-out text is easier; search the text for duplicates"
         }
 
     def raised_weight(self, source: str) -> float:
@@ -174,9 +174,9 @@ class DataCheck(Check):
         found = f"rose from {best['val']:.3f} at step {best['step']} to" if rises else "is"
         limit = "" if rises else f", not below ln V = {uniform:.3f}, the loss of a uniform guess,"
         return {
-            "overfitting": f"validation loss {found} {val:.3f}{limit} (health.overfit_nats={self.config.overfit_nats:g}) "
+            "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: health.overfit_nats={self.config.overfit_nats:g}) "
             f"while the training loss fell to {train:.3f}, after {epochs:.1f} epochs; the best evaluation is the result of "
-            f"the run (checkpoints/best): to end near it, add text, or {remedy_settings(f'train.steps={max(1, steps)}')} or "
+            f"the run (checkpoints/best). For an end near the best evaluation, add text, or {remedy_settings(f'train.steps={max(1, steps)}')} or "
             f"{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
         }
 

@@ -72,7 +72,7 @@ class Health:
         return figures | {f"health/findings/{name}": int(name in findings) for name in FINDINGS}, begun, ended
 
     def failed(self) -> list[str]:
-        """The findings of the last evaluation for which the run counts as failed."""
+        """The findings of the last evaluation that count as a failure."""
         return [name for name in self.active if FINDINGS[name].fails_run]
 
     def state(self) -> dict[str, Any]:

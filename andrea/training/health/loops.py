@@ -56,7 +56,7 @@ def is_word(piece: str) -> bool:
 
 
 def is_value(piece: str) -> bool:
-    """Whether the piece is a number or another literal. Tables and lists hold hundreds of these."""
+    """Whether the piece is a number or another literal. Tables and lists hold hundreds of such values."""
     return piece[0].isdigit() or piece in LITERALS
 
 

@@ -13,7 +13,7 @@ from andrea.training.health.history import LATEST_STEPS, StepHistory
 
 @final
 class LossCheck(Check):
-    """Finds a loss that is no lower than that of a uniform guess, or of the token frequencies. V: vocabulary size."""
+    """Finds a loss that is not below the loss of a uniform guess or of the token frequencies. V: vocabulary size."""
 
     FINDINGS: ClassVar = {
         "loss_above_uniform": Finding(
@@ -23,7 +23,7 @@ class LossCheck(Check):
             remedy=OPTIMIZER_REMEDY,
         ),
         "loss_above_unigram": Finding(
-            "the loss is not below that of a model that knows only how frequent each token is",
+            "the loss is not below the loss of a model that knows only the frequency of each token",
             fails_run=True,
             keys=("unigram_steps",),
             remedy=OPTIMIZER_REMEDY,
@@ -49,8 +49,8 @@ class LossCheck(Check):
             )
         elif train >= unigram and (self.history.learned or not self.too_early(step)):
             findings["loss_above_unigram"] = (
-                f"training loss {train:.3f} is not below {unigram:.3f}, the loss of a model that knows only how frequent "
-                f"each token is, {step - warmup_steps} steps after the warm-up (health.unigram_steps="
-                f"{self.config.unigram_steps}); {optimizer_remedy(self.run.optimizer)}"
+                f"{step - warmup_steps} steps after the warm-up (health.unigram_steps={self.config.unigram_steps}), "
+                f"training loss {train:.3f} is not below {unigram:.3f}, the loss of a model that knows only the "
+                f"frequency of each token; {optimizer_remedy(self.run.optimizer)}"
             )
         return Judgement({}, findings)

@@ -52,7 +52,7 @@ class OptimisationCheck(Check):
             figures["health/update_ratio"] = ratio
             if ratio > self.config.update_ratio:
                 findings["large_updates"] = (
-                    f"one step changes the median weight matrix by {ratio:.2g} of its norm (health.update_ratio="
+                    f"one step changes the median weight matrix by {ratio:.2g} of its norm (limit: health.update_ratio="
                     f"{self.config.update_ratio:g}); {optimizer_remedy(self.run.optimizer)}"
                 )
         return Judgement(figures, findings)
@@ -83,7 +83,8 @@ class OptimisationCheck(Check):
         if clipped_share <= self.config.clipped_share or steps < FEWEST_STEPS or self.too_early(step):
             return {}
         return {
-            "clipped_steps": f"the gradient was clipped in {clipped_share:.0%} of {steps} steps (health.clipped_share="
-            f"{self.config.clipped_share:g}): the step size is set by gradient clipping (optimizer.clip_norm="
-            f"{self.run.optimizer.clip_norm:g}), not by the learning rate; {optimizer_remedy(self.run.optimizer)}"
+            "clipped_steps": f"the gradient was clipped in {clipped_share:.0%} of {steps} steps (limit: "
+            f"health.clipped_share={self.config.clipped_share:g}): the step size is set by gradient clipping "
+            f"(optimizer.clip_norm={self.run.optimizer.clip_norm:g}), not by the learning rate; "
+            f"{optimizer_remedy(self.run.optimizer)}"
         }

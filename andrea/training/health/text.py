@@ -21,6 +21,13 @@ from andrea.training.health.history import StepHistory
 from andrea.training.health.reference_text import VARIETY, ReferenceText, TextFigures
 
 SHOWN_UNIT_CHARACTERS = 40  # of a loop's unit, in a message
+SHOWN_VARIETY = {
+    "distinct_1": "words",
+    "distinct_2": "pairs",
+    "distinct_3": "triples",
+    "vocabulary": "tokens",
+    "compression": "compressed size",
+}
 REMEDY = f"start again from the best checkpoint (`init_from`); {OPTIMIZER_REMEDY}"
 
 
@@ -109,8 +116,8 @@ def find_loops(judged: Sequence[TextFigures], reference: ReferenceText, config: 
     shown = unit if len(unit) <= SHOWN_UNIT_CHARACTERS else unit[: SHOWN_UNIT_CHARACTERS - 1] + "…"
     return {
         name: f"{len(looping)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) repeat themselves: "
-        f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (health.repetition={config.repetition:g}); "
-        f"in validation text, {real:.1%} of the texts do"
+        f"in the worst, {shown!r} makes up {worst.share:.0%} of the text (limit: health.repetition="
+        f"{config.repetition:g}). Of the validation texts, {real:.1%} repeat themselves"
     }
 
 
@@ -125,8 +132,9 @@ def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText, conf
     if not poor or len(poor) < config.failing_share * len(judged):
         return {}
     worst = min(poor, key=lambda row: min(row.values()))
-    low = ", ".join(f"{name} {share:.0%}" for name, share in worst.items() if share < config.variety)
+    low = ", ".join(f"{SHOWN_VARIETY[name]} {share:.0%}" for name, share in worst.items() if share < config.variety)
     return {
         "poor_text": f"{len(poor)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) have little "
-        f"variety: the worst, relative to the least varied validation text, has {low} (health.variety={config.variety:g})"
+        f"variety. The worst has only this share of the figures of the least varied validation text: {low} (limit: "
+        f"health.variety={config.variety:g})"
     }

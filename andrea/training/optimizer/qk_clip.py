@@ -14,7 +14,8 @@ from andrea.training.parallel.strategy import Parallel
 def clip_logits(parallel: Parallel, largest_logit: Tensor, threshold: float, finite: Tensor) -> Tensor:
     """Multiply W_Q and W_K of each head by sqrt(threshold / largest logit), if this factor is below 1.
 
-    largest_logit (L, H): of the last step. Query heads that share a key head all get the factor of their largest logit.
+    largest_logit (L, H): the largest logit of each head in the last step. Query heads that share a key head have one
+    factor, from the largest of their logits.
     Returns the number of scaled heads, 0-dim. If the 0-dim flag `finite` is false, nothing changes; the host does not
     wait for its value.
     """

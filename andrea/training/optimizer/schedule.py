@@ -1,7 +1,7 @@
-"""The learning rate as a fraction of its peak: a function of the step and of the planned number of steps alone.
+"""The learning rate as a fraction of its peak: a function of only the step and the planned number of steps.
 
-The planned number of steps may change while the run goes on, until the decay begins: the rates up to there are the same
-for every length. So the rates of all updates are those of a run that had the final length from its beginning.
+The planned number of steps may change during the run, until the decay begins, because the rates before the decay do not
+depend on the length. All updates therefore have the same rates as in a run that had the final length from its beginning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def relength(step: int, steps: int, wanted: int, config: OptimizerConfig) -> int
 
 
 def rewarmed(rate: float, step: int, progress: Progress, rewarm_steps: int) -> float:
-    """`rate` in the update after `step` steps; after an extension, a linear rise from the rate before it leads there."""
+    """The learning rate of the update after `step` steps: `rate`, or after an extension a value on the line to it.
+
+    The line begins at the last rate before the extension and reaches the schedule after `rewarm_steps` steps.
+    """
     if progress.rewarm_step is None or not 0 <= step - progress.rewarm_step < rewarm_steps:
         return rate
     done = (step - progress.rewarm_step + 1) / rewarm_steps

@@ -36,7 +36,7 @@ class DataParallel(Parallel):
     def apply_to_full_matrices(
         self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Each rank computes its share of the n matrices; then every rank gathers the results of all ranks."""
+        """Each rank applies `function` to its share of the n matrices. Then every rank gathers all results."""
         n, size, rank = len(local_matrices), self.ranks.size, self.ranks.rank
         share = -(-n // size)  # matrices per rank; the stack is zero-padded to share * size
         padded = torch.cat([local_matrices, local_matrices.new_zeros(share * size - n, *local_matrices.shape[1:])])

@@ -113,7 +113,7 @@ class FullySharded(Parallel):
         return sums
 
     def local_rows(self, name: str) -> slice:
-        """Rows are divided as torch.chunk divides them: equal shards, the last ones shorter or empty."""
+        """The rows are divided like torch.chunk: equal shards, of which the last may be shorter or empty."""
         n_row = self.shapes[name][0]
         most = -(-n_row // self.n_shard)
         return slice(min(n_row, self.shard_index * most), min(n_row, (self.shard_index + 1) * most))
@@ -121,7 +121,11 @@ class FullySharded(Parallel):
     def apply_to_full_matrices(
         self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Each rank computes its share of the matrices: it receives all their rows, and then returns them."""
+        """Apply `function` to whole matrices, of which each rank computes a share.
+
+        Each rank gathers all rows of its share of the matrices, applies `function`, and sends every other rank its
+        rows of the results.
+        """
         (n, rows_here, columns), size = local_matrices.shape, self.n_shard
         share, most = -(-n // size), -(-n_row // size)  # matrices per rank; rows per shard
         padded = local_matrices.new_zeros(size, share, most, columns)

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class Saver(ABC):
-    """Writes and restores checkpoints. folder: of the run. keep: number of newest checkpoints kept besides the best."""
+    """Writes and restores checkpoints. folder: the run's folder. keep: how many of the newest checkpoints are kept."""
 
     def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
         self.folder, self.optimizer, self.tokenizer, self.keep = folder, optimizer, tokenizer, keep

@@ -82,7 +82,7 @@ class Parallel(ABC):
         return slice(0, self.shapes[name][0])
 
     def gathered_model(self) -> GPT | None:
-        """The model with all its weights on rank 0, None on the other ranks. All ranks must call."""
+        """The model with all its weights on rank 0, None on the other ranks. All ranks must call this."""
         return self.model if self.ranks.is_rank_0 else None
 
     def zero_gradients(self) -> None:

@@ -1,10 +1,10 @@
 """A watchdog on each rank: when one rank stops making progress, the others report which one, and end.
 
-Without it, the other ranks would wait for a stuck rank without a message. A thread on each rank regularly writes the
-rank's status to torchrun's store: a heartbeat, the current step and the number of moves. A move is a call of `at` or
-`rest`. When a rank has made no move within the time limit, its watchdog reads the status of all ranks. A rank whose
-status no longer changes has died or was stopped. If there is no such rank, the others wait for the one with the fewest
-moves.
+Without a watchdog, the other ranks would wait for a stuck rank without a message. A thread on each rank regularly
+writes the rank's status to torchrun's store: a heartbeat, the current step and the number of moves. A move is a call of
+`at` or `rest`. When a rank has made no move within the time limit, its watchdog reads the status of all ranks. A rank
+whose status no longer changes has died or was stopped. If there is no such rank, the others wait for the one with the
+fewest moves.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a run will cost, and what each `auto` becomes."""
+"""Plans a run: its time and memory, and the value of each `auto`."""

@@ -78,7 +78,7 @@ def expected_time(config: RunConfig, mode: Mode, flops: float, flops_per_token: 
     tokens_per_second = pace.flops_per_second / flops_per_token
     return (
         f"{format_duration(flops / pace.flops_per_second)} at {tokens_per_second:,.0f} tokens/s, "
-        f"from the {pace.flops_per_second / 1e9:,.0f} GFLOP/s of {pace.run}"
+        f"estimated from run {pace.run} ({pace.flops_per_second / 1e9:,.0f} GFLOP/s)"
     )
 
 

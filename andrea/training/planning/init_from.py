@@ -1,6 +1,7 @@
 """A new run from the weights of another: its model and its tokenizer come with the weights.
 
-What the command line says wins. Where this does not fit the weights, the run is refused before any text is read.
+Settings on the command line take precedence. If they do not fit the weights, the run is refused before any text is
+read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ NOT_INHERITED = {"attention": ("implementation",)}  # settings of the machine
 
 
 def with_source(composed: dict[str, Any], groups: dict[str, str], values: dict[str, Any]) -> dict[str, Any]:
-    """`composed`, not parsed yet, with model, attention and tokenizer of init_from where nothing else was typed.
+    """`composed`, not parsed yet, with model, attention and tokenizer of init_from unless others were typed.
 
-    groups, values: the typed ones. init_from becomes the path of the checkpoint that it names. Raises UserError.
+    groups, values: as typed. init_from becomes the path of the checkpoint that it names. Raises UserError.
     """
     source = source_of(composed["init_from"], composed["runs_dir"])
     model, attention = configs_of(source)
@@ -52,7 +53,7 @@ def check_source(config: RunConfig) -> None:
 
 
 def tokenizer_keys(source: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `tokenizer` group that stands for the source's tokenizer."""
+    """The values of the `tokenizer` group that describe the source's tokenizer."""
     if tokenizer.kind == "byte":
         return {"kind": "byte", "vocab_size": None, "path": None}
     size = tokenizer.n_vocab if tokenizer.kind == "bpe" else None
@@ -60,9 +61,10 @@ def tokenizer_keys(source: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError if the configured tokenizer cannot be that of the weights.
+    """Raises UserError if the configured tokenizer cannot be the tokenizer of the weights.
 
-    A vocabulary that has yet to be trained is compared by its size alone; `starting_weights` compares it once trained.
+    If its vocabulary has yet to be trained, only the size is compared. `starting_weights` compares the trained
+    vocabulary.
     """
     ours = config.tokenizer
     known = configured_tokenizer(ours) if ours.path or ours.kind == "byte" else None
@@ -74,7 +76,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     if not fits:
         raise UserError(
             f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses {what}; leave "
-            f"tokenizer out to take that of init_from"
+            f"tokenizer out to use the tokenizer of init_from"
         )
 
 
@@ -96,8 +98,8 @@ def check_model(config: RunConfig, source: Checkpoint) -> None:
             differ["attention.compatibility"] = config.attention.compatibility, attention.compatibility
         if not differ:
             raise
-        listed = ", ".join(f"{key}={mine} (there {their})" for key, (mine, their) in differ.items())
+        listed = ", ".join(f"{key}={mine} (init_from has {their})" for key, (mine, their) in differ.items())
         raise UserError(
-            f"init_from={config.init_from} has weights of other shapes: {listed}; leave {' and '.join(differ)} out to take the "
+            f"init_from={config.init_from} has weights of other shapes: {listed}; leave {' and '.join(differ)} out to use the "
             f"model of init_from"
         ) from None

@@ -31,8 +31,8 @@ class Pace(NamedTuple):
 def measured_pace(runs_dir: Path, mode: Mode, flops_per_token: float) -> Pace | None:
     """The median speed of an earlier run of one process in the same mode; None if there is no such run.
 
-    Of several runs, the one whose FLOPs per token are nearest, and of these the newest: small layers compute fewer FLOPs
-    a second than large ones.
+    The run with the nearest number of FLOPs per token is chosen, because small layers compute fewer FLOPs a second than
+    large layers. If several runs are equally near, the newest is chosen.
     """
     found = []
     for folder in Path(runs_dir).glob("*/"):

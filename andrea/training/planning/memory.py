@@ -125,7 +125,7 @@ def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
 def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
     """The peak temporary memory of Muon's step. stacks: number of matrices of each shape (rows, columns).
 
-    The memory of a stack has two peaks, of which the larger counts. At the first peak three fp32 copies of the stack
+    The memory of a stack has two peaks; the larger one counts. At the first peak three fp32 copies of the stack
     exist: gradient, new momentum and update. At the second peak one fp32 copy exists, and the following tensors exist
     in the precision of the products: the normalised matrices, three terms of a Newton–Schulz step and the Gram
     matrices. With several ranks each rank works on its share of the matrices. It then holds four more copies of this
@@ -182,7 +182,10 @@ def pass_bytes(
 
 
 def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> Tensor:
-    """The loss of the first few chunks of rows, with memory for all gradients. Other chunks need no more memory."""
+    """The loss of the first few chunks of rows, with memory reserved for the gradients of all rows.
+
+    The peak memory is the same as with all chunks.
+    """
     if precision == "fp16":  # fp16 is not computed in chunks
         return training_loss_sum(model, hidden, tokens, precision)
     rows, answers = hidden.flatten(0, 1), tokens.flatten()

@@ -12,7 +12,7 @@ from andrea.training.planning.micro_batch import memory_of
 
 def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
     """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
-    chosen, shard_ranks = Choice(config.parallel.kind, "as set"), config.parallel.shard_ranks
+    chosen, shard_ranks = Choice(config.parallel.kind, "as configured"), config.parallel.shard_ranks
     if config.parallel.kind == "auto":
         if not ranks.started_by_torchrun:
             return Choice("none", "one process")
@@ -36,10 +36,10 @@ def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, fre
     """
     capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
     alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total
-    why = f"the whole model with one sequence needs {alone / GIB:.1f} GiB, and a rank may use {capacity / GIB:.1f}"
+    why = f"the whole model with one sequence needs {alone / GIB:.1f} GiB, and a rank may use {capacity / GIB:.1f} GiB"
     if alone <= capacity:
         return Choice("ddp" if ranks > 1 else "none", why)
     sharded = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision, ranks, sharded=True)).total
     return Choice(
-        "fsdp", why + (f"; sharded over {ranks} ranks, it needs {sharded / GIB:.1f} on each" if ranks > 1 else "")
+        "fsdp", why + (f"; sharded over {ranks} ranks, it needs {sharded / GIB:.1f} GiB on each" if ranks > 1 else "")
     )

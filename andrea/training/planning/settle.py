@@ -1,8 +1,8 @@
-"""Remembers which settings a user left `auto`, and settles them again where what they depend on has changed.
+"""Remembers which settings a user left `auto`, and chooses them again when the keys that they depend on have changed.
 
-Checkpoints hold the settled values, from which a run resumes unchanged. They also hold the list of the keys that were left
-`auto`. Checkpoints of older versions have no such list: there a value counts as left `auto` if it is the one that `auto`
-would have given.
+Checkpoints hold the chosen values, so that a run resumes with the same values. They also hold the list of the keys that
+were left `auto`. Checkpoints of older versions have no such list: a key in them counts as left `auto` if its value is
+the one that `auto` would have given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTICED_JUMP = 0.05  # of the peak learning rate
 def keys_left_auto(
     settings: dict[str, Any], remembered: Collection[str] = (), typed: Collection[str] = ()
 ) -> list[str]:
-    """The keys of `settings` (dotted) that are `auto`, and the remembered ones that nobody has typed since."""
+    """The keys of `settings` (dotted) that are `auto`, and the remembered keys that nobody has typed since."""
     return sorted({key for key, value in settings.items() if value == "auto"} | set(remembered) - set(typed))
 
 
@@ -104,8 +104,8 @@ def with_length(
 ) -> Progress:
     """The progress of a resumed run with its length: the planned one, unless the user now asks for another.
 
-    With optimizer.rewarm_steps, another length starts to warm up again. saved_auto, left_auto: the keys that were left
-    `auto` in the run of the checkpoint, and now.
+    With optimizer.rewarm_steps, the rate warms up again after a change of length. saved_auto, left_auto: the keys that
+    were left `auto` in the checkpoint's run, and in this process.
     """
     if asked_length(saved, saved_auto) == asked_length(config, left_auto) or progress.planned_steps == config.steps:
         return progress
@@ -116,7 +116,7 @@ def with_length(
 
 
 def describe_rate(before: Progress, saved: RunConfig, now: Progress, config: RunConfig) -> str | None:
-    """A line on the jump of the learning rate where a run of another length goes on; None if there is none.
+    """A line on the learning rate's jump when a run goes on with another number of steps; None without a jump.
 
     before, now: the progress as saved, and with the length of this process.
     """
@@ -126,10 +126,13 @@ def describe_rate(before: Progress, saved: RunConfig, now: Progress, config: Run
     last, after = last_rate(before, saved), rate_at(step, steps, config.optimizer)
     if abs(after - last) < NOTICED_JUMP:
         return None
-    change = f"learning rate: from {last:.0%} to {after:.0%} of its peak"
     if config.optimizer.rewarm_steps:
-        return f"{change}, over {config.optimizer.rewarm_steps} steps (optimizer.rewarm_steps)"
+        return (
+            f"learning rate: goes from {last:.0%} to {after:.0%} of its peak "
+            f"in {config.optimizer.rewarm_steps} steps (optimizer.rewarm_steps)"
+        )
     return (
-        f"{change} at once, as optimizer.schedule={config.optimizer.schedule} gives for step {step + 1} of "
-        f"{steps}; optimizer.rewarm_steps=N warms up again, over N steps"
+        f"learning rate: jumps from {last:.0%} to {after:.0%} of its peak, the value of "
+        f"optimizer.schedule={config.optimizer.schedule} at step {step + 1} of {steps}; "
+        f"to change it over N steps, set optimizer.rewarm_steps=N"
     )

@@ -19,7 +19,7 @@ class Console(Logger):
     """Prints a run's progress. Without a terminal (a pipe, a log file) every training record is a permanent line."""
 
     def __init__(self, steps: int, quiet: bool = False) -> None:
-        """steps: of the whole run. quiet: print nothing, as on every rank but 0."""
+        """steps: number of steps of the whole run. quiet: print nothing; true on every rank except 0."""
         from rich.console import Console as RichConsole
         from rich.live import Live
 

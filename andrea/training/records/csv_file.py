@@ -13,10 +13,10 @@ from andrea.training.records.run_folder import read_lines
 
 @final
 class CsvFile(Logger):
-    """Follows metrics.jsonl, which must be written first. Figures of single heads are tables, and stay in that file alone.
+    """Follows metrics.jsonl, which must be written first. Figures of single heads are tables, and are left out.
 
-    A record with a new figure needs a new column: the file is then made again from metrics.jsonl, and likewise when a
-    run is resumed.
+    A record with a new figure needs a new column. The file is then written again from metrics.jsonl. It is also written
+    again when a run is resumed.
     """
 
     def __init__(self, folder: Path) -> None:

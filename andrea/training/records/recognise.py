@@ -1,8 +1,8 @@
 """Recognises run folders: only a folder that this program made may be written to.
 
 A run folder has a mark, `run.json`, with a random id. Each checkpoint of the run holds the same id, so a copy of a
-checkpoint in another folder is recognised as a copy. Folders and checkpoints of older versions have no id: there
-config.yaml, metrics.jsonl and the checkpoint must agree.
+checkpoint in another folder is recognised as a copy. Folders and checkpoints of older versions have no id;
+they are recognised if config.yaml, metrics.jsonl and the checkpoint agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPARED: dict[str, tuple[str, ...] | None] = {
 
 
 def run_folder_of(checkpoint: Checkpoint) -> Path | None:
-    """The run folder that holds the checkpoint; None if the folders around the checkpoint are not those of its run."""
+    """The run folder that holds the checkpoint; None if the checkpoint is not in the folder of its run."""
     folder, real = checkpoint.path.parent.parent, checkpoint.path.resolve()
     if real.parent.name != "checkpoints" or real.name != step_name(checkpoint.step):
         return None
@@ -44,7 +44,7 @@ def run_folder_of(checkpoint: Checkpoint) -> Path | None:
 
 
 def mark(folder: Path, run_id: str | None) -> str:
-    """The id of the run in `folder`. A folder without one is marked with `run_id`, or with a new id. Raises StorageFailed."""
+    """The id of the run in `folder`. A folder without an id gets `run_id`, or a new id. Raises StorageFailed."""
     found = run_id_of(folder)
     if found is None:
         found = run_id or secrets.token_hex(8)
@@ -81,7 +81,7 @@ def is_free(folder: Path) -> bool:
 
 
 def agrees(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Whether config.yaml and metrics.jsonl show that `folder` is of the checkpoint's run. Used without a run id."""
+    """Whether config.yaml and metrics.jsonl show that `folder` is the checkpoint's run folder. Used without an id."""
     config, saved = config_of(folder), checkpoint.state["config"]
     for group, names in COMPARED.items():
         ours, theirs = config.get(group), saved.get(group)

@@ -50,7 +50,7 @@ class Records:
         self.console.waiting(f"step {self.progress.step}: {doing} …")
 
     def extra(self, name: str) -> Extra:
-        """The context of work that the run can do without: if the work fails, the run goes on."""
+        """The context of optional work: if the work fails, the run goes on."""
         return Extra(name, self)
 
     def log(self, figures: dict[str, Any]) -> None:
@@ -91,10 +91,10 @@ class Records:
 
 @final
 class Extra:
-    """The context of an extra, work that the run can do without. Suppresses all errors except those in ENDS_THE_RUN.
+    """Context manager for an extra: optional work, such as a picture, whose failure must not end the run.
 
-    A run of many hours must not end because of a picture. The first error of each extra is reported in one line, with
-    the traceback in the run's log.
+    It suppresses all errors except those in ENDS_THE_RUN. The first error of each extra is reported in one line, and
+    its traceback is written to the run's log.
     """
 
     def __init__(self, name: str, records: Records) -> None:
@@ -125,7 +125,7 @@ def open_loggers(
     parallel: Parallel,
     facts: dict[str, Any],
 ) -> list[Logger]:
-    """The loggers of a run: first the run folder, which others read, then the console, then those that config.logger names.
+    """The loggers of a run: the run folder (first, because others read its files), the console, and config.logger's.
 
     facts: the result of `checkpoint_facts`. Its "wandb_id" is filled in, so that a resumed run continues its wandb run.
     """

@@ -1,4 +1,6 @@
-"""The run folder: its name, its lock, `config.yaml`, and the records in it. `recognise` tells which folders are ours.
+"""The run folder: its name, its lock, `config.yaml`, and the records in it.
+
+The module `recognise` decides which folders are run folders of this program.
 
 `metrics.jsonl`, `samples.jsonl` and `health.jsonl` hold one record of JSON a line; each evaluation adds an HTML page. On
 resume, the lines after the checkpoint's step are removed.
@@ -51,7 +53,7 @@ class RunFolder(Logger):
         return any(sample["step"] == step for sample in read_lines(self.samples))
 
     def page(self, page: dict[str, Any]) -> None:
-        """Raises OSError if writing fails: unlike a record, a page is something that the run can do without."""
+        """Raises OSError if writing fails: unlike a record, a page is optional."""
         path = self.folder / page["name"] / f"step-{page['step']:08d}.html"
         path.parent.mkdir(exist_ok=True)
         replace_text(path, page["html"])

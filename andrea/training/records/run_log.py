@@ -12,6 +12,6 @@ class RunLog:
         self.path = folder / "run.log"
 
     def write(self, text: str) -> None:
-        """Append `text` with the date and time. If the disk is full, the text is lost, because it must not end the run."""
+        """Append `text` with the date and time. If the disk is full, the text is lost, and the run goes on."""
         with suppress(OSError), open(self.path, "a", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

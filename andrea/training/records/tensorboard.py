@@ -17,7 +17,7 @@ class TensorBoard(Logger):
     """Figures are scalars over the step. Figures of single heads are histograms over all heads; texts are text."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """first_step: of the records to come; TensorBoard then ignores those that an earlier process wrote after it."""
+        """first_step: the step of the next record. TensorBoard ignores earlier processes' records from this step on."""
         self.writer = summary_writer()(str(folder / "tensorboard"), purge_step=first_step or None)
 
     def record(self, record: dict[str, Any]) -> None:

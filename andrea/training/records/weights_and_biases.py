@@ -38,7 +38,7 @@ class Wandb(Logger):
         run_id: str | None,
         facts: dict[str, Any],
     ) -> None:
-        """mode: online or offline. run_id: of the run to continue, None for a new one. facts: shown as the run's config."""
+        """mode: online or offline. run_id: the wandb run to continue, or None. facts: the run's config in wandb."""
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")

@@ -65,7 +65,7 @@ def test_what_was_auto_is_settled_again_for_another_length(old: bool, train, tmp
         out = capsys.readouterr().out
         assert "changed train.eval_every: " in out and "compile: off → auto" in out
         assert (
-            f"chosen anew for {steps} steps, because left auto: train.eval_every={quarter}, train.save_every={quarter}"
+            f"recomputed for {steps} steps, because they are set to auto: train.eval_every={quarter}, train.save_every={quarter}"
             in out
         )
 
@@ -83,7 +83,7 @@ def test_without_a_change_nothing_is_settled_again(train, capsys) -> None:
     config = train(*AUTO, "train.max_minutes=0.0001")
     capsys.readouterr()
     assert train("train.max_minutes=null", resumed=True)["train"]["eval_every"] == config["train"]["eval_every"]
-    assert "chosen anew" not in capsys.readouterr().out
+    assert "recomputed" not in capsys.readouterr().out
 
 
 def test_the_planned_length_is_saved_and_goes_on_until_another_is_asked_for(train, tmp_path: Path, capsys) -> None:
@@ -123,8 +123,8 @@ def test_the_jump_of_the_rate_is_said(train, tmp_path: Path, capsys) -> None:
     train("optimizer.warmup_steps=0")
     train("train.steps=16", resumed=True)
     before, after = rates(tmp_path / "runs" / "a")[8], rates(tmp_path / "runs" / "a")[9]
-    line = next(line for line in capsys.readouterr().out.splitlines() if "learning rate: from" in line)
-    assert f"from {before:.0%} to {after:.0%} of its peak at once" in line and "optimizer.rewarm_steps=N" in line
+    line = next(line for line in capsys.readouterr().out.splitlines() if "learning rate: jumps" in line)
+    assert f"jumps from {before:.0%} to {after:.0%} of its peak" in line and "optimizer.rewarm_steps=N" in line
 
 
 def test_the_rate_is_warmed_up_again_where_asked_for_and_an_interruption_changes_nothing(
@@ -134,7 +134,7 @@ def test_the_rate_is_warmed_up_again_where_asked_for_and_an_interruption_changes
     run = tmp_path / "runs" / "a"
     last = rates(run)[8]
     train("train.steps=16", "optimizer.rewarm_steps=4", "train.save_every=2", "train.keep=9", resumed=True)
-    assert "over 4 steps (optimizer.rewarm_steps)" in capsys.readouterr().out
+    assert "in 4 steps (optimizer.rewarm_steps)" in capsys.readouterr().out
     optimizer = group_config("optimizer", "muon", warmup_steps=0)
     expected = [rate_at(step, 16, optimizer) for step in range(8, 16)]
     found = rates(run)

@@ -40,7 +40,7 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
 
 
 def one_run_data(run: Run) -> dict[str, Any]:
-    """What is shown of a single run besides its curves: the last samples, newest first, and the heads over time."""
+    """The data shown for a single run besides its curves: the last samples, newest first, and the heads over time."""
     stride = -(-len(run.heads) // MOST_MEASUREMENTS) or 1
     shown = run.samples[-MOST_SAMPLES:][::-1]
     return {

@@ -1,10 +1,10 @@
 """Fits a scaling law to a few finished runs, with intervals that are wide enough for so few runs.
 
 With eight runs and the five parameters of L(N, D), three degrees of freedom remain. They are too few for a bootstrap
-that resamples the runs, so the bootstrap is parametric. Each refit draws (a) a noise level, from its distribution given
-the degrees of freedom of the residuals, (b) new losses around the fitted ones, with that noise, (c) new centres of the
-prior. Without (c) a refit would treat the prior's centres as exact, and the intervals would be too narrow.
-`bench/scaling_fit.py` measures how often the intervals contain the true loss.
+that resamples the runs, so the bootstrap is parametric. Each refit draws three things: (a) a noise level, which is
+uncertain because the residuals have few degrees of freedom; (b) new losses: the fitted losses plus this noise; (c) new
+centres of the prior. Without (c) a refit would treat the prior's centres as exact, and the intervals would be too
+narrow. `bench/scaling_fit.py` measures how often the intervals contain the true loss.
 
 Shapes as in law.py: n runs, K terms, P parameters.
 """
@@ -44,8 +44,8 @@ def fit_scaling(
 ) -> tuple[ScalingFit, str]:
     """Fits L(N, D) if the runs determine it, else L(C) along the compute frontier.
 
-    parameters, tokens, flops, loss: (n,) of finished runs with the same data and tokenizer. Returns the fit, and a text
-    that names the fitted law and the reason for the choice. Raises NoFit.
+    parameters, tokens, flops, loss: (n,) each, for finished runs with the same data and tokenizer. Returns the fit, and
+    a text that names the fitted law and the reason for the choice. Raises NoFit.
     """
     n_run = len(loss)
     if n_run < FEWEST_RUNS:
@@ -74,7 +74,8 @@ def obstacle_to_full_law(parameters: np.ndarray, tokens: np.ndarray) -> str:
         if span(values) < LEAST_SPAN or distinct(values) < FEWEST_VALUES:
             return (
                 f"the full law's {term} cannot be determined: the runs have {count(distinct(values), f'distinct {name} count')} "
-                f"over a factor of {span(values):.2g}; at least {FEWEST_VALUES} over a factor of {LEAST_SPAN:g} are needed"
+                f"spanning a factor of {span(values):.2g}; needed: at least {FEWEST_VALUES}, spanning a factor of "
+                f"{LEAST_SPAN:g}"
             )
     if abs(np.corrcoef(np.log(parameters), np.log(tokens))[0, 1]) > MOST_CORRELATION:
         return "the full law's A/N^alpha and B/D^beta cannot be separated: tokens grow in step with parameters"
@@ -92,7 +93,7 @@ def distinct(values: np.ndarray) -> int:
 
 
 def compute_frontier(flops: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """Indices, by rising FLOPs, of the runs with a lower loss than every other run of as many or fewer FLOPs."""
+    """Indices, by rising FLOPs, of the runs with a lower loss than every other run that used no more FLOPs."""
     kept: list[int] = []
     for index in np.lexsort((loss, flops)):
         if not kept or loss[index] < loss[kept[-1]]:

@@ -41,7 +41,7 @@ class Target:
 
 
 def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
-    """The model of predict=…, trained on `tokens`; by default on as many tokens per parameter as the largest run."""
+    """The model of predict=…, trained on `tokens`; by default on the largest run's tokens per parameter."""
     from andrea.model.size import count_parameters, flops_per_token
 
     attention = parse(AttentionConfig, largest.config["attention"], "attention")

@@ -36,7 +36,7 @@ def candidate_tokens(measurements: Measurements) -> Tensor:
 
 
 def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool) -> dict[str, np.ndarray]:
-    """Arrays (T, …) of one head, except those of its ablation. detail: include direct logit attribution."""
+    """Arrays (T, …) of one head, without its ablation. detail: include direct logit attribution."""
     layer, index = head
     trace = measurements.layers[layer]
     value, retrieved = trace.value[0, index], trace.retrieved[0, index]  # (T, D)

@@ -1,7 +1,7 @@
 // The parts of the page of a single run: its heads over time, and the texts that it wrote.
 
 const HEAD_FIGURES = {
-  entropy_share: "entropy, share of the uniform distribution's",
+  entropy_share: "entropy, share of its maximum",
   entropy_nats: "entropy, nats",
   largest_logit: "largest logit",
   first_token_mass: "weight on the first token",

@@ -25,7 +25,7 @@ function writeCellNote() {
   if (facts.compatibility === "Bilinear") changes.push("the matrix M");
   if (facts.position === "rotary") changes.push("rotary position embedding");
   const hasNote = changes.length && facts.compatibility !== "Additive";
-  const note = ` Query and key are shown as they are multiplied: after ${changes.join(" and ")}.`;
+  const note = ` Query and key are shown after ${changes.join(" and ")}, just before their product is taken.`;
   const query = [`Head ${labelOf(n)}, query `, tokenLabel(tokenText(i)), ` at ${i}, key `];
   byId("cell-note").replaceChildren(...query, tokenLabel(tokenText(j)), ` at ${j}.`, hasNote ? note : "");
 }
@@ -269,7 +269,7 @@ function attributionLine(ids, changes, at, factor) {
 
 function attributionNote() {
   const text =
-    "up and down: the next tokens whose logits rise and fall most when the vector is multiplied by the unembedding " +
-    "matrix (direct logit attribution). The final norm is left out, because it depends on all other heads and layers.";
+    "up, down: the next tokens whose logits the vector raises and lowers most. The change is the vector times the " +
+    "unembedding matrix (direct logit attribution). The final norm is left out: it depends on all other heads and layers.";
   return newElement("li", {}, line(), newElement("p", { class: "muted small" }, text), line());
 }
