@@ -83,7 +83,7 @@ class DataCheck(Check):
             "a source was read more than `epochs` times",
             fails_run=False,
             keys=("epochs",),
-            remedy="add text, or lower `train.steps` or, of a mixture, `data.sources.NAME.weight`",
+            remedy="add text, or lower `train.steps`, or for a mixture `data.sources.NAME.weight`",
         ),
     }
 
@@ -174,9 +174,10 @@ class DataCheck(Check):
         found = f"rose from {best['val']:.3f} at step {best['step']} to" if rises else "is"
         limit = "" if rises else f", not below ln V = {uniform:.3f}, the loss of a uniform guess,"
         return {
-            "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: health.overfit_nats={self.config.overfit_nats:g}) "
-            f"while the training loss fell to {train:.3f}, after {epochs:.1f} epochs; the best evaluation is the result of "
-            f"the run (checkpoints/best). For an end near the best evaluation, add text, or {remedy_settings(f'train.steps={max(1, steps)}')} or "
+            "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: health.overfit_nats="
+            f"{self.config.overfit_nats:g}) while the training loss fell to {train:.3f}, after {epochs:.1f} epochs; the best evaluation is the result of "
+            f"the run (checkpoints/best). To end near the best evaluation, add text, or "
+            f"{remedy_settings(f'train.steps={max(1, steps)}')} or "
             f"{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
         }
 

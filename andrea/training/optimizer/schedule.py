@@ -1,7 +1,7 @@
 """The learning rate as a fraction of its peak: a function of only the step and the planned number of steps.
 
 The planned number of steps may change during the run, until the decay begins, because the rates before the decay do not
-depend on the length. All updates therefore have the same rates as in a run that had the final length from its beginning.
+depend on the length. All updates therefore have the same rates as in a run that had the final length from the start.
 """
 
 from __future__ import annotations
