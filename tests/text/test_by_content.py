@@ -170,7 +170,7 @@ def test_globs_choose_files_and_say_what_they_leave_out(tmp_path: Path) -> None:
     documents, said = read(tmp_path, include=("*.py", "docs/*.md"), exclude=("build/", "*.jpg"))
     assert documents == ["a.py", "docs/b.md", "src/main.py"]
     assert "left out 2 (not matched by data.include): a.md, docs/deep/c.md" in said
-    assert "left out 2 (named by data.exclude): build/d.py, x/build/e.py" in said
+    assert "left out 2 (matched by data.exclude): build/d.py, x/build/e.py" in said
     assert "1 glob of data.exclude matched no text file: *.jpg" in said
     with pytest.raises(UserError, match=r"holds no text file \(left out 7 .not matched by data.include"):
         read(tmp_path, include=("*.rs",))
