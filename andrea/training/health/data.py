@@ -176,8 +176,8 @@ class DataCheck(Check):
         return {
             "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: health.overfit_nats="
             f"{self.config.overfit_nats:g}) while the training loss fell to {train:.3f}, after {epochs:.1f} "
-            f"epochs; the best evaluation is the result of the run (checkpoints/best). To end near the best evaluation, add text, or "
-            f"{remedy_settings(f'train.steps={max(1, steps)}')} or "
+            f"epochs; the best evaluation is the result of the run (checkpoints/best). To end near the best "
+            f"evaluation, add text, or {remedy_settings(f'train.steps={max(1, steps)}')} or "
             f"{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
         }
 
