@@ -14,6 +14,7 @@ from andrea.model.gpt import make_mask
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import WEIGHT_DTYPE, Choice, choose_precision, choose_threads
+from andrea.runtime.openmp import describe_waiting
 from andrea.text.corpus import Corpus
 from andrea.training.float8 import check_float8
 from andrea.training.heads import measures_every_step
@@ -64,6 +65,8 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
         f"{config.sequences_per_step} sequences" + (f" on each of {ranks.size} ranks" if ranks.size > 1 else ""),
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
     ]
+    if device.type == "cpu" and (waiting := describe_waiting()):
+        lines.append(waiting)
     if config.float8:
         lines.append("float8: the matrix products of the blocks are computed in 8 bits")
     if ranks.started_by_torchrun:
