@@ -146,7 +146,7 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
 def show_resume(
     checkpoint: Checkpoint, changes: list[str], saved: RunConfig, progress: Progress, config: RunConfig
 ) -> None:
-    """progress: `resumed_progress`."""
+    """progress: the result of `resumed_progress`."""
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
     for source in data_sources(config):
         print(f"  data: {source}")
@@ -206,7 +206,7 @@ def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> None:
 def resumed_progress(
     checkpoint: Checkpoint, saved: RunConfig, config: RunConfig, left_auto: Collection[str]
 ) -> Progress:
-    """The run's progress, with the length that it has from now on. saved: `saved_run`. left_auto: now, see RunSetup."""
+    """The run's progress, with its length from now on. saved: the result of `saved_run`. left_auto: see RunSetup."""
     return with_length(progress_of(checkpoint, saved), saved, remembered_auto(checkpoint, saved), config, left_auto)
 
 

@@ -42,10 +42,10 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on the unfinished runs, which the table marks with '*', and on results of an earlier step than the last."""
+        """Lines on unfinished runs, which the table marks with '*', and on runs whose best evaluation is not the last."""
         return [f"* {run.name}: {run.progress}" for run in self.runs if not run.finished] + [
-            f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last one, at step "
-            f"{run.validation[-1]['step']:,}, has {run.validation[-1]['val/bpb']:.4f} bits per byte"
+            f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last evaluation, at "
+            f"step {run.validation[-1]['step']:,}, has {run.validation[-1]['val/bpb']:.4f} bits per byte"
             for run in self.runs
             if run.result["step"] != run.validation[-1]["step"]
         ]

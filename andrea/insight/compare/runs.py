@@ -116,7 +116,7 @@ class Run:
 
 
 def find_run_folders(paths: list[str], runs_dir: str = "runs") -> list[Path]:
-    """The run folders among `paths` and directly inside them, each once. A path may be the name of a run in `runs_dir`.
+    """The run folders among `paths` and directly inside `paths`, each once. A path may be a run's name in `runs_dir`.
 
     Raises UserError for a path without a run.
     """
@@ -262,10 +262,11 @@ def is_number(value: Any) -> bool:
 
 
 def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
-    """The evaluation that counts as the result of a run: the best of those after which a checkpoint was written.
+    """The evaluation that counts as the result of a run: the best evaluation after which a checkpoint was written.
 
-    It is the last one while validation improves, as for `checkpoint.result_of`. Evaluations of train.eval_tokens tokens
-    cannot be compared with the whole one at the end, which then counts. validation: at least one evaluation.
+    While validation improves, it is the last evaluation, as in `checkpoint.result_of`. If earlier evaluations read only
+    train.eval_tokens tokens, they cannot be compared with the evaluation of the whole split at the end, and that last
+    evaluation is the result. validation: at least one evaluation.
     """
     settings = config.get("train")
     settings = settings if isinstance(settings, dict) else {}

@@ -74,7 +74,7 @@ class AttentionCheck(Check):
         return Judgement({"health/heads_on_one_key": on_one_key, "health/heads_uniform": uniform}, findings)
 
     def logits_remedy(self) -> str:
-        """The settings that bound the logits and that this run does not have, for a run that starts anew."""
+        """Settings for a new run that bound the logits, and that this run does not have."""
         model, attention = self.run.model, self.run.attention
         if attention.qk_clip is not None:
             return remedy_settings(f"attention.qk_clip={attention.qk_clip / 2:g}")

@@ -152,7 +152,7 @@ class DataCheck(Check):
         }
 
     def raised_weight(self, source: str) -> float:
-        """A weight with which the source gets a larger share. Given weights sum to less than 1 if a source has none."""
+        """A weight that gives the source a larger share. If a source has no weight, the weights sum to less than 1."""
         weights = {name: each.weight for name, each in self.run.data.sources.items()}
         now = weights.get(source) or self.data.shares[source]
         if not any(weight is None for name, weight in weights.items() if name != source):

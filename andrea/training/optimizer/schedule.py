@@ -31,27 +31,28 @@ def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def decay_steps(steps: int, config: OptimizerConfig) -> int:
-    """The number of updates at the end of a constant_then_decay run over which the rate falls."""
+    """The number of updates over which the rate falls at the end of a constant_then_decay run."""
     return max(1, round((config.decay_fraction or 0.0) * steps))
 
 
 def decay_start(steps: int, config: OptimizerConfig) -> int:
-    """The last step whose rate does not depend on the length: it falls in the update after that. Grows with `steps`."""
+    """The last step whose rate does not depend on the length; the decay begins after this step. Grows with `steps`."""
     if steps < config.warmup_steps:  # the warm-up itself is shorter
         return 0
     return config.warmup_steps if config.schedule == "cosine" else steps - decay_steps(steps, config)
 
 
 def may_change(step: int, steps: int, config: OptimizerConfig) -> bool:
-    """Whether a run planned for `steps` steps may still get another length after `step` of them."""
+    """Whether a run planned for `steps` steps may still get another length after `step` steps."""
     return step < steps and step <= decay_start(steps, config)
 
 
 def relength(step: int, steps: int, wanted: int, config: OptimizerConfig) -> int:
-    """The new length of a run of `steps` steps that has done `step` of them and should have `wanted`.
+    """The new length, after `step` steps, of a run that was planned for `steps` steps and should have `wanted` steps.
 
-    The length stays once the decay has begun. A length whose decay would have begun earlier is raised to the smallest
-    with which the decay begins now. No update before `step` would have had another rate with the new length.
+    Once the decay has begun, the length does not change. If the decay of a run of `wanted` steps would have begun
+    before `step`, the result is the smallest length whose decay begins now. The rates of all updates before `step` are
+    the same with the new length.
     """
     if not may_change(step, steps, config):
         return steps

@@ -102,7 +102,7 @@ def last_rate(progress: Progress, saved: RunConfig) -> float:
 def with_length(
     progress: Progress, saved: RunConfig, saved_auto: Collection[str], config: RunConfig, left_auto: Collection[str]
 ) -> Progress:
-    """The progress of a resumed run with its length: the planned one, unless the user now asks for another.
+    """The progress of a resumed run with its length: the planned length, unless the user now asks for another length.
 
     With optimizer.rewarm_steps, the rate warms up again after a change of length. saved_auto, left_auto: the keys that
     were left `auto` in the checkpoint's run, and in this process.
