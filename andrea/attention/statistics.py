@@ -1,4 +1,4 @@
-"""Statistics of attention heads: of each query, and summed over the queries of each head.
+"""Statistics of attention heads, for each query, and summed over the queries of each head.
 
 Query i has scores s_ij over the visible keys j, and weights p_ij = softmax_j(s_ij). Its statistics are the log-sum-exp
 ln Σ_j e^(s_ij), the largest logit max_j s_ij, the entropy -Σ_j p_ij ln p_ij, and the weights of the first key and of

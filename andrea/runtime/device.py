@@ -64,7 +64,7 @@ def is_available(kind: str) -> bool:
 
 
 def choose_threads(requested: int | str) -> int:
-    """Set and return the number of torch's CPU threads; `auto` keeps torch's default, one per physical core it may use."""
+    """Set and return the number of torch's CPU threads; `auto` keeps torch's default, one per usable physical core."""
     if requested != "auto":
         torch.set_num_threads(int(requested))
     return torch.get_num_threads()

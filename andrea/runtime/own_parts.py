@@ -36,7 +36,7 @@ ALLOWED: ContextVar[Allowed] = ContextVar("ALLOWED", default=NOTHING_ALLOWED)
 
 @contextlib.contextmanager
 def allowing(paths: Iterable[str], trust: bool = False) -> Iterator[None]:
-    """Context in which `paths` may be imported, or every path with `trust`. On exit, the earlier permission returns."""
+    """Context in which `paths` may be imported, or every path with `trust`. The earlier permission returns on exit."""
     before = ALLOWED.set(Allowed(frozenset(paths), trust))
     try:
         yield

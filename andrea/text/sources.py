@@ -129,7 +129,7 @@ class Source:
         return usable
 
     def summary(self) -> str:
-        """What is about to be read: 3 files, 20 kB."""
+        """The number and the size of the files to read: '3 files, 20 kB'."""
         return f"{len(self.files):,} file{'s' * (len(self.files) != 1)}, {size_words(self.bytes)}"
 
     def documents(self, split: Split) -> Iterator[str]:

@@ -30,7 +30,7 @@ class Endings:
     stopping: StopRequests
 
     def conclude(self) -> int:
-        """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal if interrupted."""
+        """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal's number."""
         progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
         step, done = self.evaluator.step, progress.step == progress.planned_steps
         if not done and self.stopping.agreed == "stopped":

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Results of one optimizer step over all ranks, as device tensors that the host has not waited for."""
+    """Results of one optimizer step over all ranks, as tensors on the device; the host has not waited for them."""
 
     loss: Tensor  # nats per token, 0-dim
     gradient_norm: Tensor  # before clipping, 0-dim

@@ -29,8 +29,8 @@ def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: st
 class MicroBatchLoss(nn.Module):
     """Forward pass and loss in the run's precision, with the heads' statistics if `observing`.
 
-    Either `forward_in_precision` is compiled, or `call_block` and `head_loss` are. Autocast is entered outside the
-    compiled code, because torch does not cache compiled code that enters autocast.
+    torch.compile compiles either `forward_in_precision`, or both `call_block` and `head_loss`. Autocast is entered
+    outside the compiled code, because torch does not cache compiled code that enters autocast.
     """
 
     def __init__(self, model: GPT, device: torch.device, precision: str, observing: bool, recompute: bool) -> None:
