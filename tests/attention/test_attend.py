@@ -187,7 +187,7 @@ def test_choose_tells_what_runs_and_why():
             {"compatibility": Additive(7, 7, 5)},
             "every fused kernel needs a plain dot product, and Additive has no method `lower`",
         ),
-        ("triton", {"compatibility": Additive(7, 7, 5)}, "Additive has no method `lower`"),
+        ("triton", {"compatibility": Additive(7, 7, 5)}, "every fused kernel needs a plain dot product"),
         ("chunked", {}, "it supports the additive function only"),
         ("sdpa", {"statistics": True}, "it does not return statistics; use triton or reference"),
         ("flex", {}, "it needs a CUDA GPU, got device=cpu"),
