@@ -303,8 +303,8 @@ def test_the_time_is_expected_from_a_run_in_the_same_mode_and_by_flops(tiny_run,
 
     tiny_run("name=fp32", "train.steps=4", "precision=fp32", "compile=off")
     tiny_run("name=deep", "train.steps=4", "precision=fp32", "compile=off", "model.n_layer=7")
-    assert expected_seconds("precision=fp32", "compile=off").endswith(" of fp32")
-    assert expected_seconds("precision=fp32", "compile=off", "model.n_layer=6").endswith(" of deep")
+    assert "from run fp32 (" in expected_seconds("precision=fp32", "compile=off")
+    assert "from run deep (" in expected_seconds("precision=fp32", "compile=off", "model.n_layer=6")
     assert "no earlier run on cpu in bf16 with compile=off" in expected_seconds("precision=bf16", "compile=off")
     assert "with compile=blocks" in expected_seconds("precision=fp32", "compile=blocks")
 
