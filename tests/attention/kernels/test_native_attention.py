@@ -116,10 +116,10 @@ def test_compiled_and_under_autocast_it_is_the_same():
         ({"dtype": torch.float32}, "computes in bf16, got torch.float32"),
         ({"mask": sliding_window(3)}, "the causal mask only"),
         ({"mask": None}, "the causal mask only"),
-        ({"n_key": 12}, "as many queries as keys"),
+        ({"n_key": 12}, "equal numbers of queries and keys"),
         ({"width": 24}, "a multiple of 16, got 24"),
         ({"width_of_value": 32}, "keys and values of equal width"),
-        ({"start": 1}, "both from the first position"),
+        ({"start": 1}, "both starting at position 0"),
     ],
 )
 def test_what_it_cannot_serve_it_says_and_auto_takes_another(change, said):
