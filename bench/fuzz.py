@@ -25,7 +25,8 @@ SHARES = {
     "configuration": 0.2,
     "token shards": 0.2,
     "checkpoints": 0.2,
-    "resumes": 0.2,
+    "resumes": 0.197,
+    "commands": 0.003,
     "tokenizer files": 0.1,
     "prompts": 0.1,
 }

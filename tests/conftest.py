@@ -190,9 +190,22 @@ def tiny_command(place: Path, notes: Path, *words: str) -> list[str]:
 
 def torchrun(ranks: int, words: list[str], restarts: int = 0, **options: Any) -> subprocess.Popen:
     """Start train.py with `ranks` ranks on this machine. Standard output and error share one stream."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [f"--max-restarts={restarts}", str(ROOT / "train.py"), *words]
+    command = torchrun_command(ranks, words, restarts)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def torchrun_command(ranks: int, words: list[str], restarts: int = 0) -> list[str]:
+    """The command that runs train.py with `ranks` ranks on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*command, f"--max-restarts={restarts}", str(ROOT / "train.py"), *words]
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """The process numbers of torchrun's ranks, ordered by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    found = {int(v[5:]): int(pid) for pid, words in environments.items() for v in words if v.startswith(b"RANK=")}
+    return [found[rank] for rank in sorted(found)]
 
 
 def with_own_mounts(mount: str, folder: Path, command: list[str], after: str = "") -> subprocess.CompletedProcess:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from andrea.config import UserError
@@ -73,10 +74,14 @@ def recorded_exit_code() -> int | None:
 
 
 def record_exit_code(code: int) -> None:
-    """Record `code` for the next start of the ranks, if `code` is final: an exit code that a restart cannot cure."""
+    """Record `code` for the next start of the ranks, if `code` is final: an exit code that a restart cannot cure.
+
+    If the disk of torchrun's folder is full, nothing is recorded, and the restarted ranks find out themselves.
+    """
     path = note_path()
     if code in FINAL_EXIT_CODES and path is not None:
-        replace_text(path, f"{code} {restarts()}")
+        with suppress(OSError):
+            replace_text(path, f"{code} {restarts()}")
 
 
 def note_path() -> Path | None:

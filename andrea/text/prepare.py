@@ -268,8 +268,9 @@ def data_dir_errors(data_dir: Path) -> Iterator[None]:
         data_dir.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
+        reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror  # write() names no file
         raise UserError(
-            f"data_dir={data_dir} cannot be used ({error.strerror}: {error.filename}); set data_dir=… to a folder that "
+            f"data_dir={data_dir} cannot be used ({reason}); set data_dir=… to a folder that "
             f"you may write to, on a disk with free space"
         ) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fuzzing.checkpoints import checkpoints, make_checkpoints
 from fuzzing.configuration import configurations, make_configurations
 from fuzzing.prompts import make_prompts, prompts
-from fuzzing.resumes import make_resumes, resumes
+from fuzzing.resumes import make_commands, make_resumes, resumes
 from fuzzing.token_shards import make_shards, shards
 from fuzzing.tokenizer_files import make_tokenizers, tokenizers
 from fuzzing.trial import Target
@@ -19,6 +19,7 @@ TARGETS = {
     "token shards": Target(shards, make_shards),
     "checkpoints": Target(checkpoints, make_checkpoints),
     "resumes": Target(resumes, make_resumes),
+    "commands": Target(resumes, make_commands, waiting_s=300.0),
     "tokenizer files": Target(tokenizers, make_tokenizers),
     "prompts": Target(prompts, make_prompts),
 }

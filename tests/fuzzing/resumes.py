@@ -12,6 +12,11 @@ import io
 import json
 import os
 import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,9 @@ WORDS = [
     "train.tokens_per_step=64", "train.steps=30", "train.log_every=5", "train.eval_every=10", "train.save_every=15",
     "train.sample_tokens=0", "train.lens_prompt=", "data=text", "name=a",
 ]  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
+# Exit codes of train.py for an edit that makes a run: it was done, not finite, failed its health checks, or was terminated.
+ACCEPTED = {0, 3, 4, 128 + signal.SIGTERM, -signal.SIGTERM}
 near_misses = st.sampled_from([True, False, "1", "12", 1.0, -1, [], {}, "auto", 15.5, 2**53, 1e39, 1e308, [1.0], None])
 values = st.one_of(wild_json, numbers, near_misses)
 files = st.sampled_from(["state.json"] * 5 + ["manifest.json", "tokenizer.json", "meta.json"])
@@ -100,20 +108,40 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
+class EditedRun:
+    """A finished run of thirty steps with its checkpoint of step 15 and its prepared text, of which one file is edited."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs, text = folder, folder / "runs", folder / "text"
+        text.mkdir(parents=True)
+        (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog, once more and once more\n" * 60)
+        self.places = [f"runs_dir={self.runs}", f"data_dir={folder / 'data'}"]
+        self.words = [*WORDS, *self.places, f"data.path={text}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            train_one(self.words)
+        self.checkpoint = self.runs / "a" / "checkpoints" / "step-00000015"
+        (self.prepared,) = (path.parent for path in (folder / "data").glob("*/meta.json"))
+        places = [*self.checkpoint.iterdir(), *self.prepared.iterdir()]
+        self.good = {path: path.read_bytes() for path in places}
+
+    def edit(self, tried: tuple[str, list[Any], int]) -> None:
+        """Put the original files back, then edit one and make the hashes valid again."""
+        name, new, rng_seed = tried
+        for path, content in self.good.items():
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
+        path = (self.prepared if name == "meta.json" else self.checkpoint) / name
+        tree = edited(json.loads(self.good[path]), name, new, random.Random(rng_seed))
+        path.write_bytes(json_text(with_new_fingerprint(tree) if name == "meta.json" else tree))
+        if name not in ("manifest.json", "meta.json"):
+            (self.checkpoint / "manifest.json").write_bytes(manifest_of(self.checkpoint))
+
+
 def make_resumes(folder: Path) -> Handler:
-    text = folder / "text"
-    text.mkdir(parents=True)
-    (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog, once more and once more\n" * 60)
-    places = [f"data.path={text}", f"runs_dir={folder / 'runs'}", f"data_dir={folder / 'data'}"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        train_one([*WORDS, *places])
-    checkpoint = folder / "runs" / "a" / "checkpoints" / "step-00000015"
-    (prepared,) = (path.parent for path in (folder / "data").glob("*/meta.json"))
-    places_of = {"meta.json": prepared}
-    good = {path: path.read_bytes() for path in [*checkpoint.iterdir(), *prepared.iterdir()]}
-    line = read(RunConfig, [*WORDS, *places, f"resume={checkpoint}"])
+    run = EditedRun(folder)
+    line = read(RunConfig, [*run.words, f"resume={run.checkpoint}"])
     typed = parse(RunConfig, compose("train", line))
-    restart = read(RunConfig, [f"resume={checkpoint}", *places[1:]])
+    restart = read(RunConfig, [f"resume={run.checkpoint}", *run.places])
 
     def resume() -> None:
         """What `train.py resume=…` does before it makes the model."""
@@ -144,15 +172,7 @@ def make_resumes(folder: Path) -> Handler:
         progress.seconds += 1.0
 
     def handle(tried: tuple[str, list[Any], int]) -> None:
-        name, new, rng_seed = tried
-        for path, content in good.items():
-            if not path.exists() or path.read_bytes() != content:
-                path.write_bytes(content)
-        path = places_of.get(name, checkpoint) / name
-        tree = edited(json.loads(good[path]), name, new, random.Random(rng_seed))
-        path.write_bytes(json_text(with_new_fingerprint(tree) if name == "meta.json" else tree))
-        if name not in ("manifest.json", "meta.json"):
-            (checkpoint / "manifest.json").write_bytes(manifest_of(checkpoint))
+        run.edit(tried)
         before = snapshot(folder)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -160,5 +180,36 @@ def make_resumes(folder: Path) -> Handler:
         except UserError:
             assert snapshot(folder) == before, "written before the refusal"
             raise
+
+    return handle
+
+
+def make_commands(folder: Path) -> Handler:
+    """The same edits, each given to train.py in a process of its own."""
+    run = EditedRun(folder)
+    shutil.copytree(run.runs, folder / "runs-before", copy_function=shutil.copy2)
+    command = [sys.executable, str(ROOT / "train.py"), f"resume={run.checkpoint}", *run.places]
+    data_line = f"  data: text {folder / 'text'}\n"
+
+    def handle(tried: tuple[str, list[Any], int]) -> None:
+        shutil.rmtree(run.runs)
+        shutil.copytree(folder / "runs-before", run.runs, copy_function=shutil.copy2)
+        run.edit(tried)
+        before = snapshot(folder)
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            try:
+                for shown in process.stdout:  # it trains, or it would now prepare other text, whose path it has shown
+                    if shown.startswith("step ") or (shown.startswith("  data: ") and shown != data_line):
+                        process.terminate()
+                code = process.wait()
+            finally:
+                process.kill()
+            errors.seek(0)
+            said = errors.read()
+        assert "Traceback" not in said and code in ACCEPTED | {2}, f"exit code {code}: {said[-2000:]}"
+        if code == 2:
+            assert snapshot(folder) == before, "written before the refusal"
+            raise UserError(said.strip().rpartition("\n")[2])
 
     return handle

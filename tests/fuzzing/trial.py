@@ -20,7 +20,6 @@ from andrea.cli.command_line import one_line
 from andrea.config import UserError
 
 SECONDS = 5.0  # of processor time, for one input
-WAITING_SECONDS = 30.0  # of the clock, for one input: it may wait without computing
 MEGABYTES = 2048
 BATCH = 500  # inputs in one hypothesis run, whose record of them grows
 SHOWN = 300  # characters of an input in a finding
@@ -34,10 +33,14 @@ class TooSlow(BaseException):
 
 @dataclass(frozen=True)
 class Target:
-    """A border: its inputs, and a function that makes their handler, given an empty folder."""
+    """A border: its inputs, and a function that makes their handler, given an empty folder.
+
+    waiting_s: the limit of the clock for one input, which may wait without computing.
+    """
 
     inputs: SearchStrategy
     make: Callable[[Path], Handler]
+    waiting_s: float = 30.0
 
 
 @dataclass
@@ -67,18 +70,18 @@ def fuzz(target: Target, folder: Path, inputs: int, first_seed: int) -> Outcome:
         )  # fmt: skip
         @given(target.inputs)
         def batch(tried: Any) -> None:
-            try_one(handle, tried, outcome)
+            try_one(handle, tried, outcome, target.waiting_s)
 
         batch()
     outcome.seconds = time.monotonic() - started
     return outcome
 
 
-def try_one(handle: Handler, tried: Any, outcome: Outcome) -> None:
+def try_one(handle: Handler, tried: Any, outcome: Outcome, waiting_s: float) -> None:
     outcome.inputs += 1
     clock = time.process_time()
     try:
-        with limited(SECONDS, WAITING_SECONDS):
+        with limited(SECONDS, waiting_s):
             handle(tried)
     except UserError as error:
         outcome.refused += 1

@@ -52,6 +52,15 @@ def test_a_note_from_before_the_last_start_is_forgotten(start) -> None:
     assert torchrun.recorded_exit_code() is None
 
 
+def test_a_code_that_cannot_be_recorded_is_left_out(start, tmp_path: Path) -> None:
+    """The disk of torchrun's folder may be full; the exit code of the rank must stay what it is."""
+    start(0)
+    (tmp_path / "job").rename(tmp_path / "elsewhere")
+    (tmp_path / "job").write_text("not a folder")
+    torchrun.record_exit_code(2)
+    assert torchrun.recorded_exit_code() is None
+
+
 def test_rank_0_alone_prints_without_a_prefix(start, monkeypatch: pytest.MonkeyPatch) -> None:
     start(0, rank=1)
     assert not torchrun.is_rank_0() and torchrun.rank_prefix() == "rank 1: " and torchrun.has_many_ranks()

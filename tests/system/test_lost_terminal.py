@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, tiny_command
+from conftest import ROOT, ranks_of, tiny_command, tiny_words, torchrun, torchrun_command
 
 from andrea.checkpoint import checkpoints_of, newest_whole
 from andrea.training.records.run_folder import read_lines
@@ -42,6 +42,21 @@ def test_output_that_cannot_be_written_does_not_end_a_run(
     run = tmp_path / "runs" / "a"
     assert read_lines(run / "metrics.jsonl")[-1]["event"] == "done" and newest_whole(run).step == 12
     assert (run / "run.log").read_text().count(f"standard output cannot be written ({reason})") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirection", "failed_streams"), [("2>&1 | head -1", 1), ("> /dev/full 2>&1", 1), ("<&- >&- 2>&-", 2)]
+)
+def test_output_that_cannot_be_written_does_not_end_two_ranks(
+    redirection: str, failed_streams: int, tmp_path: Path, notes: Path
+) -> None:
+    """Not even torchrun, which writes to the same streams."""
+    words = tiny_words(tmp_path, notes, "name=a", "parallel=fsdp")
+    assert in_bash(torchrun_command(2, words), redirection) == (0, "")
+    run = tmp_path / "runs" / "a"
+    assert read_lines(run / "metrics.jsonl")[-1]["event"] == "done" and newest_whole(run).step == 12
+    assert (run / "run.log").read_text().count("cannot be written") == failed_streams
 
 
 def test_preparing_goes_on_without_a_reader(tmp_path: Path, notes: Path) -> None:
@@ -81,6 +96,21 @@ def test_a_hang_up_saves_and_exits_129(tmp_path: Path, notes: Path) -> None:
     assert "resume=auto" in process.stdout.read() and process.wait() == 129
     run = tmp_path / "runs" / "a"
     assert newest_whole(run).step == read_lines(run / "metrics.jsonl")[-1]["step"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["torchrun", "rank 1"])
+def test_a_hang_up_of_two_ranks_saves_once_and_ends_all(target: str, tmp_path: Path, notes: Path) -> None:
+    """Also with restarts left: torchrun must not start the run again."""
+    process = torchrun(2, tiny_words(tmp_path, notes, "name=a", "parallel=fsdp", *ENDLESS), restarts=3)
+    until_it_trains(process)
+    os.kill(process.pid if target == "torchrun" else ranks_of(process)[1], signal.SIGHUP)
+    out = process.communicate(timeout=200)[0]
+    last = newest_whole(tmp_path / "runs" / "a").step
+    assert process.returncode == 1 and out.count(f"interrupted at step {last} ") == out.count("interrupted at") == 1, (
+        out
+    )
+    assert read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")[-1]["step"] == last > 0
 
 
 @pytest.mark.slow

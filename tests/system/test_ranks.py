@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tiny_words, torchrun, with_own_mounts
+from conftest import ROOT, ranks_of, tiny_words, torchrun, torchrun_command, with_own_mounts
 
 from andrea.checkpoint import checkpoints_of, newest_whole, read_checkpoint
 from andrea.training.records.run_folder import read_lines
@@ -117,14 +117,6 @@ def wait_until(condition, process: subprocess.Popen, limit_s: float = 60) -> Non
     while not condition() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition(), process.communicate(timeout=60)[0]
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The process numbers of torchrun's ranks, ordered by rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    found = {int(v[5:]): int(pid) for pid, words in environments.items() for v in words if v.startswith(b"RANK=")}
-    return [found[rank] for rank in sorted(found)]
 
 
 def has_saved_after(run: Path, step: int) -> Callable[[], bool]:
@@ -279,9 +271,9 @@ def test_a_full_disk_ends_all_ranks_in_one_line_and_earlier_checkpoints_are_whol
     small = tmp_path / "small"
     small.mkdir()
     words = tiny_words(place, notes, *STEPS, "name=full", f"runs_dir={small}", "parallel=fsdp", "train.save_every=1")
-    torchrun_words = [os.sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun_words, str(ROOT / "train.py"), *words]
-    tried = with_own_mounts('mount -t tmpfs -o size=3m none "$0"', small, command, after='cp -r "$0" "$0-copy"')
+    tried = with_own_mounts(
+        'mount -t tmpfs -o size=3m none "$0"', small, torchrun_command(2, words), after='cp -r "$0" "$0-copy"'
+    )
     out = tried.stdout + tried.stderr
     assert tried.returncode == 1 and "exitcode  : 5 " in out and "No space left on device" in out, out
     ours = out.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]  # then torchrun's own

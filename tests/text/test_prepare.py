@@ -158,6 +158,13 @@ def test_a_data_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         open_corpus(text_config(small_notes(tmp_path / "notes")), BYTE, tmp_path / "file", quiet)
 
 
+def test_a_full_disk_is_named_without_a_file(tmp_path: Path) -> None:
+    """The system's error of a write names no file."""
+    with pytest.raises(UserError) as refused, prepare.data_dir_errors(tmp_path), open("/dev/full", "w") as file:
+        file.write("a" * 100_000)
+    assert f"data_dir={tmp_path} cannot be used (No space left on device); set data_dir=" in str(refused.value)
+
+
 def test_a_large_corpus_is_sampled_for_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source("s", "text", small_notes(tmp_path / "notes", 40))
     whole = list(prepare.vocabulary_sample([source], source.bytes))
