@@ -2,7 +2,7 @@
 
 torchrun restarts all ranks when one of them exits with any code other than 0. Therefore a rank that exits with a final
 code records it in a file. After the restart each rank finds the file and exits with the same code, before it loads
-anything.
+anything. A second file names the run folder, in which a restarted run goes on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def recorded_exit_code() -> int | None:
 
     A code that an earlier start recorded is no longer valid, and is deleted.
     """
-    path = note_path()
+    path = note_path("andrea-verdict")
     if path is None or not path.exists():
         return None
     code, noted_at = map(int, path.read_text().split())
@@ -78,13 +78,27 @@ def record_exit_code(code: int) -> None:
 
     If the disk of torchrun's folder is full, nothing is recorded, and the restarted ranks find out themselves.
     """
-    path = note_path()
+    path = note_path("andrea-verdict")
     if code in FINAL_EXIT_CODES and path is not None:
         with suppress(OSError):
             replace_text(path, f"{code} {restarts()}")
 
 
-def note_path() -> Path | None:
-    """The file of the recorded code, in a folder that torchrun keeps over all restarts; None without torchrun."""
+def record_run_folder(folder: Path) -> None:
+    """Record, on each host, where the run writes its checkpoints, for the next start of the ranks."""
+    path = note_path("andrea-run-folder")
+    if path is not None:
+        with suppress(OSError):
+            replace_text(path, str(folder))
+
+
+def recorded_run_folder() -> Path | None:
+    """The run folder that an earlier start of the ranks recorded; None if none did."""
+    path = note_path("andrea-run-folder")
+    return Path(path.read_text(encoding="utf-8")) if path is not None and is_restart() and path.exists() else None
+
+
+def note_path(name: str) -> Path | None:
+    """A file in a folder that torchrun keeps over all restarts; None without torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # …/attempt_0/0/error.json
-    return Path(error_file).parents[2] / "andrea-verdict" if error_file else None
+    return Path(error_file).parents[2] / name if error_file else None

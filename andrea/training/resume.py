@@ -48,7 +48,6 @@ from andrea.training.planning.settle import (
     with_length,
 )
 from andrea.training.progress import Progress
-from andrea.training.records.recognise import run_folder_of
 
 # Keys that a resumed run may not change: with other values it would be a different run.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "data.files", "data.include",
@@ -65,8 +64,9 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
         return None
     if config.resume != "auto":
         found = locate(config.resume, Path(config.runs_dir), key="resume", newest=True)
-        return newest_since_restart(found, config) if torchrun.is_restart() else found
-    folder = Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
+        began = torchrun.recorded_run_folder()  # the run goes on from its own checkpoints, as soon as it has one
+        return (newest_whole(began) if began else None) or found
+    folder = torchrun.recorded_run_folder() or named_or_newest_run(config)
     if folder is None or not folder.is_dir():
         return None
     found = newest_whole(folder)
@@ -75,10 +75,8 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
     return found
 
 
-def newest_since_restart(named: Checkpoint, config: RunConfig) -> Checkpoint:
-    """The newest checkpoint of a run that was resumed from `named` and restarted by torchrun; without one, `named`."""
-    folder = run_folder_of(named) or (Path(config.runs_dir) / config.name if config.name else None)
-    return (newest_whole(folder) if folder else None) or named
+def named_or_newest_run(config: RunConfig) -> Path | None:
+    return Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
 
 
 def without_run(checkpoint: Checkpoint) -> Checkpoint:

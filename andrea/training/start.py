@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig, Text
 from andrea.model.size import flops_per_token
+from andrea.runtime import torchrun
 from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
@@ -97,7 +98,7 @@ def start(
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
-    resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus))
+    resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus, left_auto))
     for line in resolved.lines:
         console.say(line)
     set_up_process(resolved.config, machine.device)
@@ -160,6 +161,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
+    torchrun.record_run_folder(folder)
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
     ranks.from_rank_0(lambda: write_config(folder, config))
     facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from andrea.checkpoint import checkpoints_of
 from andrea.config import UserError, lay_over
 from andrea.training.resume import flatten, merge, same
 
@@ -200,3 +201,57 @@ def test_the_data_are_named_before_they_are_prepared(run: Path, tmp_path: Path, 
     with pytest.raises(UserError, match="data differ"):
         tiny_run(f"resume={checkpoint}", f"data.path={elsewhere}", "train.steps=6", "name=b")
     assert f"  data: text {elsewhere}\n" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------- restarts by torchrun
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes this process look like one of torchrun's n-th start."""
+
+    def nth(number: int) -> None:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "job" / f"attempt_{number}" / "0" / "error.json"))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+
+    (tmp_path / "job").mkdir()
+    return nth
+
+
+def test_a_restart_goes_on_in_the_folder_that_a_copied_checkpoint_began(
+    run: Path, tmp_path: Path, tiny_run, start
+) -> None:
+    copy = Path(shutil.copytree(run / "checkpoints" / "step-00000004", tmp_path / "copy"))
+    words = [f"resume={copy}", "train.save_every=1", "train.keep=100"]
+    start(0)
+    assert tiny_run(*words, "train.steps=6") == 0
+    (begun,) = set(run.parent.iterdir()) - {run}
+    start(1)
+    assert tiny_run(*words, "train.steps=8") == 0
+    assert set(run.parent.iterdir()) == {run, begun}
+    assert [path.name for path in checkpoints_of(begun)] == [f"step-0000000{step}" for step in (5, 6, 7, 8)]
+    shutil.rmtree(begun / "checkpoints")  # as if it had been killed before its first one
+    start(2)
+    assert tiny_run(*words, "train.steps=6") == 0
+    assert set(run.parent.iterdir()) == {run, begun} and len(checkpoints_of(begun)) == 2
+
+
+def test_a_restart_before_the_run_has_begun_goes_back_to_the_named_checkpoint(
+    run: Path, tiny_run, start, capsys
+) -> None:
+    """Not on from the newest one, which the user wants to abandon."""
+    start(1)
+    named = run / "checkpoints" / "step-00000004"
+    assert tiny_run(f"resume={named}", "train.steps=9") == 0
+    assert f"resuming {named}: step 4" in capsys.readouterr().out
+
+
+def test_a_resumed_run_says_that_a_setting_left_auto_was_chosen_before(
+    tmp_path: Path, tiny_run, script, capsys
+) -> None:
+    assert tiny_run("name=a", "compile=auto", "train.steps=4", "train.save_every=2") == 0
+    assert "(chosen when the run began)" not in capsys.readouterr().out
+    run = tmp_path / "runs" / "a"
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    assert script("train")([f"resume={run}", f"runs_dir={run.parent}", f"data_dir={tmp_path / 'data'}"]) == 0
+    assert "torch.compile: off (chosen when the run began)" in capsys.readouterr().out

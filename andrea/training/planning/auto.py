@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +33,18 @@ class Resolved:
     lines: list[str]
 
 
-def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
-    """Choose a value for every `auto`, on rank 0 for all ranks. Raises UserError for settings that cannot work here."""
+def resolve(config: RunConfig, machine: Machine, corpus: Corpus, left_auto: Collection[str] = ()) -> Resolved:
+    """Choose a value for every `auto`, on rank 0 for all ranks. Raises UserError for settings that cannot work here.
+
+    left_auto: the keys that the user has left `auto`; a resumed run already has values for them.
+    """
     device, ranks, n_vocab = machine.device, machine.ranks, corpus.tokenizer.n_vocab
     threads = choose_threads(config.threads)
-    precision = choose_precision(config.precision, device)
+    precision = with_origin(choose_precision(config.precision, device), config.precision, "precision" in left_auto)
     if config.float8:
         check_float8(config.model, device, precision.value)
     flops = config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
-    compile_ = choose_compile(config.compile, device, flops)
+    compile_ = with_origin(choose_compile(config.compile, device, flops), config.compile, "compile" in left_auto)
     deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
     sharing = choose_sharing(config, ranks, n_vocab, machine.free_bytes, precision.value)
     placement = Placement(device, precision.value, ranks.size, sharing.value == "fsdp")
@@ -74,6 +78,11 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus) -> Resolved:
     lines.append(f"attention: {attention.why}")
     lines.append(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
     return Resolved(config, sharing.value, lines)
+
+
+def with_origin(choice: Choice, configured: str, is_left_auto: bool) -> Choice:
+    """The choice; if an earlier process of the run has made it for a key that was left `auto`, the reason says so."""
+    return Choice(choice.value, "chosen when the run began") if is_left_auto and configured != "auto" else choice
 
 
 def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placement: Placement) -> int:

@@ -107,6 +107,9 @@ def new_run_folder(config: RunConfig) -> Path:
 
     With resume=auto, or after a restart by torchrun, a run without a checkpoint may start again in its folder.
     """
+    began = torchrun.recorded_run_folder()
+    if began and is_run_folder(began) and not checkpoints_of(began):
+        return began
     name = config.name or f"{config.model.name}-{config.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / name
     with reporting_unusable(folder):
