@@ -19,7 +19,7 @@ TARGETS = {
     "token shards": Target(shards, make_shards),
     "checkpoints": Target(checkpoints, make_checkpoints),
     "resumes": Target(resumes, make_resumes),
-    "commands": Target(resumes, make_commands, waiting_s=300.0),
+    "commands": Target(resumes, make_commands, waiting_s=120.0),
     "tokenizer files": Target(tokenizers, make_tokenizers),
     "prompts": Target(prompts, make_prompts),
 }

@@ -14,13 +14,12 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_train import ForkedTrain
 from hypothesis import strategies as st
 
 from andrea.cli.command_line import compose, read
@@ -54,7 +53,6 @@ WORDS = [
     "train.tokens_per_step=64", "train.steps=30", "train.log_every=5", "train.eval_every=10", "train.save_every=15",
     "train.sample_tokens=0", "train.lens_prompt=", "data=text", "name=a",
 ]  # fmt: skip
-ROOT = Path(__file__).resolve().parents[2]
 # Exit codes of train.py for an edit that makes a run: it was done, not finite, failed its health checks, or was terminated.
 ACCEPTED = {0, 3, 4, 128 + signal.SIGTERM, -signal.SIGTERM}
 near_misses = st.sampled_from([True, False, "1", "12", 1.0, -1, [], {}, "auto", 15.5, 2**53, 1e39, 1e308, [1.0], None])
@@ -185,26 +183,25 @@ def make_resumes(folder: Path) -> Handler:
 
 
 def make_commands(folder: Path) -> Handler:
-    """The same edits, each given to train.py in a process of its own."""
+    """The same edits, each given to train.py in a fork of this process."""
     run = EditedRun(folder)
-    shutil.copytree(run.runs, folder / "runs-before", copy_function=shutil.copy2)
-    command = [sys.executable, str(ROOT / "train.py"), f"resume={run.checkpoint}", *run.places]
+    shutil.copytree(run.runs, folder / "runs-before")
     data_line = f"  data: text {folder / 'text'}\n"
 
     def handle(tried: tuple[str, list[Any], int]) -> None:
         shutil.rmtree(run.runs)
-        shutil.copytree(folder / "runs-before", run.runs, copy_function=shutil.copy2)
+        shutil.copytree(folder / "runs-before", run.runs)
         run.edit(tried)
         before = snapshot(folder)
+        reader, writer = os.pipe()
         with tempfile.TemporaryFile("w+") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-            try:
-                for shown in process.stdout:  # it trains, or it would now prepare other text, whose path it has shown
-                    if shown.startswith("step ") or (shown.startswith("  data: ") and shown != data_line):
-                        process.terminate()
-                code = process.wait()
-            finally:
-                process.kill()
+            process = ForkedTrain([f"resume={run.checkpoint}", *run.places], writer, errors)
+            os.close(writer)
+            with open(reader, encoding="utf-8", errors="replace") as shown:
+                for line in shown:  # it trains, or would now prepare other text, whose path it has shown
+                    if line.startswith("step ") or (line.startswith("  data: ") and line != data_line):
+                        process.send_signal(signal.SIGTERM)
+            code = process.wait()
             errors.seek(0)
             said = errors.read()
         assert "Traceback" not in said and code in ACCEPTED | {2}, f"exit code {code}: {said[-2000:]}"

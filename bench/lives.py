@@ -1,0 +1,232 @@
+"""One life of bench/kill.py: a command, the moment and the manner of its end, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+
+from andrea.checkpoint import checkpoints_of, read_checkpoint
+from andrea.config import UserError
+from andrea.runtime.files import is_locked
+from andrea.training.records.run_folder import read_lines
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from forked_train import ForkedTrain
+
+GRACE_S = 120.0  # for what a command has started, after the command has ended
+# How a command may end, by the manner of its end. A command that is done before its end exits with 0.
+ENDINGS = {
+    "SIGKILL": {-signal.SIGKILL},
+    "SIGTERM": {-signal.SIGTERM, 143},
+    "SIGHUP": {-signal.SIGHUP, 129},
+    "closed output": set(),
+    "full disk": {2, 5},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all lives of one call share. words: of the command. disk: the folder of everything that it writes.
+
+    kinds: the manners of ending that are possible here. ranks: 1 for a command without torchrun. warm: whether commands are
+    forks of this process.
+    """
+
+    words: list[str]
+    disk: Path
+    kinds: list[str]
+    ranks: int
+    warm: bool
+
+    @property
+    def run(self) -> Path:
+        return self.disk / "runs" / "a"
+
+    @property
+    def errors(self) -> Path:
+        """What the command writes to standard error, outside of the disk that gets full."""
+        return self.disk.with_name("errors")
+
+
+class Command:
+    """train.py in a session of its own. has_reader: its output goes to a pipe, which `close_output` closes."""
+
+    def __init__(self, setting: Setting, has_reader: bool) -> None:
+        self.reader: int | None = None
+        self.most_busy_s, self.left_over = 0.0, 0
+        self.mark = secrets.token_hex(8)
+        cache = setting.disk / "cache"
+        environment = {"XDG_CACHE_HOME": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+        environment |= {"TMPDIR": str(cache), "ANDREA_LIFE": self.mark}
+        with open(setting.errors, "w") as errors, open(setting.disk / "log", "w") as log:
+            stdout: Any = log
+            if has_reader:
+                self.reader, stdout = os.pipe()
+                os.set_blocking(self.reader, False)
+            if setting.warm:
+                self.process: Any = ForkedTrain(setting.words, stdout, errors, environment)
+            else:
+                self.process = started(setting, stdout, errors, environment)
+        if has_reader:
+            os.close(stdout)
+
+    def is_running(self) -> bool:
+        if self.reader is not None:  # the pipe must not get full
+            with contextlib.suppress(BlockingIOError):
+                os.read(self.reader, 1 << 20)
+        return self.process.poll() is None
+
+    def busy_s(self) -> float:
+        """Processor time of the command and of its ranks so far: unlike the clock, other programs do not change it."""
+        ticks, main = 0, self.process.pid
+        with contextlib.suppress(OSError):
+            ranks = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+            for pid in (main, *ranks):
+                ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+        self.most_busy_s = max(self.most_busy_s, ticks / os.sysconf("SC_CLK_TCK"))
+        return self.most_busy_s
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for the condition. Returns whether the command still runs."""
+        while (running := self.is_running()) and not condition():
+            time.sleep(0.001)
+        return running
+
+    def processes(self, having: str = "") -> list[int]:
+        """The processes with the command's `mark` in their environment, and a line in it that begins with `having`."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                lines = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+                if f"ANDREA_LIFE={self.mark}" in lines and any(line.startswith(having) for line in lines):
+                    found.append(int(path.name))
+        return found
+
+    def close_output(self) -> None:
+        if self.reader is not None:
+            os.close(self.reader)
+            self.reader = None
+
+    def ended(self) -> int:
+        """The exit code, once all that the command has started has ended too."""
+        self.wait_until(lambda: self.busy_s() < 0)
+        deadline = time.monotonic() + GRACE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.left_over = len(left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.close_output()
+        return self.process.returncode
+
+
+def started(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> subprocess.Popen:
+    """The command as a new process."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}", "--max-restarts=3"]
+    command = [sys.executable, *(torchrun if setting.ranks > 1 else []), str(ROOT / "train.py"), *setting.words]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+    return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **streams)
+
+
+def live(setting: Setting, length_s: float, moment: random.Random) -> dict[str, Any]:
+    """One command and its end, at a moment within `length_s` of its processor time. Returns how it went."""
+    kind, after_s, inside_a_save = moment.choice(setting.kinds), moment.random() * length_s, moment.random() < 0.25
+    draw, left_bytes = moment.random(), moment.choice([0, 0, 1, 2, 8]) * 4096
+    before, _ = whole_checkpoints(setting)
+    command = Command(setting, has_reader=kind == "closed output")
+    running = command.wait_until(lambda: command.busy_s() > after_s)
+    time.sleep(draw * 0.01)  # the system counts hundredths of a second
+    if inside_a_save:
+        running = command.wait_until(lambda: any(setting.run.glob("checkpoints/.writing-*")))
+        time.sleep(draw * 0.01)
+    row = {"kind": kind, "phase": phase(setting), "inside_a_save": inside_a_save, "at_s": round(command.busy_s(), 2)}
+    target = end(setting, command, kind, draw, left_bytes) if running and command.is_running() else None
+    if target is None:
+        row |= {"kind": None, "inside_a_save": False}
+    code = command.ended()
+    (setting.disk / "ballast").unlink(missing_ok=True)
+    after, believed_wrongly = whole_checkpoints(setting)
+    row |= {"target": target, "exit_code": code, "believed_wrongly": believed_wrongly, "lost": len(before - after)}
+    return row | {"left_over": command.left_over} | judged(setting, row["kind"], code)
+
+
+def end(setting: Setting, command: Command, kind: str, draw: float, left_bytes: int) -> str | None:
+    """End the command, or the rank that `draw` chooses. Returns which one it was; None if it is gone already."""
+    if kind == "closed output":
+        command.close_output()
+        return "command"
+    if kind == "full disk":
+        fill_disk(setting.disk, left_bytes)
+        return "command"
+    processes = [command.process.pid, *command.processes(having="RANK=")]
+    doomed = processes[int(draw * len(processes))]
+    try:
+        os.kill(doomed, signal.Signals[kind])
+    except ProcessLookupError:
+        return None
+    return "command" if doomed == command.process.pid else "rank"
+
+
+def fill_disk(disk: Path, left_bytes: int) -> None:
+    """Fill the disk, while the command writes to it, and give `left_bytes` back."""
+    with open(disk / "ballast", "wb", buffering=0) as ballast:
+        with contextlib.suppress(OSError):
+            while ballast.write(bytes(1 << 16)):
+                pass
+        ballast.truncate(max(0, ballast.tell() - left_bytes))
+
+
+def judged(setting: Setting, kind: str | None, code: int) -> dict[str, str]:
+    """A finding if the exit code does not belong to the end, or there is a traceback. said: the last line of an error."""
+    by_torchrun, said = setting.ranks > 1, setting.errors.read_text(errors="replace")
+    allowed = {0} | (ENDINGS[kind] if kind else set())
+    if by_torchrun and kind not in (None, "closed output"):
+        allowed.add(1)  # the exit code of torchrun for any exit code of a rank
+    has_traceback = "Traceback" in said and (
+        f'File "{ROOT}/' in said or not by_torchrun
+    )  # torchrun prints one of its own
+    row = {"said": said.strip().rpartition("\n")[2][:300]} if kind == "full disk" and code and not by_torchrun else {}
+    return row | ({"finding": said[-4000:] or f"exit code {code}"} if code not in allowed or has_traceback else {})
+
+
+def whole_checkpoints(setting: Setting) -> tuple[set[str], int]:
+    """The names of the checkpoints that a reader would look at, and how many of them are not what they should be."""
+    names, believed_wrongly = set(), 0
+    for path in checkpoints_of(setting.run):
+        try:
+            read_checkpoint(path)
+            names.add(path.name)
+        except UserError:
+            believed_wrongly += 1
+    return names, believed_wrongly
+
+
+def phase(setting: Setting) -> str:
+    """What the command is doing, judged by its files and locks."""
+    data, run = setting.disk / "data", setting.run
+    if is_locked(run / ".lock"):
+        if any(run.glob("checkpoints/step-*/.writing-*")):
+            return "consolidating"
+        if any(run.glob("checkpoints/.writing-*")):
+            return "saving"
+        records = read_lines(run / "metrics.jsonl")
+        return "building" if not records else "ending" if "event" in records[-1] else "training"
+    if is_locked(data / ".lock"):
+        return "encoding" if any(data.glob("*.partial/tokenizer.json")) else "vocabulary"
+    if checkpoints_of(run):
+        return "resuming"
+    return "starting, text prepared" if any(data.glob("*/meta.json")) else "starting"
