@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -186,6 +188,12 @@ def tiny_words(place: Path, notes: Path, *words: str) -> list[str]:
 def tiny_command(place: Path, notes: Path, *words: str) -> list[str]:
     """The command that runs `tiny_words` in a separate process."""
     return [sys.executable, str(ROOT / "train.py"), *tiny_words(place, notes, *words)]
+
+
+def settings_in(message: str) -> list[list[str]]:
+    """The words of each "set key=value key=value" in a message."""
+    found = re.findall(r"\bset ((?:'[^']+'|[\w.]+=[^\s,;)]+)(?: (?:'[^']+'|[\w.]+=[^\s,;)]+))*)", message)
+    return [shlex.split(words) for words in found]
 
 
 def torchrun(ranks: int, words: list[str], restarts: int = 0, **options: Any) -> subprocess.Popen:

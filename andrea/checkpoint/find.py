@@ -54,10 +54,13 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     return found
 
 
-def is_best_so_far(state: dict[str, Any]) -> bool:
-    """Whether no evaluation of a saved step was better than the last evaluation. state: the content of state.json."""
+def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:
+    """Whether no evaluation of a saved step was better than the last evaluation, by more than a share `slack`.
+
+    state: the content of state.json.
+    """
     last, best = state.get("compared_bpb", state.get("val_bpb")), state.get("best_bpb")  # old versions: no compared_bpb
-    return last is None or best is None or last <= best
+    return last is None or best is None or last <= (1 + slack) * best
 
 
 def best_of(run: Path) -> str | None:

@@ -76,6 +76,7 @@ def read_row(folder: Path) -> RunRow:
     records = [record for record in read_lines(metrics) if isinstance(record, dict)]
     model, steps = (inner(config, *keys) for keys in (("model", "name"), ("train", "steps")))
     measured = [record for record in records if all(is_number(record.get(key)) for key in ("step", "val/bpb"))]
+    measured = [record for record in measured if "event" not in record] or measured
     return RunRow(
         folder.name,
         model if isinstance(model, str) else NO_FIGURE,

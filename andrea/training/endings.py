@@ -15,6 +15,7 @@ from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
+from andrea.training.records.run_folder import read_lines
 from andrea.training.stop_requests import StopRequests
 
 
@@ -28,6 +29,7 @@ class Endings:
     checkpoints: RunCheckpoints
     records: Records
     stopping: StopRequests
+    is_planned_for_text: bool
 
     def conclude(self) -> int:
         """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal's number."""
@@ -54,10 +56,8 @@ class Endings:
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         result = self.result()
         console.say(f"{why} at step {progress.step} of {progress.planned_steps}{bits} · {checkpoints.path}")
-        if result != checkpoints.path:
-            console.say(
-                f"result: step {step_of(result)}, which had the best evaluation, {progress.best_bpb:.4f} bits/byte · {result}"
-            )
+        if step.ranks.is_rank_0:
+            self.show_result(result)
         train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
         resume = f"{train} name={checkpoints.folder.name} resume=auto"
         sample = f"{typed_command('sample')} checkpoint={result}"
@@ -70,6 +70,23 @@ class Endings:
         if best is None or is_best_so_far(vars(progress)):
             return self.checkpoints.path
         return self.checkpoints.path.with_name(best)
+
+    def show_result(self, result: Path) -> None:
+        """Say which step counts if it is not the last, and how good it is on text that did not choose it."""
+        records, console = read_lines(self.checkpoints.folder / "metrics.jsonl"), self.records.console
+        evaluations = [each for each in records if each.get("step") == step_of(result) and "val/bpb" in each]
+        if result != self.checkpoints.path and evaluations:
+            bits = evaluations[0]["val/bpb"]
+            console.say(
+                f"result: step {step_of(result)}, which had the best evaluation, {bits:.4f} bits/byte · {result}"
+            )
+        if self.is_planned_for_text and evaluations:
+            judged = evaluations[0].get("val/judged_bpb")
+            console.say(
+                "the held-out text is too small to judge the result on a part that did not choose the step"
+                if judged is None
+                else f"judged on the half of the held-out text that did not choose the step: {judged:.4f} bits/byte"
+            )
 
     def stop_not_finite(self, figures: dict[str, float]) -> int:
         """End a run whose loss, gradient or weights are not finite, without saving them. Returns exit code 3.

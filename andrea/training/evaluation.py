@@ -35,7 +35,8 @@ class Evaluator:
     """Measures the model of the training step. Every rank calls every method; only rank 0 gets all results.
 
     Results are cached until the next step: the gathered model, the samples and the head statistics.
-    draw_lens: draws the lens page of a fixed prompt, or None for no page.
+    draw_lens: draws the lens page of a fixed prompt, or None for no page. chooses: whether the best evaluation is chosen
+    on the first half of the held-out text, so that the rest judges it.
     """
 
     config: RunConfig
@@ -45,6 +46,7 @@ class Evaluator:
     health: Health
     records: Records
     draw_lens: DrawLens | None
+    chooses: bool = False
 
     def __post_init__(self) -> None:
         self.parallel, self.ranks = self.step.parallel, self.step.ranks
@@ -71,17 +73,26 @@ class Evaluator:
         total = total_of(by_source)
         self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
         self.progress.evaluated_step = self.progress.step
+        figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
         read_more = (
             whole and train.eval_tokens is not None
         )  # than earlier evaluations, whose figures it is compared with
-        self.progress.compared_bpb = total_of(self.validate(train.eval_tokens))["bpb"] if read_more else total["bpb"]
-        figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
+        chosen = total_of(self.validate(train.eval_tokens, self.chooses)) if read_more or self.chooses else total
+        self.progress.compared_bpb = chosen["bpb"]
+        if chosen is not total:
+            figures["val/compared_bpb"] = chosen["bpb"]
+        if self.chooses:
+            figures["val/judged_bpb"] = summary(*(total[key] - chosen[key] for key in ("nats", "tokens", "bytes")))[
+                "bpb"
+            ]
         if len(by_source) > 1:
             figures |= {f"val/{name}/{key}": part[key] for name, part in by_source.items() for key in ("loss", "bpb")}
         return figures | self.judge(by_source, size_ratios)
 
-    def validate(self, most_tokens: int | None) -> dict[str, dict[str, float]]:
+    def validate(self, most_tokens: int | None, first_half: bool = False) -> dict[str, dict[str, float]]:
         """The validation `summary` of each source, on its first `most_tokens` held-out tokens; all of them if None.
+
+        first_half: on the first half of its held-out tokens.
 
         The ranks divide the windows of a source among themselves.
         """
@@ -94,7 +105,7 @@ class Evaluator:
                     source.val,
                     self.config.model.sequence_length,
                     self.step.micro_batch,
-                    most_tokens,
+                    len(source.val) // 2 if first_half else most_tokens,
                     self.ranks.rank,
                     self.ranks.size,
                 )

@@ -32,6 +32,7 @@ from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
+from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
@@ -176,11 +177,21 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
         config,
         step,
         progress,
-        Evaluator(config, corpus, step, progress, health, records, setup.draw_lens),
+        Evaluator(
+            config,
+            corpus,
+            step,
+            progress,
+            health,
+            records,
+            setup.draw_lens,
+            chooses_on_a_part(config, setup.left_auto, corpus),
+        ),
         RunCheckpoints(folder, saver, progress, scale, health, records, facts),
         records,
         StopRequests(config.train.max_minutes, device, console.waiting),
         Throughput(config.tokens_per_step, per_token, peak_flops(device), ranks.size),
+        is_planned_for_text(config, setup.left_auto),
     )
 
 

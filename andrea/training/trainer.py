@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from andrea.checkpoint import is_best_so_far
 from andrea.config import RunConfig, TrainConfig
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
@@ -18,6 +19,8 @@ from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep, Update
 from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
+
+NOTICED_RISE = 0.01  # of the validation figure, relative to its best: less may be chance
 
 
 class Due(NamedTuple):
@@ -42,12 +45,19 @@ class Trainer:
     records: Records
     stopping: StopRequests
     throughput: Throughput
+    is_planned_for_text: bool = False  # whether the length was chosen for a small text
 
     def __post_init__(self) -> None:
         self.unread: list[tuple[int, Update]] = []  # updates of steps whose figures the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
         self.endings = Endings(
-            self.config, self.progress, self.evaluator, self.checkpoints, self.records, self.stopping
+            self.config,
+            self.progress,
+            self.evaluator,
+            self.checkpoints,
+            self.records,
+            self.stopping,
+            self.is_planned_for_text,
         )
 
     def train(self) -> int:
@@ -90,6 +100,8 @@ class Trainer:
             if due.record or due.evaluation:
                 figures = self.training_figures(update, rate)
                 self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
+            if due.evaluation and self.is_planned_for_text:
+                self.decay_if_worse()
             if due.save:  # before the extras: none of them can cost the checkpoint
                 self.checkpoints.save()
             if due.evaluation:
@@ -128,6 +140,19 @@ class Trainer:
         progress = self.progress
         progress.planned_steps = relength(progress.step, progress.planned_steps, wanted, self.config.optimizer)
         self.records.console.steps = progress.planned_steps
+
+    def decay_if_worse(self) -> None:
+        """Begin the decay of the learning rate now if validation has become worse before it was to begin."""
+        progress = self.progress
+        if is_best_so_far(vars(progress), NOTICED_RISE):
+            return
+        before = progress.planned_steps
+        self.change_length(1)
+        if progress.planned_steps < before:
+            self.records.console.say(
+                f"validation has become worse: the learning rate falls from step {progress.step} on, and the run has "
+                f"{progress.planned_steps} steps in place of {before}"
+            )
 
     def show_step(self, rate: float) -> None:
         seconds_left = (self.progress.planned_steps - self.progress.step) * self.throughput.seconds_per_step

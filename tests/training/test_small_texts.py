@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from conftest import settings_in
 
 import andrea
 from andrea.__main__ import main
 from andrea.checkpoint import best_of, checkpoints_of, read_checkpoint, step_of
+from andrea.training.planning import small_text as small_text_module
 from andrea.training.records.run_folder import read_lines
 
 
@@ -60,6 +66,89 @@ def test_the_result_of_a_run_is_its_best_evaluation(memorised: Memorised, tmp_pa
     assert main(["compare", str(folder), f"out={tmp_path / 'page.html'}"]) == 0
     assert f"small: the figures are of step {best}, the best evaluation" in capsys.readouterr().out
     assert f"{figures[best]:.4f}" in (folder / "run.html").read_text()
+
+
+def test_a_long_run_says_how_often_it_reads_the_text_and_every_remedy_works(memorised: Memorised, tmp_path) -> None:
+    folder, text, lines = memorised
+    assert any("120 steps of 256 tokens, 17." in line and "epochs" in line for line in lines)
+    proposal = next(line for line in lines if line.startswith("small text: 120 steps read its"))
+    assert "times" in proposal and proposal.endswith("train.steps=auto would plan 20 steps")
+    findings = {each["finding"]: each["message"] for each in read_lines(folder / "health.jsonl") if each["begins"]}
+    assert {"many_epochs", "overfitting"} <= findings.keys()
+    places = [f"data.path={text}", "data=text", f"runs_dir={tmp_path / 'runs'}", "dry_run=true"]
+    for message in findings.values():
+        assert settings_in(message), message
+        for remedy in settings_in(message):
+            assert main(["train", *places, *remedy]) == 0, remedy
+
+
+@pytest.fixture
+def planned(tiny_run, small_text: Path, tmp_path: Path, capsys) -> Callable[..., list[str]]:
+    """Trains on the small text for as long as the run itself plans; returns the lines that it printed."""
+
+    def trained(name: str, *words: str) -> list[str]:
+        auto = [f"train.{key}=auto" for key in ("steps", "eval_every", "save_every")]
+        auto += ["train.sample_every=100", "train.attention_every=100", "optimizer.warmup_steps=2"]
+        keys = {word.partition("=")[0] for word in words}
+        words = (*(word for word in auto if word.partition("=")[0] not in keys), *words)
+        assert tiny_run(f"name={name}", f"data.path={small_text}", *words) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return trained
+
+
+def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(small_text_module, "FEWEST_JUDGED_TOKENS", 50)
+    lines = planned("a")
+    plan = next(line for line in lines if line.startswith("small text: "))
+    assert "which the 700 steps of andrea-nano would read" in plan and "planned 20 steps, 3.0 epochs" in plan
+    records = read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")
+    evaluations = {record["step"]: record for record in records if "val/loss" in record and "event" not in record}
+    assert list(evaluations) == list(range(2, 21, 2))
+    best = min(evaluations, key=lambda step: evaluations[step]["val/compared_bpb"])
+    assert best_of(tmp_path / "runs" / "a") == f"step-{best:08d}"
+    for record in evaluations.values():  # the two halves of the held-out text, of about equally many bytes
+        mean = (record["val/compared_bpb"] + record["val/judged_bpb"]) / 2
+        assert record["val/compared_bpb"] != record["val/judged_bpb"] and mean == pytest.approx(
+            record["val/bpb"], rel=0.02
+        )
+    judged = evaluations[best]["val/judged_bpb"]
+    assert f"judged on the half of the held-out text that did not choose the step: {judged:.4f} bits/byte" in lines
+
+
+def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(
+    planned, tiny_run, small_text, capsys
+) -> None:
+    assert any(line.startswith("the held-out text is too small to judge") for line in planned("a"))
+    assert tiny_run("name=b", f"data.path={small_text}", "train.steps=24", "train.eval_every=auto") == 0
+    out = capsys.readouterr().out
+    assert "done at step 24 of 24" in out and "judge" not in out and "small text" not in out
+
+
+def test_the_rate_falls_once_validation_becomes_worse_and_a_resumed_run_does_the_same(
+    planned, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(small_text_module, "EPOCHS", 40.0)
+    hot = ["optimizer.learning_rate=0.1", "optimizer.matrix_learning_rate=0.2", "train.keep=50"]
+    hot += ["train.eval_every=10", "train.save_every=10"]
+    lines = planned("whole", *hot)
+    changed = next(line for line in lines if line.startswith("validation has become worse: the learning rate falls"))
+    at, steps = (int(re.search(rf"{word} (\d+)", changed)[1]) for word in ("from step", "the run has"))
+    run = tmp_path / "runs" / "whole"
+    assert step_of(checkpoints_of(run)[-1]) == steps < 260
+    rates = {r["step"]: r["train/rate"] for r in read_lines(run / "metrics.jsonl") if "train/rate" in r}
+    assert rates[at] == 1.0 and rates[at + 10] < 1.0
+    shutil.copytree(run, tmp_path / "runs" / "parts")
+    for path in checkpoints_of(tmp_path / "runs" / "parts"):
+        if step_of(path) >= at:
+            shutil.rmtree(path)
+    (tmp_path / "runs" / "parts" / "run.json").write_bytes((run / "run.json").read_bytes())
+    assert changed in planned("parts", "resume=auto", *hot)
+    ours, theirs = (
+        read_checkpoint(tmp_path / "runs" / name / "checkpoints" / f"step-{steps:08d}") for name in ("parts", "whole")
+    )
+    weights, expected = ours.model_tensors(), theirs.model_tensors()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(memorised: Memorised, tiny_run, capsys) -> None:

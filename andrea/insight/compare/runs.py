@@ -172,7 +172,7 @@ def read_run(folder: Path, name: str) -> Run:
     records = [record for record in read_lines(folder / "metrics.jsonl") if isinstance(record, dict)]
     if not records:
         raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
-    validation = curve(records, ("val/loss", "val/bpb"))
+    validation = curve(records, ("val/loss", "val/bpb"), ("val/compared_bpb",))
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
     memory = values_of(records, "train/peak_memory_bytes")
@@ -225,12 +225,17 @@ def stored_numbers(path: Path) -> int:
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def curve(records: list[dict[str, Any]], figures: tuple[str, ...]) -> Curve:
-    """The records that have all the figures. If a step has several such records, the last one counts."""
-    by_step = {}
+def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tuple[str, ...] = ()) -> Curve:
+    """The records that have all the figures. If a step has several such records, the last one counts.
+
+    optional: figures that are taken too where a record has them. A record of the run's end repeats its evaluation.
+    """
+    by_step: dict[float, dict[str, float]] = {}
     for record in records:
         if all(is_number(record.get(key)) for key in ("step", *AXES, *figures)):
-            by_step[record["step"]] = {key: record[key] for key in ("step", *AXES, *figures)}
+            found = (*figures, *(key for key in optional if is_number(record.get(key))))
+            kept = by_step.get(record["step"], {}) if "event" in record else {}
+            by_step[record["step"]] = kept | {key: record[key] for key in ("step", *AXES, *found)}
     return list(by_step.values())
 
 
@@ -264,17 +269,16 @@ def is_number(value: Any) -> bool:
 def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
     """The evaluation that counts as the result of a run: the best evaluation after which a checkpoint was written.
 
-    While validation improves, it is the last evaluation, as in `checkpoint.result_of`. If earlier evaluations read only
-    train.eval_tokens tokens, they cannot be compared with the evaluation of the whole split at the end, and that last
-    evaluation is the result. validation: at least one evaluation.
+    While validation improves, it is the last evaluation, as in `checkpoint.result_of`. The figures that are compared are of
+    the same held-out tokens. validation: at least one evaluation.
     """
     settings = config.get("train")
     settings = settings if isinstance(settings, dict) else {}
     save_every, last = settings.get("save_every"), validation[-1]
-    if settings.get("eval_tokens") is not None or not (isinstance(save_every, int) and save_every > 0):
+    if not (isinstance(save_every, int) and save_every > 0):
         return last
     saved = [point for point in validation[:-1] if point["step"] % save_every == 0]
-    return min([last, *reversed(saved)], key=lambda point: point["val/bpb"])
+    return min([last, *reversed(saved)], key=lambda point: point.get("val/compared_bpb", point["val/bpb"]))
 
 
 def values_of(records: list[dict[str, Any]], key: str) -> list[float]:

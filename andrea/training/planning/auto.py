@@ -22,6 +22,9 @@ from andrea.training.heads import measures_every_step
 from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
 from andrea.training.planning.micro_batch import micro_batches_that_fit
 from andrea.training.planning.parallel import choose_sharing
+from andrea.training.planning.small_text import EVALUATIONS, epochs_of, length_lines, with_length_for_text
+
+QUARTERS = 4  # evaluations and checkpoints of a run
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus, left_auto: Coll
     left_auto: the keys that the user has left `auto`; a resumed run already has values for them.
     """
     device, ranks, n_vocab = machine.device, machine.ranks, corpus.tokenizer.n_vocab
+    asked, config = config, with_length_for_text(config, corpus)
+    evaluations = EVALUATIONS if asked.train.steps == "auto" and config.steps < config.model.recipe_steps else QUARTERS
     threads = choose_threads(config.threads)
     precision = with_origin(choose_precision(config.precision, device), config.precision, "precision" in left_auto)
     if config.float8:
@@ -54,7 +59,7 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus, left_auto: Coll
         precision=precision.value,
         compile=compile_.value,
         deterministic=deterministic,
-        train=with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement)),
+        train=with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement), evaluations),
     )
     attention = choose_attention(config, device)
     config = dataclasses.replace(
@@ -65,9 +70,11 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus, left_auto: Coll
     lines = [
         f"model: {config.model.name}, {parameters.total:,} parameters · tokenizer {corpus.tokenizer.identity} · "
         f"{n_token:,} training tokens",
-        f"{config.steps} steps of {config.tokens_per_step:,} tokens · micro-batch: {config.train.micro_batch} of "
+        f"{config.steps} steps of {config.tokens_per_step:,} tokens, {epochs_of(config.steps, config, corpus):.2f} epochs · "
+        f"micro-batch: {config.train.micro_batch} of "
         f"{config.sequences_per_step} sequences" + (f" on each of {ranks.size} ranks" if ranks.size > 1 else ""),
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
+        *length_lines(asked, config, corpus),
     ]
     if device.type == "cpu" and (waiting := describe_waiting()):
         lines.append(waiting)
@@ -94,17 +101,17 @@ def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placem
     return min(micro_batches_that_fit(config, n_vocab, placement, capacity)[0], most)
 
 
-def with_intervals(config: RunConfig, micro_batch: int) -> TrainConfig:
+def with_intervals(config: RunConfig, micro_batch: int, evaluations: int = QUARTERS) -> TrainConfig:
     """The `train` group with numbers for the run's length, and for the intervals between evaluations and so on."""
-    train, quarter = config.train, max(1, -(-config.steps // 4))
-    eval_every = quarter if train.eval_every == "auto" else train.eval_every
+    train, part = config.train, max(1, -(-config.steps // evaluations))
+    eval_every = part if train.eval_every == "auto" else train.eval_every
     return dataclasses.replace(
         train,
         steps=config.steps,
         tokens_per_step=config.tokens_per_step,
         micro_batch=micro_batch,
         eval_every=eval_every,
-        save_every=quarter if train.save_every == "auto" else train.save_every,
+        save_every=part if train.save_every == "auto" else train.save_every,
         attention_every=max(1, config.steps // 20) if train.attention_every == "auto" else train.attention_every,
         sample_every=eval_every if train.sample_every == "auto" else train.sample_every,
     )

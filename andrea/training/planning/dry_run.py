@@ -48,7 +48,7 @@ def describe(config: RunConfig) -> str:
         ("on 8 GPUs of 80 GB", on_cards(config, n_vocab, 8)),
         ("tokens per step", f"{config.tokens_per_step:,}"),
         ("micro-batch", f"{micro_batch} sequences"),
-        ("steps", f"{config.steps:,}"),
+        ("steps", f"{config.steps:,}{', or fewer if the text is small' * (config.train.steps == 'auto')}"),
         ("tokens", f"{tokens:,}"),
         ("FLOPs", f"{tokens * per_token:.3g}"),
         ("expected time", expected_time(config, mode, tokens * per_token, per_token)),

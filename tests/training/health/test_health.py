@@ -6,14 +6,13 @@ import dataclasses
 import json
 import math
 import re
-import shlex
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, settings_in
 
 from andrea.attention import HeadStatistics
 from andrea.cli.command_line import configure
@@ -331,12 +330,6 @@ def test_every_remedy_is_words_of_a_command_line(words: list[str], notes: Path, 
             )
             assert {key for key in after if before.get(key) != after[key]} == keys, message
         assert "data.sources" not in message or "data=mixture" in words
-
-
-def settings_in(message: str) -> list[list[str]]:
-    """The words of each "set key=value key=value" in a message."""
-    found = re.findall(r"\bset ((?:'[^']+'|[\w.]+=[^\s,;)]+)(?: (?:'[^']+'|[\w.]+=[^\s,;)]+))*)", message)
-    return [shlex.split(words) for words in found]
 
 
 # ------------------------------------------------------------------------------------------------ behaviour over a run

@@ -1,0 +1,72 @@
+"""The length of a run on a text so small that the model's recipe would read it many times.
+
+Validation is best after a few epochs; after more, the model memorises the text. The best number of steps depends little
+on the model, and is measured in bench/small_texts.py. It must be planned, because the learning rate has to fall before
+validation becomes worse: at a constant rate, the loss turns later than the best decay begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from andrea.config import RunConfig
+from andrea.text.corpus import Corpus
+
+EPOCHS = 3.0  # after which validation is near its best
+LEAST_WARMUPS = 2  # a run lasts at least so many times its warm-up
+EVALUATIONS = 10  # of a run whose length is planned for the text: the best of them is its result
+FEWEST_JUDGED_TOKENS = 2000  # held-out tokens in each of the two parts, of which one chooses and the other judges
+
+
+def epochs_of(steps: int, config: RunConfig, corpus: Corpus) -> float:
+    """How often `steps` steps read the training text."""
+    return steps * config.tokens_per_step / tokens_per_epoch(corpus)
+
+
+def tokens_per_epoch(corpus: Corpus) -> int:
+    return sum(len(source.train) - 1 for source in corpus.sources)
+
+
+def steps_for_text(config: RunConfig, corpus: Corpus) -> int:
+    """The length that suits the text: at most that of the model's recipe."""
+    steps = int(EPOCHS * tokens_per_epoch(corpus) / config.tokens_per_step)
+    return min(config.model.recipe_steps, max(steps, LEAST_WARMUPS * config.optimizer.warmup_steps, 1))
+
+
+def with_length_for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
+    """The configuration with a number for train.steps=auto."""
+    if config.train.steps != "auto":
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps_for_text(config, corpus)))
+
+
+def is_planned_for_text(config: RunConfig, left_auto: Collection[str]) -> bool:
+    """Whether the length was chosen for a small text. left_auto: the keys that the user left `auto`."""
+    given = config.train.flops is not None or config.train.tokens_per_parameter is not None
+    return "train.steps" in left_auto and not given and config.steps < config.model.recipe_steps
+
+
+def chooses_on_a_part(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> bool:
+    """Whether the best evaluation is chosen on the first half of the held-out text, and judged on the rest."""
+    held_out = sum(len(source.val) for source in corpus.sources)
+    whole = config.train.eval_tokens is None
+    return is_planned_for_text(config, left_auto) and whole and held_out >= 2 * FEWEST_JUDGED_TOKENS
+
+
+def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
+    """What is said of the run's length at its start. asked: before its `auto` were settled."""
+    epochs, n_token = epochs_of(config.steps, config, corpus), tokens_per_epoch(corpus)
+    recipe = config.model.recipe_steps
+    if asked.train.steps == "auto" and config.steps < recipe:
+        return [
+            f"small text: {n_token:,} training tokens, which the {recipe} steps of {config.model.name} would read "
+            f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.1f} epochs, near which "
+            f"validation is best (train.steps=N sets another length)"
+        ]
+    if epochs > config.health.epochs:
+        return [
+            f"small text: {config.steps} steps read its {n_token:,} training tokens {epochs:,.0f} times, and the model may "
+            f"memorise it; train.steps=auto would plan {steps_for_text(config, corpus)} steps"
+        ]
+    return []
