@@ -101,10 +101,10 @@ def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeyp
     monkeypatch.setattr(small_text_module, "FEWEST_JUDGED_TOKENS", 50)
     lines = planned("a")
     plan = next(line for line in lines if line.startswith("small text: "))
-    assert "which the 700 steps of andrea-nano would read" in plan and "planned 20 steps, 3.0 epochs" in plan
+    assert "which the 700 steps of andrea-nano would read" in plan and "planned 13 steps, 1.9 epochs" in plan
     records = read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")
     evaluations = {record["step"]: record for record in records if "val/loss" in record and "event" not in record}
-    assert list(evaluations) == list(range(2, 21, 2))
+    assert list(evaluations) == [2, 4, 6, 8, 10, 12, 13]
     best = min(evaluations, key=lambda step: evaluations[step]["val/compared_bpb"])
     assert best_of(tmp_path / "runs" / "a") == f"step-{best:08d}"
     for record in evaluations.values():  # the two halves of the held-out text, of about equally many bytes

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from andrea.config import RunConfig
 from andrea.text.corpus import Corpus
 
-EPOCHS = 3.0  # after which validation is near its best
+EPOCHS = 2.0  # after which validation is near its best
 LEAST_WARMUPS = 2  # a run lasts at least so many times its warm-up
 EVALUATIONS = 10  # of a run whose length is planned for the text: the best of them is its result
 FEWEST_JUDGED_TOKENS = 2000  # held-out tokens in each of the two parts, of which one chooses and the other judges
@@ -61,8 +61,8 @@ def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[st
     if asked.train.steps == "auto" and config.steps < recipe:
         return [
             f"small text: {n_token:,} training tokens, which the {recipe} steps of {config.model.name} would read "
-            f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.1f} epochs, near which "
-            f"validation is best (train.steps=N sets another length)"
+            f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.1f} epochs, of which the "
+            f"best evaluation is the result (train.steps=N sets another length)"
         ]
     if epochs > config.health.epochs:
         return [
