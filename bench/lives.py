@@ -192,7 +192,7 @@ def fill_disk(disk: Path, left_bytes: int) -> None:
 
 def judged(setting: Setting, kind: str | None, code: int) -> dict[str, str]:
     """A finding if the exit code does not belong to the end, or there is a traceback. said: the last line of an error."""
-    by_torchrun, said = setting.ranks > 1, setting.errors.read_text(errors="replace")
+    by_torchrun, said = setting.ranks > 1, setting.errors.read_text(errors="replace").replace(str(setting.disk), "DISK")
     allowed = {0} | (ENDINGS[kind] if kind else set())
     if by_torchrun and kind not in (None, "closed output"):
         allowed.add(1)  # the exit code of torchrun for any exit code of a rank

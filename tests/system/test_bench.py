@@ -1,4 +1,4 @@
-"""The programs of bench/ that need a card still start and end here, under the interpreter."""
+"""The programs of bench/ that need a card still start and end here, under the interpreter; and bench/kill.py."""
 
 from __future__ import annotations
 
@@ -43,3 +43,16 @@ def test_the_attention_bench_measures_what_can_run(tmp_path):
     ]  # fmt: skip
     assert all(max(row["error_over_readable"]) < 3 and row["both_ms"] > 0 for row in rows)
     assert "sdpa_flash left out: implementation='sdpa_flash' cannot be used here: it needs a CUDA GPU" in done.stdout
+
+
+@pytest.mark.slow
+def test_commands_that_are_ended_anywhere_end_as_the_uninterrupted_run_and_a_second_call_goes_on(tmp_path):
+    record = tmp_path / "kill.json"
+    command = [sys.executable, "bench/kill.py", "--warm", "--output", str(record), "--lives", "4"]
+    lives = []
+    for more in (["--at-most", "2"], []):
+        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lives.append(json.loads(record.read_text()))
+    assert lives[0]["lives"] >= 2 and lives[1]["lives"] >= 4 and lives[1]["rows"][: lives[0]["runs"]] == lives[0]["rows"]
+    assert lives[1]["equal"] == lives[1]["runs"] and lives[1]["findings"] == lives[1]["lost"] == 0
