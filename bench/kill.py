@@ -3,14 +3,15 @@
     python bench/kill.py --lives 300
     python bench/kill.py --lives 300 --warm
     python bench/kill.py --lives 10 --cold compile=on
-    python bench/kill.py --lives 60 --ranks 2 parallel=fsdp precision=fp32
+    python bench/kill.py --lives 60 --ranks 2 --warm parallel=fsdp precision=fp32
 
 A life is one command that something ends, at a moment drawn over the whole processor time of the uninterrupted
 command: SIGKILL, SIGTERM, SIGHUP, a standard output whose reader ends, or a full disk. A quarter of the lives wait from
 that moment on for a save to begin, and end inside it. Each run prepares its text, trains a vocabulary, trains the model,
 evaluates and saves. It is started again with the same command until it is done, and must then be equal, bit for bit, to
 the uninterrupted run: text, weights, optimizer state, records but for timings, samples. With several ranks, a process
-drawn from the ranks and torchrun gets the signal, and torchrun may restart its ranks.
+drawn from the ranks and torchrun gets the signal, and torchrun may restart its ranks. With --warm, the commands are
+forks of a process that has loaded torch: they take a fifth of the time, but none of them ends during the imports.
 
 The words after the options go to train.py. The record holds the state: a command with --at-most ends after so many
 lives, and the same command goes on. The disk is a small tmpfs, which needs the right to mount; without it no disk gets
@@ -156,12 +157,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="each run begins with empty caches of compiled code")
-    parser.add_argument("--warm", action="store_true", help="commands are forks of one process, which has loaded torch")
+    parser.add_argument("--warm", action="store_true", help="commands are forks of one process, without torchrun")
     parser.add_argument("--output", type=Path, help="default: bench/results/kill.json, kill-ranks.json")
     parser.add_argument("words", nargs="*", help="key=value for train.py")
-    chosen = parser.parse_args()
-    assert not (chosen.warm and chosen.ranks > 1), "torchrun starts its ranks as new processes"
-    return chosen
+    return parser.parse_args()
 
 
 def make_setting(disk: Path, chosen: argparse.Namespace) -> Setting:

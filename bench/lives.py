@@ -7,13 +7,14 @@ import os
 import random
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from common import ROOT
 
@@ -26,6 +27,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from forked_train import ForkedTrain
 
+Process = Union[subprocess.Popen, ForkedTrain, "ForkedRanks"]  # what they share: pid, poll, returncode
+
+TORCHRUN_GRACE_S = 30.0  # from SIGTERM to SIGKILL, for the other ranks when one has failed
 GRACE_S = 120.0  # for what a command has started, after the command has ended
 # How a command may end, by the manner of its end. A command that is done before its end exits with 0.
 ENDINGS = {
@@ -42,7 +46,7 @@ class Setting:
     """What all lives of one call share. words: of the command. disk: the folder of everything that it writes.
 
     kinds: the manners of ending that are possible here. ranks: 1 for a command without torchrun. warm: whether commands are
-    forks of this process.
+    forks of this process; ranks then run without torchrun.
     """
 
     words: list[str]
@@ -76,10 +80,8 @@ class Command:
             if has_reader:
                 self.reader, stdout = os.pipe()
                 os.set_blocking(self.reader, False)
-            if setting.warm:
-                self.process: Any = ForkedTrain(setting.words, stdout, errors, environment)
-            else:
-                self.process = started(setting, stdout, errors, environment)
+            start = forked if setting.warm else started
+            self.process = start(setting, stdout, errors, environment)
         if has_reader:
             os.close(stdout)
 
@@ -93,8 +95,8 @@ class Command:
         """Processor time of the command and of its ranks so far: unlike the clock, other programs do not change it."""
         ticks, main = 0, self.process.pid
         with contextlib.suppress(OSError):
-            ranks = Path(f"/proc/{main}/task/{main}/children").read_text().split()
-            for pid in (main, *ranks):
+            children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+            for pid in (main, *children):
                 ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
         self.most_busy_s = max(self.most_busy_s, ticks / os.sysconf("SC_CLK_TCK"))
         return self.most_busy_s
@@ -134,7 +136,47 @@ class Command:
         return self.process.returncode
 
 
-def started(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> subprocess.Popen:
+class ForkedRanks:
+    """Forks of this process as the ranks of one run. As torchrun does, it ends all of them when one fails.
+
+    pid: of rank 0. returncode: the first exit code other than 0, or 0.
+    """
+
+    def __init__(self, ranks: int, words: list[str], stdout: Any, stderr: Any, environment: dict[str, str]) -> None:
+        self.returncode: int | None = None
+        self.failed_at, self.first_failure = 0.0, 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        environment = environment | address | size
+        self.ranks = [ForkedTrain(words, stdout, stderr, environment | place) for place in places]
+        self.pid = self.ranks[0].pid
+
+    def poll(self) -> int | None:
+        for rank in self.ranks:
+            if rank.returncode is None and rank.poll() and not self.first_failure:
+                self.first_failure, self.failed_at = rank.returncode or 0, time.monotonic()
+                for other in self.ranks:
+                    other.send_signal(signal.SIGTERM)
+        if self.first_failure and time.monotonic() - self.failed_at > TORCHRUN_GRACE_S:
+            for rank in self.ranks:
+                rank.send_signal(signal.SIGKILL)
+        if all(rank.returncode is not None for rank in self.ranks):
+            self.returncode = self.first_failure
+        return self.returncode
+
+
+def forked(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> Process:
+    """The command as a fork of this process, or one for each rank."""
+    if setting.ranks == 1:
+        return ForkedTrain(setting.words, stdout, stderr, environment)
+    return ForkedRanks(setting.ranks, setting.words, stdout, stderr, environment)
+
+
+def started(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> Process:
     """The command as a new process."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}", "--max-restarts=3"]
     command = [sys.executable, *(torchrun if setting.ranks > 1 else []), str(ROOT / "train.py"), *setting.words]
@@ -172,13 +214,19 @@ def end(setting: Setting, command: Command, kind: str, draw: float, left_bytes: 
     if kind == "full disk":
         fill_disk(setting.disk, left_bytes)
         return "command"
-    processes = [command.process.pid, *command.processes(having="RANK=")]
+    if isinstance(command.process, ForkedRanks):
+        processes = [rank.pid for rank in command.process.ranks if rank.poll() is None]
+    else:
+        processes = [command.process.pid, *command.processes(having="RANK=")]
+    if not processes:
+        return None
     doomed = processes[int(draw * len(processes))]
     try:
         os.kill(doomed, signal.Signals[kind])
     except ProcessLookupError:
         return None
-    return "command" if doomed == command.process.pid else "rank"
+    is_rank = isinstance(command.process, ForkedRanks) or doomed != command.process.pid
+    return "rank" if is_rank else "command"
 
 
 def fill_disk(disk: Path, left_bytes: int) -> None:
@@ -192,10 +240,13 @@ def fill_disk(disk: Path, left_bytes: int) -> None:
 
 def judged(setting: Setting, kind: str | None, code: int) -> dict[str, str]:
     """A finding if the exit code does not belong to the end, or there is a traceback. said: the last line of an error."""
-    by_torchrun, said = setting.ranks > 1, setting.errors.read_text(errors="replace").replace(str(setting.disk), "DISK")
+    by_torchrun, said = (
+        setting.ranks > 1 and not setting.warm,
+        setting.errors.read_text(errors="replace").replace(str(setting.disk), "DISK"),
+    )
     allowed = {0} | (ENDINGS[kind] if kind else set())
-    if by_torchrun and kind not in (None, "closed output"):
-        allowed.add(1)  # the exit code of torchrun for any exit code of a rank
+    if setting.ranks > 1 and kind not in (None, "closed output"):
+        allowed.add(1 if by_torchrun else 6)  # torchrun's exit code for any of a rank; that of a rank that lost another
     has_traceback = "Traceback" in said and (
         f'File "{ROOT}/' in said or not by_torchrun
     )  # torchrun prints one of its own
