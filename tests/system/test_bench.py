@@ -54,5 +54,6 @@ def test_commands_that_are_ended_anywhere_end_as_the_uninterrupted_run_and_a_sec
         done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         lives.append(json.loads(record.read_text()))
-    assert lives[0]["lives"] >= 2 and lives[1]["lives"] >= 4 and lives[1]["rows"][: lives[0]["runs"]] == lives[0]["rows"]
-    assert lives[1]["equal"] == lives[1]["runs"] and lives[1]["findings"] == lives[1]["lost"] == 0
+    first, second = lives
+    assert first["lives"] >= 2 and second["lives"] >= 4 and second["rows"][: first["runs"]] == first["rows"]
+    assert second["equal"] == second["runs"] and second["findings"] == second["lost"] == 0
