@@ -21,7 +21,7 @@ from andrea.config.keys import current_key, key_types, suggestion, type_of_key
 from andrea.runtime import openmp, torchrun
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.out_of_memory import is_out_of_memory
-from andrea.runtime.streams import unfailing_output
+from andrea.runtime.streams import printable, unfailing_output
 
 LONGEST_LINE = 2000  # characters of a message
 MORE_MEMORY = (
@@ -95,10 +95,7 @@ def one_line(message: str) -> str:
     """The message on one line: unprintable characters are escaped, and a very long message loses its middle."""
     if len(message) > LONGEST_LINE:
         message = f"{message[: LONGEST_LINE // 2]} … {message[-LONGEST_LINE // 2 :]}"
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for character in message
-    )
+    return printable(message)
 
 
 def read(kind: type, argv: list[str]) -> CommandLine:

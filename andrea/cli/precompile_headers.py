@@ -14,12 +14,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
+from andrea.runtime.cache import torch_cache_folder
 from andrea.runtime.program import module_command, module_environment
 
 
@@ -38,9 +38,9 @@ def precompile_headers(config: RunConfig, argv: list[str]) -> threading.Thread |
 
 
 def cached_headers() -> list[Path]:
-    """The precompiled headers that torch keeps for this user in its default folder."""
-    headers = Path(tempfile.gettempdir()).glob("torchinductor_*/precompiled_headers/*.gch")
-    return sorted(path for path in headers if path.stat().st_uid == os.getuid())
+    """The precompiled headers that torch keeps for this user in its usual folder."""
+    folder = torch_cache_folder()
+    return sorted(folder.glob("precompiled_headers/*.gch")) if folder else []
 
 
 def main(argv: list[str]) -> None:

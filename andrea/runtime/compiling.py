@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from andrea.runtime.cache import use_private_torch_cache
 from andrea.runtime.device import Choice
 
 # By device: a run of fewer FLOPs in total takes less time than compiling it.
@@ -67,6 +68,7 @@ def compile_graph(function: Callable, fullgraph: bool = True) -> Callable:
 
     fullgraph: code that cannot be compiled raises one of `compile_errors`; otherwise it runs uncompiled.
     """
+    use_private_torch_cache()
     return torch.compile(function, dynamic=False, fullgraph=fullgraph)
 
 

@@ -108,12 +108,17 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def open_no_link(path: str, flags: int) -> int:
+    """The `opener` of a file that others may have replaced by a link, or by a pipe that blocks. Raises OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock file `path` with `exclusive_lock`. False if the file is missing or unreadable."""
     import fcntl  # not on Windows
 
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=open_no_link) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -127,12 +132,12 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Ite
     """Lock the file `path`, and write into it which process holds it. The system frees the lock when the process dies.
 
     on_wait: called before waiting for another holder. Without on_wait, raises Locked instead of waiting. Raises OSError
-    if the file cannot be written.
+    if the file is a link or cannot be written.
     """
     import fcntl  # not on Windows
 
     while True:
-        with open(path, "a+", encoding="utf-8") as file:
+        with open(path, "a+", encoding="utf-8", opener=open_no_link) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

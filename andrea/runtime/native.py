@@ -24,6 +24,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from andrea.runtime.cache import cache_folder
 from andrea.runtime.files import file_sha256, replace_text, replacing
 
 # The parts of -ffast-math that let sums be vectorised, without those that break NaN.
@@ -67,22 +68,6 @@ def library_name(source: Path, compiler: list[str]) -> str:
     answer = subprocess.run([*compiler, "--version"], capture_output=True, stdin=subprocess.DEVNULL).stdout
     content = [source.read_text(encoding="utf-8"), *compiler, *FLAGS, answer.decode(errors="replace"), processor()]
     return f"{source.stem}-{hashlib.sha256(chr(0).join(content).encode()).hexdigest()[:16]}.so"
-
-
-def cache_folder() -> Path | None:
-    """This user's folder for compiled libraries. None without a home directory, or if another user can write there."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = cache / "andrea"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
-        if not cache.is_absolute() or about.st_uid != os.geteuid():
-            return None
-        if about.st_mode & 0o022:  # made by an earlier version
-            folder.chmod(0o700)
-        return folder
-    except (OSError, RuntimeError):  # RuntimeError: neither HOME nor an entry in the system's list of users
-        return None
 
 
 def kept_library(path: Path, source: Path, compiler: list[str]) -> ctypes.CDLL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import sysconfig
 from pathlib import Path
@@ -23,9 +24,17 @@ def typed_command(command: str, launcher: str = "python") -> str:
     return f"{launcher} -m andrea {command}" if as_module or not has_script else f"{launcher} {command}.py"
 
 
+def typed_words(**values: object) -> str:
+    """`key=value …` as the user would type it in a shell: a value with special characters is quoted."""
+    return " ".join(shlex.quote(f"{key}={value}") for key, value in values.items())
+
+
 def module_command(module: str, argv: list[str]) -> list[str]:
-    """The command that runs a module of this package in a new process. Use it with `module_environment`."""
-    return [sys.executable, "-m", module, *argv]
+    """The command that runs a module of this package in a new process. Use it with `module_environment`.
+
+    -P: without it, Python would search the working directory first, and run a torch.py that lies there.
+    """
+    return [sys.executable, "-P", "-m", module, *argv]
 
 
 def module_environment() -> dict[str, str]:

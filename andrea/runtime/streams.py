@@ -2,6 +2,9 @@
 
 Writing fails when a reader has ended (`| head`), when the stream was closed (`>&-`), when the disk of a log is full, and
 when a terminal has hung up. Output that cannot be written is left out.
+
+A terminal obeys control characters: they change its title, clear the screen or hide text. A name, a checkpoint or a text
+that a model writes may hold them. On a terminal they are therefore escaped, whoever prints them.
 """
 
 from __future__ import annotations
@@ -10,12 +13,24 @@ import contextlib
 import errno
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, final
 
 STANDARD_DESCRIPTORS = (0, 1, 2)
+CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tab and line ends
+
+
+def without_controls(text: str) -> str:
+    """`text` with control characters escaped, as in \\x1b, except tabs and line ends."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable(text: str) -> str:
+    """`text` on one line: all characters that cannot be printed are escaped, also those that change the direction."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 @final
@@ -38,6 +53,33 @@ class UnfailingFile(io.FileIO):
         except OSError as error:
             self.failure = self.failure or error
         return n_bytes
+
+
+@final
+class TerminalText(io.TextIOWrapper):
+    """The text stream of a terminal. Control characters in what is printed are escaped."""
+
+    def write(self, text: str) -> int:
+        return super().write(without_controls(text))
+
+
+@final
+class ControlSequences:
+    """A text stream for a library that draws on the terminal: control characters arrive there."""
+
+    def __init__(self, stream: TerminalText) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self.stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def drawable(stream: Any) -> ControlSequences | None:
+    """The terminal of `stream`, for a library that draws with control characters itself; None if it is no terminal."""
+    return ControlSequences(stream) if isinstance(stream, TerminalText) else None
 
 
 @contextlib.contextmanager
@@ -79,7 +121,8 @@ def unfailing(stream: TextIO | None) -> TextIO:
     file = UnfailingFile(old.fileno(), "w", closefd=False)
     is_unbuffered = stream.buffer is old  # python -u
     buffer: Any = file if is_unbuffered else io.BufferedWriter(file)  # a raw file serves too; the stub lacks this case
-    return io.TextIOWrapper(
+    kind = TerminalText if file.isatty() else io.TextIOWrapper
+    return kind(
         buffer,
         encoding=stream.encoding,
         errors=stream.errors,

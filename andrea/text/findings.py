@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from andrea.runtime.streams import printable
+
 NAMED_AT_MOST = 3
 FIELDS_NAMED_AT_MOST = 12
 NUMBERED = re.compile(r"(\.\d+)+$")  # libm.so.6 ends in .so
@@ -67,8 +69,3 @@ class Findings:
             endings = ", ".join(f"{count:,} {printable(ending)}" for ending, count in ordered)
             lines.append(f"left out {self.binary_endings.total():,} (binary): {endings}")
         return lines
-
-
-def printable(name: str) -> str:
-    """A name on one line: control characters, and bytes that are not UTF-8, are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in name)

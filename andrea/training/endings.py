@@ -10,7 +10,7 @@ import torch
 from andrea.checkpoint import best_of, checkpoints_of, is_best_so_far, step_of
 from andrea.config import RunConfig
 from andrea.runtime.device import peak_memory_bytes
-from andrea.runtime.program import typed_command
+from andrea.runtime.program import typed_command, typed_words
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.progress import Progress
@@ -59,8 +59,8 @@ class Endings:
         if step.ranks.is_rank_0:
             self.show_result(result)
         train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
-        resume = f"{train} name={checkpoints.folder.name} resume=auto"
-        sample = f"{typed_command('sample')} checkpoint={result}"
+        resume = f"{train} {typed_words(name=checkpoints.folder.name, resume='auto')}"
+        sample = f"{typed_command('sample')} {typed_words(checkpoint=result)}"
         console.say(f"next: {sample}" if done else f"continue with: {resume}")
         return 0 if done else self.stopping.exit_code
 
@@ -114,6 +114,6 @@ class Endings:
         self.records.log({"event": "failed", "health/failed": names, "val/bpb": progress.val_bpb, "checkpoint": path})
         console.stop()
         console.say(f"error: stopped at step {progress.step} of {progress.planned_steps}: {names} · {path}")
-        name = checkpoints.folder.name
-        console.say(f"continue anyway: {typed_command('train')} name={name} resume=auto health.on_failure=warn")
+        words = typed_words(name=checkpoints.folder.name, resume="auto")
+        console.say(f"continue anyway: {typed_command('train')} {words} health.on_failure=warn")
         return 4

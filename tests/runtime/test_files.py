@@ -17,6 +17,7 @@ from andrea.runtime.files import (
     StorageFailed,
     exclusive_lock,
     file_sha256,
+    is_locked,
     lines_of,
     remove_unfinished,
     replace_text,
@@ -151,6 +152,21 @@ def test_a_held_lock_is_waited_for(tmp_path: Path) -> None:
         order.append("held")
         assert path.exists()  # not the file that the first holder has removed
     assert order == ["waits", "released", "held"] and holder.wait() == 0
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    """A run folder of somebody else may hold such a link. The lock would empty the file that it points to."""
+    other, path = tmp_path / "other", tmp_path / ".lock"
+    other.write_text("precious")
+    path.symlink_to(other)
+    with pytest.raises(OSError), exclusive_lock(path):
+        pass
+    assert other.read_text() == "precious" and not is_locked(path)
+
+
+def test_a_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    assert not is_locked(tmp_path / ".lock")
 
 
 def test_an_error_under_a_lock_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

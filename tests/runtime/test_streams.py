@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import subprocess
 import sys
 
 import pytest
 
-from andrea.runtime.streams import new_failures, raise_output_failure, unfailing, unfailing_output
+from andrea.runtime.streams import drawable, new_failures, printable, raise_output_failure, unfailing, unfailing_output
 
 
 def file_on(descriptor: int) -> io.TextIOWrapper:
@@ -24,6 +25,31 @@ def test_text_arrives_as_from_the_original_stream() -> None:
     stream.write("é\n")
     stream.flush()
     assert os.read(read_end, 9) == b"\xe9\n"
+
+
+ATTACK = "\x1b]0;title\x07\x1b[2J\x9b2J\roverwritten"
+
+
+def test_a_terminal_gets_no_control_characters_of_a_text() -> None:
+    shown, terminal = pty.openpty()
+    stream = unfailing(open(terminal, "w", encoding="utf-8", closefd=False))
+    print(f"a\tb {ATTACK}\r\n", end="", file=stream, flush=True)
+    assert os.read(shown, 999).decode().replace("\r", "") == ("a\tb \\x1b]0;title\\x07\\x1b[2J\\x9b2J\\roverwritten\n")
+    drawable(stream).write("\x1b[2K")  # what a progress line needs
+    stream.flush()
+    assert os.read(shown, 999) == b"\x1b[2K"
+
+
+def test_a_file_gets_every_character() -> None:
+    read_end, write_end = os.pipe()
+    stream = unfailing(open(write_end, "w", encoding="utf-8", closefd=False))
+    stream.write(ATTACK)
+    stream.flush()
+    assert os.read(read_end, 999).decode() == ATTACK and drawable(stream) is None
+
+
+def test_a_name_on_one_line_holds_no_character_that_hides_another() -> None:
+    assert printable("é\n\x1b\u202e\udcff") == r"é\n\x1b\u202e\udcff"
 
 
 def test_a_lost_reader_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 from andrea.runtime.files import lines_of
+from andrea.runtime.streams import drawable, without_controls
 from andrea.training.records.format import format_duration
 from andrea.training.records.logger import Logger
 
@@ -24,15 +26,16 @@ class Console(Logger):
         from rich.live import Live
 
         self.steps = steps
-        self.rich = RichConsole(highlight=False, soft_wrap=True, emoji=False, markup=False, quiet=quiet)
+        file: Any = drawable(sys.stdout)  # None: whatever sys.stdout is when a line is printed
+        self.rich = RichConsole(file=file, highlight=False, soft_wrap=True, emoji=False, markup=False, quiet=quiet)
         shows_live = self.rich.is_terminal and not quiet
         self.live = Live(console=self.rich, auto_refresh=False, transient=True) if shows_live else None
         self.last_refresh = 0.0  # time.monotonic() when the live line was last drawn
         self.bits_per_byte: float | None = None  # of the last evaluation
 
     def say(self, line: str) -> None:
-        """Print a permanent line."""
-        self.rich.print(line)
+        """Print a permanent line. Control characters in it, such as those of a sample, are escaped."""
+        self.rich.print(without_controls(line))
 
     def start(self) -> None:
         """Show the live line from now on."""
