@@ -57,10 +57,12 @@ def test_torch_loads_nothing_that_another_user_may_have_planted(planted: str, te
 
 def test_without_a_private_folder_torch_uses_one_that_is_removed_at_the_end(temporary: Path) -> None:
     torch_cache_folder().chmod(0o777)
-    program = "import os; from andrea.runtime import cache; cache.use_private_torch_cache(); print(os.environ[cache.TORCH_VARIABLE])"
+    program = (
+        "import os, torch._inductor.codecache; from andrea.runtime import cache\n"  # torch sets the variable itself
+        "cache.use_private_torch_cache(); print(os.environ[cache.TORCH_VARIABLE])"
+    )
     environment = os.environ | {"TMPDIR": str(temporary), "XDG_CACHE_HOME": "/dev/null"}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    used = Path(ended.stdout.strip())
+    used = Path(subprocess.check_output([sys.executable, "-c", program], env=environment, text=True).strip())
     assert used.parent == temporary and used != torch_cache_folder() and not used.exists()
 
 

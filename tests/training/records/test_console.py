@@ -49,5 +49,5 @@ def test_on_a_terminal_the_line_lives(capsys: pytest.CaptureFixture, monkeypatch
 
 def test_a_sample_cannot_control_the_terminal(capsys: pytest.CaptureFixture) -> None:
     console = Console(steps=20)
-    console.sample({"step": 20, "prompt": "\x1b]0;title\x07", "text": "\t\x9b2J\n"})
-    assert "  │ \\x1b]0;title\\x07\t\\x9b2J\n" in capsys.readouterr().out.expandtabs(1).replace("7 ", "7\t")
+    console.sample({"step": 20, "prompt": "\x1b]0;title\x07", "text": "\x9b2J\n"})
+    assert "  │ \\x1b]0;title\\x07\\x9b2J\n" in capsys.readouterr().out
