@@ -33,7 +33,16 @@ from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.state import check_state
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError
-from andrea.runtime.files import file_sha256, flush_to_disk, remove_unfinished, replace_text, staging_path, storing
+from andrea.runtime.files import (
+    file_sha256,
+    flush_to_disk,
+    from_json,
+    read_plain_file,
+    remove_unfinished,
+    replace_text,
+    staging_path,
+    storing,
+)
 from andrea.text.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
@@ -195,13 +204,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_small_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError, ValueError or RecursionError.
-
-    A link or a device raises ValueError, because reading it might never end.
-    """
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_JSON_BYTES:
-        raise ValueError(f"{path} is not a regular file of at most {LARGEST_JSON_BYTES} bytes")
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The content of a JSON file. Raises OSError or ValueError."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link")
+    return from_json(read_plain_file(path, LARGEST_JSON_BYTES).decode("utf-8"))
 
 
 def check_files(path: Path, files: dict[str, Any]) -> bool:

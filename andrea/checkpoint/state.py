@@ -22,6 +22,7 @@ from andrea.config.limits import Between
 from andrea.config.parse import describe
 
 STEP_NAME = re.compile(r"step-\d{8,}")
+WANDB_ID = re.compile("[0-9A-Za-z_-]{1,128}")
 
 LARGEST_STEP, LARGEST_COUNT, LARGEST_FIGURE = 2**40, 2**62, 1e39  # larger ones are mistakes, and would overflow
 
@@ -45,6 +46,11 @@ def loss_scale(key: str, value: Sequence[float]) -> None:
 def random_bytes(key: str, value: Sequence[int]) -> None:
     if not all(type(each) is int and 0 <= each < 256 for each in value):  # 5056 of them: faster than a type for each
         raise UserError(f"{key} must have whole numbers from 0 to 255")
+
+
+def wandb_name(key: str, value: str) -> None:
+    if not WANDB_ID.fullmatch(value):  # it becomes part of file names
+        raise UserError(f"{key} must have from 1 to 128 letters, digits, '-' and '_'")
 
 
 def one_length(key: str, value: dict) -> None:
@@ -123,7 +129,7 @@ class State:
     compared_bpb: Measured | None = None
     evaluated_step: Step | None = None
     ranks: Annotated[int, Between(1, 2**20)] = 1
-    wandb_id: str | None = None
+    wandb_id: Annotated[str, wandb_name] | None = None
     own_parts: dict[str, str | None] = dataclasses.field(default_factory=dict)
     run: str | None = None
     left_auto: list[str] | None = None

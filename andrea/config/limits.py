@@ -7,6 +7,7 @@ converting the value to its type, so a limit on `int | None` never sees None.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from andrea.config.errors import UserError
@@ -16,6 +17,7 @@ LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 1e30
 LONGEST_NAME_BYTES = 200  # of a folder's name: disks take 255, and we append endings
 LONGEST_PATH_BYTES = 2048
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # characters that a terminal obeys
 LONGEST_PART_BYTES = 255  # of a path's part, between two slashes
 
 
@@ -81,12 +83,13 @@ def folder_name(key: str, value: str) -> None:
     if (
         value in ("", ".", "..")
         or "/" in value
+        or CONTROL.search(value)
         or not can_be_path(value)
         or len(os.fsencode(value)) > LONGEST_NAME_BYTES
     ):
         raise UserError(
-            f"{key}={value!r} is not a folder name: a name has at most {LONGEST_NAME_BYTES} bytes, no '/', and is not '.' "
-            f"or '..'; set the folder of all runs with runs_dir=…"
+            f"{key}={value!r} is not a folder name: a name has at most {LONGEST_NAME_BYTES} bytes, no '/' and no control "
+            f"character, and is not '.' or '..'; set the folder of all runs with runs_dir=…"
         )
 
 

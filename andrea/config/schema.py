@@ -294,6 +294,7 @@ class CompareConfig:
     predict: str | None
     predict_tokens: PositiveInteger | None
     seed: Seed
+    trust: bool = False
 
     @property
     def size_pixels(self) -> tuple[int, int]:

@@ -30,5 +30,9 @@ def without_comments(path: Path) -> str:
 
 
 def json_for_script(data: Any) -> str:
-    """JSON as the content of a script element: every '<' is escaped, so no text in it can end the element."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    """JSON as the content of a script element: every '<' is escaped, so no text in it can end the element.
+
+    A lone surrogate, which UTF-8 cannot encode, is escaped as well.
+    """
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return text.encode("utf-8", "backslashreplace").decode()

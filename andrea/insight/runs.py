@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import checkpoints_of
+from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.config import RunsConfig, UserError
 from andrea.insight.compare.runs import is_number, result_of, stored_numbers
 from andrea.insight.compare.table import NO_FIGURE, terminal_table
 from andrea.runtime.files import is_locked
 from andrea.runtime.program import typed_command
+from andrea.runtime.streams import printable
 from andrea.training.records.format import format_number
 from andrea.training.records.recognise import config_of, is_run_folder
 from andrea.training.records.run_folder import read_lines
@@ -62,11 +63,17 @@ def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
     others = [path.name for path in inside if path not in runs]
     if not runs:
         raise UserError(f"runs_dir={folder} holds no run; train one with `{typed_command('train')}`")
-    rows = sorted(map(read_row, runs), key=lambda row: row.changed, reverse=True)
+    rows = []
+    for run in runs:
+        try:
+            rows.append(read_row(run))
+        except OSError as error:
+            others.append(f"{run.name} ({error.strerror})")
+    rows.sort(key=lambda row: row.changed, reverse=True)
     width = max(LEAST_WIDTH, shutil.get_terminal_size((LEAST_WIDTH, 24)).columns)
     say(terminal_table(HEADS, [row.cells() for row in rows], width))
     if others:
-        say(f"left out, because they are not runs: {', '.join(others)}")
+        say(f"left out, because they are not runs: {printable(', '.join(others))}")
     return 0
 
 
@@ -81,8 +88,8 @@ def read_row(folder: Path) -> RunRow:
         folder.name,
         model if isinstance(model, str) else NO_FIGURE,
         parameters_of(folder),
-        max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0),
-        steps if isinstance(steps, int) else None,
+        max((record["step"] for record in records if is_number(record.get("step"))), default=0),
+        steps if is_number(steps) else None,
         result_of(measured, config)["val/bpb"] if measured else None,
         state_of(folder, records),
         (metrics if metrics.exists() else folder).stat().st_mtime,
@@ -107,6 +114,6 @@ def parameters_of(folder: Path) -> int | None:
     for path in reversed(checkpoints_of(folder)):
         try:
             return stored_numbers(path / "model.safetensors")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
+        except (OSError, Damaged):
             continue
     return None

@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import platform
 import secrets
@@ -15,6 +17,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
+from typing import Any
 
 UNFINISHED = ".writing-"  # the first characters of every staging name
 
@@ -79,6 +83,25 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_plain_file(path: Path, most_bytes: int) -> bytes:
+    """The content of a small file that may come from somebody else.
+
+    Raises OSError, also if `path` is larger, or leads to a pipe or a device: reading one might never end.
+    """
+    about = path.stat()
+    if not S_ISREG(about.st_mode) or about.st_size > most_bytes:
+        raise OSError(errno.EINVAL, f"it is not a regular file of at most {size_words(most_bytes)}", str(path))
+    return path.read_bytes()
+
+
+def from_json(content: bytes | str) -> Any:
+    """The value of JSON. Raises ValueError, also if it is nested too deeply."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def lines_of(text: str) -> list[str]:

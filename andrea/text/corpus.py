@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
-from andrea.runtime.files import replace_text
+from andrea.runtime.files import from_json, read_plain_file, replace_text
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
 from andrea.text.listing import Selection
 from andrea.text.prepare import (
@@ -35,6 +35,7 @@ from andrea.text.sources import Report, Source
 from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer
 
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
+LARGEST_JSON_BYTES = 1 << 26
 VERIFIED = "verified.json"  # size and times of each shard at its last successful sha256 check
 
 
@@ -174,9 +175,9 @@ def holds_all_text(folder: SourceFolder) -> bool:
     if isinstance(folder.source, ShardSource) or folder.source.kind == "pystdlib":
         return folder.path.exists()
     try:
-        splits = json.loads((folder.path / "meta.json").read_bytes())["splits"]
+        splits = from_json(read_plain_file(folder.path / "meta.json", LARGEST_JSON_BYTES))["splits"]
         n_byte = sum(splits[split]["bytes"] for split in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     return folder.source.is_plain and n_byte == folder.source.bytes
 
@@ -211,12 +212,12 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     """A prepared source and its fingerprint. Raises UserError if the folder is damaged or has another tokenizer."""
     path, remedy = folder.path, "delete the folder to prepare it again"
     try:
-        meta = json.loads((path / "meta.json").read_bytes())
+        meta = from_json(read_plain_file(path / "meta.json", LARGEST_JSON_BYTES))
         splits, identity = meta["splits"], meta["tokenizer"]
         digests = {split: {str(s["file"]): str(s["sha256"]) for s in splits[split]["shards"]} for split in SPLITS}
         sizes = {split: splits[split]["bytes"] for split in SPLITS}
         fingerprint = fingerprint_of(identity, meta)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged (meta.json: {error}); {remedy}") from error
     if identity != tokenizer.identity:
         raise UserError(f"{path} was made with tokenizer {identity}, not {tokenizer.identity}; {remedy}")
@@ -240,8 +241,8 @@ def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
     """Compare the sha256 of each shard that has changed since its last check. Raises UserError if one differs."""
     verified_file = folder / VERIFIED
     try:
-        known = json.loads(verified_file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        known = from_json(read_plain_file(verified_file, LARGEST_JSON_BYTES))
+    except (OSError, ValueError):
         known = None  # the file is missing or incomplete
     known = known if isinstance(known, dict) else {}
     stamps = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andrea.config import UserError
-from andrea.runtime.files import file_sha256, size_words
+from andrea.runtime.files import file_sha256, open_no_link, size_words
 
 BLOCK_BYTES = 1 << 20
 REPORT_BYTES = 20e6
@@ -58,6 +58,8 @@ class RememberChecksum(urllib.request.HTTPRedirectHandler):
         self.sha256: str | None = None
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):  # noqa: ANN001, ANN201 (urllib's signature)
+        if req.full_url.startswith("https:") and not newurl.startswith("https:"):
+            raise urllib.error.URLError(f"the server leads to {newurl[:80]}, which is not encrypted")
         self.sha256 = announced_checksum(headers) or self.sha256
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -89,7 +91,9 @@ def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
             f"data_dir: {partial} cannot be written ({error.strerror}); set data_dir=… to a writable folder"
         ) from error
     found = file_sha256(partial)
-    if expected is not None and found != expected:
+    if expected is None:
+        report(f"{remote.name}: not checked, because the server sent no sha256")
+    elif found != expected:
         partial.unlink()
         raise UserError(
             f"{remote.name} was damaged during the download: its sha256 is {found[:12]}…, not {expected[:12]}…; run "
@@ -114,9 +118,10 @@ def receive(remote: Remote, partial: Path, report: Callable[[str], None]) -> str
             return remote.sha256 or checksum.sha256 or announced_checksum(error.headers)
         raise
     is_continued = answer.status == 206
-    with answer, open(partial, "ab" if is_continued else "wb") as file:
+    with answer, open(partial, "ab" if is_continued else "wb", opener=open_no_link) as file:
         n_byte = n_byte if is_continued else 0
-        total = n_byte + int(answer.headers.get("Content-Length") or 0)
+        length = answer.headers.get("Content-Length") or ""
+        total = n_byte + (int(length) if length.isdecimal() else 0)
         already = f", of which {size_words(n_byte)} are here already" if n_byte else ""
         report(f"downloading {remote.name}: {size_words(total)}{already}")
         reported = n_byte

@@ -10,14 +10,18 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, final
 
 from andrea.config import UserError
+from andrea.runtime.files import size_words
 from andrea.text.encodings import BINARY, GZIP, PARQUET, Form, OpenFile, is_text, is_utf8, open_converted, recognise
 from andrea.text.findings import Findings
 
 NOT_TEXT = "unreadable or not valid UTF-8"
 ENCODING_NAMES = {"latin-1": "Latin-1", "cp1252": "Windows-1252", "utf-16": "UTF-16"}
+LARGEST_RATIO = 200  # of text to its compressed size; gzip reaches 1000 for one repeated letter, logs perhaps 50
+COMPRESSED_SLACK_BYTES = 1 << 12
+LARGEST_NOTEBOOK_BYTES = 1 << 28  # a notebook is held in memory
 DEFAULT_FIELD, MESSAGES = "text", "messages"
 
 
@@ -58,9 +62,12 @@ def documents_by_content(path: Path, name: str, field: str | None, findings: Fin
             yield from documents_of_parquet(path, name, fields, findings)
             return
         if head.startswith(GZIP):
-            open_file = functools.partial(gzip.open, path, "rb")
+            open_file = functools.partial(BoundedGzip, path)
             ending = PurePosixPath(name[: -len(ending)]).suffix.lower() if ending else ""
         form = recognise(open_file)
+    except TooCompressed:
+        findings.leave_out_file(f"compressed more than {LARGEST_RATIO} times, which text hardly is", name)
+        return
     except (OSError, EOFError, zlib.error):  # of the last two, gzip raises some
         findings.leave_out_file("unreadable", name)
         return
@@ -70,6 +77,8 @@ def documents_by_content(path: Path, name: str, field: str | None, findings: Fin
         open_file = functools.partial(open_converted, open_file, form.encoding)
     if ending in (".jsonl", ".ndjson"):
         yield from documents_of_jsonl(open_file, name, fields, findings)
+    elif ending == ".ipynb" and form.size > LARGEST_NOTEBOOK_BYTES:
+        findings.leave_out_file(f"notebooks of more than {size_words(LARGEST_NOTEBOOK_BYTES)}", name)
     elif ending == ".ipynb" and (cells := cells_of_notebook(open_file)) is not None:
         if cells:
             yield in_memory(name, cells)
@@ -77,6 +86,25 @@ def documents_by_content(path: Path, name: str, field: str | None, findings: Fin
             findings.leave_out_file("empty", name)
     else:
         yield Document(name, form.size, open_file)
+
+
+class TooCompressed(Exception):
+    """A compressed file expands to so much text that it is no text but an attack on the disk."""
+
+
+@final
+class BoundedGzip(gzip.GzipFile):
+    """A .gz file, opened for reading. `read` raises TooCompressed beyond LARGEST_RATIO times the file's size."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+        self.most_bytes = LARGEST_RATIO * (path.stat().st_size + COMPRESSED_SLACK_BYTES)
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.tell() > self.most_bytes:
+            raise TooCompressed
+        return data
 
 
 def is_usable(form: Form, name: str, ending: str, findings: Findings) -> bool:

@@ -21,9 +21,11 @@ from typing import ClassVar, final
 import numpy as np
 
 from andrea.config import TokenizerConfig, UserError
+from andrea.runtime.files import from_json, read_plain_file
 
 DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
+LARGEST_FILE_BYTES = 1 << 26  # of a tokenizer; the largest possible rank file has a few megabytes
 # Text is split into parts, and no token spans two parts (Radford et al. 2019). A part is a contraction such as 's, a word,
 # a number, a sequence of other characters, or whitespace. A single space belongs to the part after it.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -210,7 +212,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `save` wrote to `folder`. Raises UserError if a file is missing or damaged."""
     path = folder / DESCRIPTION
     try:
-        description = json.loads(path.read_bytes())
+        description = from_json(read_plain_file(path, LARGEST_FILE_BYTES))
         kind, identity = description["kind"], description["identity"]
         if kind in RankTokenizer.KINDS:
             found: Tokenizer = RankTokenizer(kind, read_ranks(folder / RANKS))
@@ -222,7 +224,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{error.filename} cannot be read ({error.strerror}): {folder} holds no tokenizer") from error
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); copy it again, or prepare the data again") from error
     if found.description() != description:
         raise UserError(
@@ -238,7 +240,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     Raises UserError if the file is not a valid rank file, and OSError if it cannot be read.
     """
     try:
-        fields = [line.split() for line in path.read_bytes().split(b"\n") if line.strip()]
+        fields = [line.split() for line in read_plain_file(path, LARGEST_FILE_BYTES).split(b"\n") if line.strip()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
     except (ValueError, binascii.Error) as error:
         raise UserError(f"{path} is not a rank file (lines of base64 and a number); check tokenizer.path") from error

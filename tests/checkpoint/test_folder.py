@@ -132,6 +132,8 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> No
         ("config", []),
         ("val_bpb", "low"),
         ("val_bpb", 10**400),
+        ("wandb_id", "*"),  # it would name the files of other runs
+        ("wandb_id", "../../x"),
     ],
 )
 def test_a_state_of_wrong_types_is_refused(name: str, value: object, tmp_path: Path) -> None:

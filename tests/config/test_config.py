@@ -161,6 +161,7 @@ def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None
         ("train.flops=1e300", "at most 1e+30"),
         ("device=cuda:²", "not a device"),
         ("name=../x", "not a folder name"),
+        ("name=a\x1b[2J", "no control character"),
         ("name=" + "x" * 201, "not a folder name"),
         ("model.name=../../x", "model.name='../../x' is not a folder name"),
         ("data.path=" + "x" * 256, "is not a valid path"),

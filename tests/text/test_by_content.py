@@ -309,3 +309,20 @@ def test_names_that_differ_in_a_space_have_folders_of_their_own(tmp_path: Path) 
         texts = [bytes(source.val[1:].astype("uint8").tolist()) for source in found]
         assert b"first" in texts[0] and b"other" in texts[1]
         assert re.fullmatch(r"a_b-byte-[0-9a-f]{8}", found[1].folder.name)
+
+
+def test_a_compressed_file_that_would_fill_the_disk_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary = "".join(f"line {number} of a log\n" for number in range(5000)).encode()
+    files = {"a.txt": b"text\n", "log.gz": gzip.compress(ordinary), "bomb.gz": gzip.compress(bytes([97]) * 2_000_000)}
+    documents, said = read(folder_of(tmp_path / "mine", files))
+    assert sorted(map(len, documents)) == [5, len(ordinary)]
+    assert "left out 1 (compressed more than 200 times, which text hardly is): bomb.gz" in said
+
+
+def test_a_notebook_too_large_for_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("andrea.text.formats.LARGEST_NOTEBOOK_BYTES", 1000)
+    files = {"small.ipynb": notebook(("code", "x = 1")), "large.ipynb": notebook(("code", "x = 1\n" * 500))}
+    documents, said = read(folder_of(tmp_path / "mine", files))
+    assert documents == ["x = 1\n"] and "left out 1 (notebooks of more than 1.0 kB): large.ipynb" in said

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from andrea.config import UserError
-from andrea.text.download import Remote, fetch
+from andrea.text.download import RememberChecksum, Remote, fetch
 
 CONTENT = bytes(range(251)) * 4001
 CHECKSUM = hashlib.sha256(CONTENT).hexdigest()
@@ -88,6 +91,26 @@ def test_damage_is_noticed_also_by_the_checksum_of_a_redirect(server: ThreadingH
             fetch(source, tmp_path, quiet)
         assert not list(tmp_path.iterdir())
     assert fetch(remote(server, "/moved", None), tmp_path, quiet).read_bytes() == CONTENT
+
+
+def test_a_file_without_a_checksum_is_said_to_be_unchecked(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    said: list[str] = []
+    fetch(remote(server, "/file", None), tmp_path, said.append)
+    assert "a.bin: not checked, because the server sent no sha256" in said
+
+
+def test_no_redirect_leaves_encryption() -> None:
+    request = urllib.request.Request("https://example.org/a")
+    with pytest.raises(urllib.error.URLError, match="not encrypted"):
+        RememberChecksum().redirect_request(request, None, 302, "", HTTPMessage(), "http://example.org/a")
+
+
+def test_a_download_writes_through_no_link(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "a.bin.part").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot be written"):
+        fetch(remote(server, "/whole"), tmp_path, quiet)
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_no_network_says_which_file_to_place_where(server: ThreadingHTTPServer, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from andrea.insight.compare.picture import draw_picture
 from andrea.insight.compare.runs import find_run_folders, read_runs
 from andrea.insight.compare.table import terminal_table
 from andrea.runtime.files import replace_text, storing
+from andrea.runtime.own_parts import allowing
+from andrea.runtime.streams import printable
 
 LEAST_WIDTH, USUAL_WIDTH = 80, 100  # characters of the terminal's lines
 
@@ -26,10 +28,11 @@ def compare(config: CompareConfig, predicted: ModelConfig | None, say: Callable[
     """
     runs, left_out = read_runs(find_run_folders(config.runs, config.runs_dir))
     for line in left_out:
-        say(line)
+        say(printable(line))
     if not runs:
         raise UserError("nothing to compare: every run was left out; train until the first evaluation and checkpoint")
-    comparison = compare_runs(runs, left_out, predicted, config.predict_tokens, config.seed)
+    with allowing((), config.trust):
+        comparison = compare_runs(runs, left_out, predicted, config.predict_tokens, config.seed)
     for line in terminal_lines(comparison):
         say(line)
 
@@ -47,10 +50,10 @@ def terminal_lines(comparison: Comparison) -> list[str]:
     """The comparison as lines of text for a terminal."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size((USUAL_WIDTH, 24)).columns)
     heads = ["run", *(column.title for column in comparison.columns)]
-    lines = [terminal_table(heads, comparison.rows, width), *comparison.notes]
+    lines = list(comparison.notes)
     lines += [f"warning: {warning}" for warning in comparison.warnings]
     lines += comparison.scaling
     if comparison.differing:
         lines.append("configuration keys that differ:")
         lines += [f"  {line}" for line in difference_lines(comparison.differing)]
-    return lines
+    return [terminal_table(heads, comparison.rows, width), *map(printable, lines)]

@@ -61,8 +61,9 @@ def comparability_warnings(runs: list[Run]) -> list[str]:
 
 
 def data_name(run: Run) -> str:
-    data = run.config.get("data", {})
-    return data.get("path") or "+".join(data.get("sources") or {}) or data.get("kind", "data")
+    data = run.config["data"]
+    sources = data.get("sources")
+    return str(data.get("path") or "+".join(map(str, sources if isinstance(sources, dict) else ())) or data["kind"])
 
 
 def group_names(runs: list[Run], key: Callable[[Run], str]) -> dict[str, list[str]]:

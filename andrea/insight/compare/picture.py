@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from andrea.insight.compare.line_styles import LineStyle
 from andrea.insight.compare.runs import Run
 from andrea.runtime.files import replacing, storing
+from andrea.runtime.streams import printable
 from andrea.training.records.format import format_number
+
+if TYPE_CHECKING:
+    from matplotlib.lines import Line2D
 
 DOTS_PER_INCH = 100
 AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training steps"}
@@ -25,22 +30,32 @@ def draw_picture(path: Path, runs: list[Run], styles: list[LineStyle], width: in
     panels = figure.subplots(len(METRICS), len(AXES), sharex="col", sharey="row")
     for row, (metric, metric_title) in enumerate(METRICS.items()):
         for column, (axis, axis_title) in enumerate(AXES.items()):
-            draw_panel(panels[row][column], runs, styles, metric, axis)
+            lines = draw_panel(panels[row][column], runs, styles, metric, axis)
             panels[row][column].set_xlabel(axis_title)
         panels[row][0].set_ylabel(metric_title)
-    handles, labels = panels[0][0].get_legend_handles_labels()
     n_columns = max(1, width // LEGEND_ENTRY_PIXELS)
-    figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, fontsize=9, frameon=False)
+    numbers = [str(number) for number in range(len(runs))]  # replaced: a label that begins with "_" would be left out
+    legend = figure.legend(lines, numbers, loc="outside lower center", ncols=n_columns, fontsize=9, frameon=False)
+    for text, run in zip(legend.get_texts(), runs, strict=True):
+        text.set_parse_math(False)  # a name is not a formula
+        text.set_text(legend_text(run))
     with storing(path), replacing(path) as staging:
         FigureCanvasAgg(figure).print_png(str(staging))
 
 
-def draw_panel(panel, runs: list[Run], styles: list[LineStyle], metric: str, axis: str) -> None:
-    """Draw one metric against one axis, both on log scales. The vertical range holds every drawn figure."""
+def legend_text(run: Run) -> str:
+    name = f"{printable(run.name)} · {printable(run.model)}"
+    return f"{name}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens"
+
+
+def draw_panel(panel, runs: list[Run], styles: list[LineStyle], metric: str, axis: str) -> list[Line2D]:
+    """Draw one metric against one axis, both on log scales. The vertical range holds every drawn figure.
+
+    Returns each run's line with its markers.
+    """
     from matplotlib.ticker import LogLocator, MaxNLocator, ScalarFormatter
 
-    for run, style in zip(runs, styles, strict=True):
-        draw_run(panel, run, style, metric, axis)
+    lines = [draw_run(panel, run, style, metric, axis) for run, style in zip(runs, styles, strict=True)]
     figures = [point[metric] for run in runs for point in run.validation]
     if metric == "val/loss":
         figures += [point["train/loss"] for run in runs for point in run.training]
@@ -56,9 +71,10 @@ def draw_panel(panel, runs: list[Run], styles: list[LineStyle], metric: str, axi
     panel.grid(True, color="#d5dae1", linewidth=0.6)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
+    return lines
 
 
-def draw_run(panel, run: Run, style: LineStyle, metric: str, axis: str) -> None:
+def draw_run(panel, run: Run, style: LineStyle, metric: str, axis: str) -> Line2D:
     """Draw the run's validation curve with markers. For the loss, also draw its training curve as a thin line."""
     if metric == "val/loss":
         panel.plot(
@@ -66,10 +82,10 @@ def draw_run(panel, run: Run, style: LineStyle, metric: str, axis: str) -> None:
             [point["train/loss"] for point in run.training],
             color=style.light, linewidth=0.7, alpha=0.4, zorder=1,
         )  # fmt: skip
-    panel.plot(
+    (line,) = panel.plot(
         [point[axis] for point in run.validation],
         [point[metric] for point in run.validation],
         color=style.light, linewidth=1.8, marker=MARKERS[style.marker], markersize=4.5,
         linestyle=(0, tuple(map(float, style.dash.split()))) if style.dash else "-",
-        label=f"{run.name} · {run.model}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
     )  # fmt: skip
+    return line

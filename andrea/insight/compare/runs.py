@@ -6,7 +6,6 @@ read.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -14,12 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import checkpoints_of
+from andrea.checkpoint import Damaged, checkpoints_of
+from andrea.checkpoint.folder import read_small_json
+from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
 from andrea.training.records.logger import AXES
+from andrea.training.records.recognise import load_config
 from andrea.training.records.run_folder import read_lines
 
 HEADS = "attention/heads/"
+LARGEST_FIGURE = 1e100  # larger ones are mistakes
 Curve = list[dict[str, float]]  # records of one run, each with step, tokens, flops, seconds and some measured figures
 
 
@@ -169,7 +172,11 @@ def unique_names(folders: list[Path]) -> list[str]:
 def read_run(folder: Path, name: str) -> Run:
     """Read the folder of a finished or unfinished run. Raises LeftOut."""
     config = read_config(folder)
-    records = [record for record in read_lines(folder / "metrics.jsonl") if isinstance(record, dict)]
+    try:
+        records = [record for record in read_lines(folder / "metrics.jsonl") if isinstance(record, dict)]
+        samples = [sample for sample in read_lines(folder / "samples.jsonl") if is_sample(sample)]
+    except OSError as error:
+        raise LeftOut(f"its records cannot be read ({error.strerror})") from None
     if not records:
         raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
     validation = curve(records, ("val/loss", "val/bpb"), ("val/compared_bpb",))
@@ -183,8 +190,8 @@ def read_run(folder: Path, name: str) -> Run:
         validation=validation,
         training=curve(records, ("train/loss",)),
         heads=head_records(records),
-        samples=[sample for sample in read_lines(folder / "samples.jsonl") if is_sample(sample)],
-        last={key: records[-1][key] for key in ("step", *AXES)},
+        samples=samples,
+        last=last_of(records),
         speed=Speed(
             median(values_of(records, "train/tokens_per_second")),
             median(values_of(records, "train/mfu")),
@@ -194,14 +201,24 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    import yaml
-
+    """The run's configuration, in which the keys that are read have their types. Raises LeftOut."""
     try:
-        config = with_current_keys(RunConfig, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
-        config["model"]["name"], config["train"]["steps"]  # noqa: B018 - raises here if a key is missing
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        config = with_current_keys(RunConfig, load_config(folder))
+        for group, key, kind in (("model", "name", str), ("train", "steps", int), ("data", "kind", str)):
+            if not isinstance(config[group][key], kind) or (kind is int and not is_number(config[group][key])):
+                raise ValueError(f"{group}.{key} is not possible")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LeftOut(f"config.yaml cannot be read as the configuration of a run ({error!r})") from None
     return config
+
+
+def last_of(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """step and the AXES of the last record that has them. Raises LeftOut."""
+    keys = ("step", *AXES)
+    for record in reversed(records):
+        if all(is_number(record.get(key)) and record[key] >= 0 for key in keys):
+            return {key: record[key] for key in keys}
+    raise LeftOut(f"no record has {', '.join(keys)}")
 
 
 def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
@@ -211,18 +228,18 @@ def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
         raise LeftOut("no checkpoint yet; the model's size and the identity of its data are read from a checkpoint")
     newest = saved[-1]
     try:
-        state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+        state = read_small_json(newest / "state.json")
         parameters = stored_numbers(newest / "model.safetensors")
         return CheckpointFacts(newest, parameters, str(state["data"]), str(state["tokenizer"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:  # Damaged is a ValueError
         raise LeftOut(f"{newest.name} cannot be read ({error})") from None
 
 
 def stored_numbers(path: Path) -> int:
-    """The number of elements in all tensors of a .safetensors file, from its header: 8 bytes of length, then JSON."""
-    with open(path, "rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    """The number of elements in all tensors of a .safetensors file, from its header. Raises Damaged."""
+    if not path.is_file():  # opening a pipe would wait for ever
+        raise Damaged(f"{path} is missing, or is not a regular file")
+    return sum(math.prod(shape) for shape in TensorReader([path]).shapes.values())
 
 
 def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tuple[str, ...] = ()) -> Curve:
@@ -232,7 +249,7 @@ def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tup
     """
     by_step: dict[float, dict[str, float]] = {}
     for record in records:
-        if all(is_number(record.get(key)) for key in ("step", *AXES, *figures)):
+        if all(is_number(record.get(key)) for key in ("step", *AXES, *figures)) and record["step"] >= 0:
             found = (*figures, *(key for key in optional if is_number(record.get(key))))
             kept = by_step.get(record["step"], {}) if "event" in record else {}
             by_step[record["step"]] = kept | {key: record[key] for key in ("step", *AXES, *found)}
@@ -263,7 +280,8 @@ def is_sample(sample: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether the value is a finite number that can also be squared, drawn, and written in a table."""
+    return type(value) in (int, float) and abs(value) <= LARGEST_FIGURE
 
 
 def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:

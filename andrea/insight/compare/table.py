@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from andrea.insight.compare.runs import Run
+from andrea.runtime.streams import printable
 from andrea.training.records.format import format_duration, format_number
 
 NO_FIGURE = "–"  # in the cell of a run that did not record the column's figure
@@ -50,6 +51,7 @@ def make_table(runs: list[Run]) -> tuple[list[Column], list[list[str]]]:
 
 def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
     """Format aligned columns. The first column is left-aligned, and shortened if a line would exceed `width`."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(heads) - 1)))
 

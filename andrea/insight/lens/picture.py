@@ -20,10 +20,10 @@ def attention_map_png(weights: np.ndarray, labels: list[str], title: str) -> byt
     axes = figure.add_subplot()
     image = axes.imshow(np.ma.masked_invalid(weights), cmap="cividis", vmin=0.0, vmax=1.0, interpolation="nearest")
     if n_token <= MOST_LABELLED_TOKENS:
-        escaped = [label.replace("$", r"\$") for label in labels]  # matplotlib reads $…$ as a formula
-        axes.set_xticks(range(n_token), escaped, rotation=90, fontsize=7, family="monospace")
-        axes.set_yticks(range(n_token), escaped, fontsize=7, family="monospace")
-    axes.set_title(title)
+        style = {"fontsize": 7, "family": "monospace", "parse_math": False}
+        axes.set_xticks(range(n_token), labels, rotation=90, **style)
+        axes.set_yticks(range(n_token), labels, **style)
+    axes.set_title(title, parse_math=False)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     figure.colorbar(image, label="attention weight", shrink=0.7)

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, step_name
-from andrea.runtime.files import replace_text, storing
+from andrea.runtime.files import from_json, read_plain_file, replace_text, storing
 
 MARK = "run.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
-LARGEST_CONFIG_BYTES = 1 << 18
+LARGEST_CONFIG_BYTES, DEEPEST_CONFIG = 1 << 18, 20
+# Errors that PyYAML raises, besides its own, for malformed values such as 2001-99-99 or !!bool x
+YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
 RUN_ID = re.compile("[0-9a-f]{16}")
 # What a run folder of an older version and its checkpoints have in common. `None`: every key of the group.
 COMPARED: dict[str, tuple[str, ...] | None] = {
@@ -56,8 +58,8 @@ def mark(folder: Path, run_id: str | None) -> str:
 def run_id_of(folder: Path) -> str | None:
     """The id in the folder's mark; None without a readable mark."""
     try:
-        found = json.loads((folder / MARK).read_bytes()[:LARGEST_CONFIG_BYTES])
-    except (OSError, ValueError, RecursionError):
+        found = from_json(read_plain_file(folder / MARK, LARGEST_CONFIG_BYTES))
+    except (OSError, ValueError):
         return None
     run_id = found.get("run") if isinstance(found, dict) else None
     return run_id if isinstance(run_id, str) and RUN_ID.fullmatch(run_id) else None
@@ -96,25 +98,43 @@ def agrees(folder: Path, checkpoint: Checkpoint) -> bool:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The content of the folder's config.yaml; empty if it is missing, too large or not a mapping."""
+    """The content of the folder's config.yaml; empty if it is missing or cannot be read as a mapping."""
+    try:
+        return load_config(folder)
+    except (OSError, ValueError):
+        return {}
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """The content of the folder's config.yaml. Raises OSError, or ValueError if it is not the YAML that this program writes.
+
+    An alias (*name) is refused: aliases of aliases stand for more than any memory holds.
+    """
     import yaml
 
-    path = folder / CONFIG
+    content = read_plain_file(folder / CONFIG, LARGEST_CONFIG_BYTES).decode("utf-8")
+    depth = 0
     try:
-        if not path.is_file() or path.stat().st_size > LARGEST_CONFIG_BYTES:
-            return {}
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        for event in yaml.parse(content, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_CONFIG:
+                raise ValueError("it has an alias, or is nested too deeply")
+        found = yaml.safe_load(content)
+    except (yaml.YAMLError, *YAML_FAULTS) as error:
+        raise ValueError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+    if not isinstance(found, dict):
+        raise ValueError("it is not a mapping")
+    return found
 
 
 def metrics_agree(path: Path, tokens_per_step: Any) -> bool:
     """Whether every whole line of metrics.jsonl is a record of a run with `tokens_per_step`."""
     try:
+        if not path.is_file():
+            return False
         with open(path, encoding="utf-8", errors="replace") as lines:
-            records = [json.loads(line) for line in lines if line.endswith("\n")]
-    except (OSError, ValueError, RecursionError):
+            records = [from_json(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError):
         return False
     return all(
         isinstance(record, dict)

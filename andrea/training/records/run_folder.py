@@ -23,6 +23,7 @@ from andrea.runtime.files import (
     Locked,
     exclusive_lock,
     flush_to_disk,
+    from_json,
     lines_of,
     remove_unfinished,
     replace_text,
@@ -90,14 +91,14 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, oldest first. A torn last line is ignored; a missing file has no records."""
-    if not path.exists():
+    """The records of a .jsonl file, oldest first. A torn last line is ignored; what is no regular file has no records."""
+    if not path.is_file():  # reading a pipe would wait for ever
         return []
     records = []
     for line in lines_of(path.read_bytes().decode("utf-8", "replace")):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            records.append(from_json(line))
+        except ValueError:
             break
     return records
 
@@ -149,7 +150,9 @@ def run_folder_locked(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             with reporting_unusable(folder):
-                (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
+                check_no_links(folder)
+                (folder / "checkpoints").mkdir(exist_ok=True)
                 held.enter_context(exclusive_lock(folder / ".lock"))
         except Locked as holder:
             raise UserError(
@@ -158,6 +161,19 @@ def run_folder_locked(folder: Path) -> Iterator[None]:
         for unfinished in (folder, folder / "checkpoints"):
             remove_unfinished(unfinished)
         yield
+
+
+def check_no_links(folder: Path) -> None:
+    """Raises UserError if a file or folder in the run folder is a link, a pipe or a device.
+
+    The run would write through a link to a place outside its folder. A run folder may come from somebody else.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(
+                f"{path} is a link or a device, and a run writes only into its own folder; remove it, or put the file or "
+                f"folder itself in its place"
+            )
 
 
 def set_later_checkpoints_aside(folder: Path, checkpoint: Checkpoint | None, console: Console) -> None:

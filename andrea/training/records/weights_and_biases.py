@@ -72,7 +72,8 @@ class Wandb(Logger):
         for sample in read_lines(folder / "samples.jsonl"):
             self.sample(sample)
         for path in sorted((folder / "lens").glob("step-*.html")):
-            if (record := axes.get(int(path.stem.removeprefix("step-")))) is not None:
+            step = path.stem.removeprefix("step-")
+            if step.isdecimal() and (record := axes.get(int(step))) is not None:
                 self.page(record | {"name": "lens", "html": path.read_text(encoding="utf-8")})
         own = Path(self.run.dir).parent
         for earlier in own.parent.glob(f"offline-run-*-{self.run_id}*"):  # -1 follows if two start within a second

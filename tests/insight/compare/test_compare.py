@@ -43,6 +43,24 @@ def test_the_command_writes_page_and_picture_and_prints_the_fit(runs: Path, tmp_
     assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (900, 600)
 
 
+def test_a_class_that_a_run_names_is_imported_for_a_prediction_only_with_trust(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "import pathlib; pathlib.Path(__file__).with_name('ran').touch()\n"
+        "from andrea.attention import ScaledDotProduct\n"
+        "class Mine(ScaledDotProduct): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = str(make_run(tmp_path / "one", attention__compatibility="theirs.Mine"))
+    words = [run, f"out={tmp_path / 'p.html'}", "predict=andrea-nano"]
+    with pytest.raises(UserError, match=r"theirs\.Mine comes from a checkpoint .* add trust=true"):
+        output_of(*words)
+    assert not (tmp_path / "ran").exists()
+    assert "one" in output_of(*words, "trust=true") and (tmp_path / "ran").exists()
+
+
 def test_fewer_than_four_finished_runs_are_no_fit(tmp_path: Path) -> None:
     for index, size in enumerate((1000, 2000, 4000)):
         make_run(tmp_path / f"r{index}", size, 20 * size)

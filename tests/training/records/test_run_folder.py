@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from andrea.training.records.run_folder import RunFolder, read_lines
+import pytest
+
+from andrea.config import UserError
+from andrea.training.records.run_folder import RunFolder, read_lines, run_folder_locked
 
 
 def records(*steps: int) -> list[dict]:
@@ -59,3 +63,28 @@ def test_a_prompt_that_is_not_utf_8_is_written_and_read_again(tmp_path: Path) ->
     folder.sample({"step": 1, "prompt": "a\udcff", "text": "é"})
     folder.cut_after(1)
     assert read_lines(folder.samples) == [{"step": 1, "prompt": "a\udcff", "text": "é"}]
+
+
+@pytest.mark.parametrize("name", [".lock", "run.log", "metrics.jsonl", "lens", "checkpoints"])
+def test_a_run_writes_through_no_link_of_its_folder(name: str, tmp_path: Path) -> None:
+    """A run folder may come from somebody else: a link `.lock` once emptied the file that it points to."""
+    target, folder = tmp_path / "target", tmp_path / "run"
+    folder.mkdir()
+    target.mkdir() if name in ("lens", "checkpoints") else target.write_text("precious")
+    (folder / name).symlink_to(target)
+    with pytest.raises(UserError, match=f"{name} is a link or a device"), run_folder_locked(folder):
+        pass
+    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "precious"
+
+
+def test_a_pipe_in_a_run_folder_does_not_block_the_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.log")
+    with pytest.raises(UserError, match=r"run\.log is a link or a device"), run_folder_locked(tmp_path):
+        pass
+
+
+def test_a_link_to_a_whole_run_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "on-another-disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "on-another-disk")
+    with run_folder_locked(tmp_path / "run"):
+        assert (tmp_path / "on-another-disk" / ".lock").exists()

@@ -72,6 +72,7 @@ def test_a_resumed_offline_run_is_one_run_in_the_folder(netrc: Path, tmp_path: P
     config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=[])
     folder, run_id = tmp_path / "one", None
     (folder / "lens").mkdir(parents=True)
+    (folder / "lens" / "step-x.html").write_text("not of this program")
     for first in (1, 3, 4):  # the second process resumes after step 2, the third after step 3
         kept = RunFolder(folder)
         kept.cut_after(first - 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from andrea.insight.compare.comparison import Comparison
 from andrea.insight.compare.line_styles import LineStyle
-from andrea.insight.compare.runs import Run
+from andrea.insight.compare.runs import Run, is_number
 from andrea.insight.html import fill_template, json_for_script
 from andrea.training.records.format import format_number
 from andrea.training.records.logger import AXES
@@ -45,7 +45,12 @@ def one_run_data(run: Run) -> dict[str, Any]:
     shown = run.samples[-MOST_SAMPLES:][::-1]
     return {
         "samples": [
-            {"step": sample.get("step"), "prompt": sample["prompt"], "text": sample["text"]} for sample in shown
+            {
+                "step": sample["step"] if is_number(sample.get("step")) else None,
+                "prompt": sample["prompt"],
+                "text": sample["text"],
+            }
+            for sample in shown
         ],
         "earlier_samples": len(run.samples) - len(shown),
         "measured_heads": run.heads[::-1][::stride][::-1],  # with the last measurement

@@ -44,7 +44,7 @@ def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
     """The model of predict=…, trained on `tokens`; by default on the largest run's tokens per parameter."""
     from andrea.model.size import count_parameters, flops_per_token
 
-    attention = parse(AttentionConfig, largest.config["attention"], "attention")
+    attention = parse(AttentionConfig, largest.config.get("attention"), "attention")
     n_vocab = load_tokenizer(largest.checkpoint.path).n_vocab
     parameters = count_parameters(model, attention, n_vocab).total
     tokens = tokens or round(parameters * largest.tokens / largest.parameters)
