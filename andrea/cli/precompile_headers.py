@@ -19,7 +19,7 @@ from pathlib import Path
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.runtime.cache import torch_cache_folder
+from andrea.runtime.code_cache import torch_cache_folder
 from andrea.runtime.program import module_command, module_environment
 
 

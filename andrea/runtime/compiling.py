@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from andrea.runtime.cache import use_private_torch_cache
+from andrea.runtime.code_cache import use_private_torch_cache
 from andrea.runtime.device import Choice
 
 # By device: a run of fewer FLOPs in total takes less time than compiling it.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from andrea.runtime.cache import cache_folder
+from andrea.runtime.code_cache import cache_folder
 from andrea.runtime.files import file_sha256, replace_text, replacing
 
 # The parts of -ffast-math that let sums be vectorised, without those that break NaN.

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from andrea.runtime.cache import TORCH_VARIABLE, cache_folder, is_private, torch_cache_folder, use_private_torch_cache
+from andrea.runtime.code_cache import (
+    TORCH_VARIABLE,
+    cache_folder,
+    is_private,
+    torch_cache_folder,
+    use_private_torch_cache,
+)
 
 
 @pytest.fixture
@@ -58,8 +64,8 @@ def test_torch_loads_nothing_that_another_user_may_have_planted(planted: str, te
 def test_without_a_private_folder_torch_uses_one_that_is_removed_at_the_end(temporary: Path) -> None:
     torch_cache_folder().chmod(0o777)
     program = (
-        "import os, torch._inductor.codecache; from andrea.runtime import cache\n"  # torch sets the variable itself
-        "cache.use_private_torch_cache(); print(os.environ[cache.TORCH_VARIABLE])"
+        "import os, torch._inductor.codecache; from andrea.runtime import code_cache\n"  # torch sets the variable itself
+        "code_cache.use_private_torch_cache(); print(os.environ[code_cache.TORCH_VARIABLE])"
     )
     environment = os.environ | {"TMPDIR": str(temporary), "XDG_CACHE_HOME": "/dev/null"}
     used = Path(subprocess.check_output([sys.executable, "-c", program], env=environment, text=True).strip())
