@@ -101,10 +101,10 @@ def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeyp
     monkeypatch.setattr(small_text_module, "FEWEST_JUDGED_TOKENS", 50)
     lines = planned("a")
     plan = next(line for line in lines if line.startswith("small text: "))
-    assert "which the 700 steps of andrea-nano would read" in plan and "planned 13 steps, 1.9 epochs" in plan
+    assert "which the 700 steps of andrea-nano would read" in plan and "planned 17 steps, 2.5 epochs" in plan
     records = read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")
     evaluations = {record["step"]: record for record in records if "val/loss" in record and "event" not in record}
-    assert list(evaluations) == [2, 4, 6, 8, 10, 12, 13]
+    assert list(evaluations) == [2, 4, 6, 8, 10, 12, 14, 16, 17]
     best = min(evaluations, key=lambda step: evaluations[step]["val/compared_bpb"])
     assert best_of(tmp_path / "runs" / "a") == f"step-{best:08d}"
     for record in evaluations.values():  # the two halves of the held-out text, of about equally many bytes
@@ -128,7 +128,7 @@ def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(
 def test_the_rate_falls_once_validation_becomes_worse_and_a_resumed_run_does_the_same(
     planned, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(small_text_module, "EPOCHS", 40.0)
+    monkeypatch.setattr(small_text_module, "EPOCHS", 80.0)
     hot = ["optimizer.learning_rate=0.1", "optimizer.matrix_learning_rate=0.2", "train.keep=50"]
     hot += ["train.eval_every=10", "train.save_every=10"]
     lines = planned("whole", *hot)

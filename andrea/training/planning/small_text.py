@@ -1,8 +1,9 @@
 """The length of a run on a text so small that the model's recipe would read it many times.
 
-Validation is best after a few epochs; after more, the model memorises the text. The best number of steps depends little
-on the model, and is measured in bench/small_texts.py. It must be planned, because the learning rate has to fall before
-validation becomes worse: at a constant rate, the loss turns later than the best decay begins.
+Validation is best after a few epochs; after more, the model memorises the text. The number of these epochs grows slowly with
+the text. It must be planned, because the learning rate has to fall before validation becomes worse: at a constant rate, the
+loss turns later than the best decay begins. The numbers are fitted to runs of andrea-nano on 20 kB to 2 MB of text
+(bench/small_texts.py); how they depend on the model's size and on the tokens per step is an estimate.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import dataclasses
 from collections.abc import Collection
 
 from andrea.config import RunConfig
+from andrea.model.size import count_parameters
 from andrea.text.corpus import Corpus
 
-EPOCHS = 2.0  # after which validation is near its best
+EPOCHS = 5.25  # after which validation is near its best, for a text of as many tokens as the model has parameters
+GROWTH = 0.25  # of the epochs with tokens per parameter, as a power
+MEASURED_TOKENS_PER_STEP = 4096  # larger steps learn less from a token: epochs grow with the root of their size
 LEAST_WARMUPS = 2  # a run lasts at least so many times its warm-up
 EVALUATIONS = 10  # of a run whose length is planned for the text: the best of them is its result
 FEWEST_JUDGED_TOKENS = 2000  # held-out tokens in each of the two parts, of which one chooses and the other judges
@@ -30,7 +34,10 @@ def tokens_per_epoch(corpus: Corpus) -> int:
 
 def steps_for_text(config: RunConfig, corpus: Corpus) -> int:
     """The length that suits the text: at most that of the model's recipe."""
-    steps = int(EPOCHS * tokens_per_epoch(corpus) / config.tokens_per_step)
+    n_parameter = count_parameters(config.model, config.attention, corpus.tokenizer.n_vocab).total
+    epochs = EPOCHS * (tokens_per_epoch(corpus) / n_parameter) ** GROWTH
+    epochs *= max(1.0, config.tokens_per_step / MEASURED_TOKENS_PER_STEP) ** 0.5
+    steps = int(epochs * tokens_per_epoch(corpus) / config.tokens_per_step)
     return min(config.model.recipe_steps, max(steps, LEAST_WARMUPS * config.optimizer.warmup_steps, 1))
 
 
