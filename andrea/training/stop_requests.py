@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # if ranks received several, the first of these counts
+
 
 class StopRequests:
     """The stop requests of this process, and the decision that all ranks have agreed on.
@@ -24,24 +26,28 @@ class StopRequests:
         self.started = time.monotonic()
         self.signal: int | None = None  # the first one this process received
         self.agreed: Literal["interrupted", "stopped"] | None = None  # why all ranks stop after this step
+        self.agreed_signal: int | None = None  # one that this rank or another received
 
     def out_of_time(self) -> bool:
         return self.max_minutes is not None and time.monotonic() - self.started > 60 * self.max_minutes
 
     def flags(self) -> list[Tensor]:
-        """This rank's requests, to be summed over ranks: signal and time limit, each 0 or 1, 0-dim on the device."""
-        requests = (self.signal is not None, self.out_of_time())
+        """This rank's requests, to be summed over ranks: SIGNALS and the time limit, each 0 or 1, 0-dim on the device."""
+        requests = (*(self.signal == number for number in SIGNALS), self.out_of_time())
         return [torch.full((), float(request), device=self.device) for request in requests]  # filled on the device
 
     def agree(self, summed_flags: Tensor) -> None:
-        """Decide whether and why all ranks stop. summed_flags (2,): `flags` summed over all ranks."""
-        interrupted, out_of_time = summed_flags.tolist()
-        self.agreed = self.agreed or ("interrupted" if interrupted else "stopped" if out_of_time else None)
+        """Decide whether and why all ranks stop. summed_flags (4,): `flags` summed over all ranks."""
+        if self.agreed:
+            return
+        *received, out_of_time = summed_flags.tolist()
+        self.agreed_signal = next((number for number, flag in zip(SIGNALS, received, strict=True) if flag), None)
+        self.agreed = "interrupted" if self.agreed_signal else "stopped" if out_of_time else None
 
     @property
     def exit_code(self) -> int:
         """128 + the signal's number if any rank received a signal, else 0: reaching the time limit is not a failure."""
-        return 128 + (self.signal or signal.SIGTERM) if self.agreed == "interrupted" else 0
+        return 128 + self.agreed_signal if self.agreed_signal else 0
 
     @contextmanager
     def signals_caught(self) -> Iterator[None]:
