@@ -42,6 +42,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.planning.settle import keys_left_auto, remembered_auto
+    from andrea.training.records.recognise import run_folder_of
     from andrea.training.start import start
 
     check_source(typed)
@@ -64,7 +65,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
             progress = ranks.from_rank_0(lambda: resume.resumed_progress(checkpoint, saved, config, left_auto))
             if resume.is_done(checkpoint, progress.planned_steps):
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, progress.planned_steps))
-                return FinishedRun(0, resume.run_folder_of(checkpoint) or checkpoint.path)
+                return FinishedRun(0, run_folder_of(checkpoint) or checkpoint.path)
             ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
