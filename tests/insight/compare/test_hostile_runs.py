@@ -6,15 +6,14 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
-from compare.run_folders import make_run
+from run_folders import make_run
+from test_compare_page import opened
 
 from andrea.__main__ import main
 from andrea.cli.command_line import exit_code_of
@@ -25,7 +24,6 @@ from andrea.insight.compare.runs import LeftOut, Run, read_run
 from andrea.insight.run_page import RunPage
 
 EVIL = "</script><script>document.title='EVIL'</script><img src=x onerror=\"document.title='EVIL'\">&lt;\u2028"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 Edit = Callable[[Path], object]
 
 
@@ -207,14 +205,10 @@ def test_no_text_of_a_run_becomes_an_element_of_a_page(tmp_path: Path) -> None:
         assert not any(isinstance(value, float) and math.isnan(value) for value in json.loads(data_of(text)).values())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_runs_no_text_of_a_run(tmp_path: Path) -> None:
-    for page in pages_of_evil_runs(tmp_path):
-        copy = tmp_path / "page.html"
-        copy.write_bytes(page.read_bytes())
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-        command = [CHROMIUM, *options, "--virtual-time-budget=3000", "--dump-dom", copy.as_uri()]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
-        assert "<title>ANDREA: " in shown and "<title>EVIL" not in shown
-        assert "<img" not in shown and "&lt;img" in shown  # the page's own script has shown the text
+    for path in pages_of_evil_runs(tmp_path):
+        copy = tmp_path / "page.html"  # the address of a page whose name is an attack would need quoting
+        copy.write_bytes(path.read_bytes())
+        with opened(copy) as page:
+            assert page.title().startswith("ANDREA: ") and page.locator("img").count() == 0
+            assert "<img src=x onerror=" in page.locator("body").inner_text()  # shown as text by the page's own script
