@@ -46,10 +46,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
     from andrea.training.start import start
 
     check_source(typed)
-    config = with_length_and_name(typed)
-    if config.dry_run:
-        print(describe(config))
-        return FinishedRun(0, None)
+    config, progress = with_length_and_name(typed), None
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         left_auto = keys_left_auto(resume.flatten(to_plain(typed)))
@@ -63,10 +60,15 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
             left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged))
             progress = ranks.from_rank_0(lambda: resume.resumed_progress(checkpoint, saved, config, left_auto))
-            if resume.is_done(checkpoint, progress.planned_steps):
+            done = resume.is_done(checkpoint, progress.planned_steps)
+            if done and not config.dry_run:
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, progress.planned_steps))
                 return FinishedRun(0, run_folder_of(checkpoint) or checkpoint.path)
-            ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config))
+            if not done:
+                ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
+        if config.dry_run:
+            ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))
+            return FinishedRun(0, None)
         return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-SPINS = 1000
+SPINS = 40_000  # 1,000 made a process alone up to 41 % slower, 40,000 at most 2 %
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # environment variables that decide how threads wait
 
 

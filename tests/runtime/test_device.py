@@ -73,6 +73,27 @@ def test_freed_memory_is_kept_for_the_next_tensors() -> None:
     assert faults[1] < faults[0] / 2
 
 
+APART = """
+import os, torch
+from andrea.runtime.device import keep_freed_memory, large_blocks_apart
+def resident(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+keep_freed_memory()
+before = resident()
+with large_blocks_apart():
+    torch.ones(1 << 26)  # 256 MB
+apart = resident()
+torch.ones(1 << 26)
+print(apart - before, resident() - apart)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_large_blocks_apart_are_returned_where_others_are_kept() -> None:
+    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True)
+    apart, kept = map(int, done.stdout.split())
+    assert apart < 64 and kept > 192
+
+
 def test_peaks_are_known_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(CPU) is None
     for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Other", None)):

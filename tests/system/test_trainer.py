@@ -293,6 +293,26 @@ def test_the_plan_is_printed_and_nothing_is_written(tiny_run, tmp_path: Path, ca
     assert "estimated from run a (" in capsys.readouterr().out
 
 
+def test_a_dry_run_of_a_run_to_resume_shows_what_remains(tiny_run, tmp_path: Path, capsys) -> None:
+    def lines(*words: str) -> dict[str, str]:
+        capsys.readouterr()
+        assert tiny_run("dry_run=true", "resume=auto", "name=a", *words) == 0
+        printed = (line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+        return {words[0]: words[1] for words in printed}
+
+    tiny_run("name=a", "train.steps=6", "train.save_every=3")
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    tokens = metrics(tmp_path / "runs" / "a")[-1]["tokens"] // 6  # in a step
+    extended = lines("train.steps=10")
+    assert extended["steps"] == "4 remain of 10"
+    assert extended["tokens"] == f"{4 * tokens:,} remain of {10 * tokens:,}"
+    assert "estimated from run a" in extended["expected"] and "step 6" in extended["resuming"]
+    done = lines("train.steps=6")
+    assert done["steps"] == "0 remain of 6" and "resuming" not in done
+    assert lines("name=b")["steps"] != done["steps"]  # nothing to resume: the plan of a new run
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+
+
 def test_the_time_is_expected_from_a_run_in_the_same_mode_and_by_flops(tiny_run, tmp_path: Path, capsys) -> None:
     """A run of the same model name, but of another depth or precision, has another speed."""
 

@@ -1,10 +1,11 @@
-"""The output of `dry_run=true`: a run's parameters, FLOPs, memory by part and time, before it starts."""
+"""The output of `dry_run=true`: a run's parameters, FLOPs, memory by part and time, before it starts or is resumed."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
+from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
@@ -16,12 +17,17 @@ from andrea.training.planning.measured_pace import Mode, measured_pace
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
 from andrea.training.planning.parallel import sharing_that_fits
+from andrea.training.progress import Progress
 from andrea.training.records.format import format_duration
 
 
-def describe(config: RunConfig) -> str:
-    """The plan as lines of text. Raises UserError for settings that cannot work on this machine."""
-    n_vocab, device = planned_vocabulary(config), choose_device(config.device)
+def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: Progress | None = None) -> str:
+    """The plan as lines of text. Raises UserError for settings that cannot work on this machine.
+
+    checkpoint, progress: of a run that would be resumed. The lines then show what remains of it.
+    """
+    n_vocab = checkpoint.tokenizer().n_vocab if checkpoint else planned_vocabulary(config)
+    device = choose_device(config.device)
     precision = choose_precision(config.precision, device)
     if config.float8:
         check_float8(config.model, device, precision.value)
@@ -31,9 +37,8 @@ def describe(config: RunConfig) -> str:
         micro_batch = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * free)[0]
     memory = memory_of(config, n_vocab, micro_batch, placement)
     per_token = flops_per_token(config.model, config.attention, n_vocab)
-    tokens = config.steps * config.tokens_per_step
-    compile_ = choose_compile(config.compile, device, tokens * per_token)
-    mode = Mode(device.type, precision.value, compile_.value)
+    flops = config.steps * config.tokens_per_step * per_token
+    mode = Mode(device.type, precision.value, choose_compile(config.compile, device, flops).value)
     rows = [
         ("model", f"{config.model.name}, {n_vocab:,} tokens in the vocabulary, T = {config.model.sequence_length}"),
         *parameter_rows(config, n_vocab),
@@ -48,10 +53,7 @@ def describe(config: RunConfig) -> str:
         ("on 8 GPUs of 80 GB", on_cards(config, n_vocab, 8)),
         ("tokens per step", f"{config.tokens_per_step:,}"),
         ("micro-batch", f"{micro_batch} sequences"),
-        ("steps", f"{config.steps:,}{', or fewer if the text is small' * (config.train.steps == 'auto')}"),
-        ("tokens", f"{tokens:,}"),
-        ("FLOPs", f"{tokens * per_token:.3g}"),
-        ("expected time", expected_time(config, mode, tokens * per_token, per_token)),
+        *length_rows(config, mode, per_token, progress),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}} {value}" for name, value in rows)
@@ -67,6 +69,27 @@ def parameter_rows(config: RunConfig, n_vocab: int) -> list[tuple[str, str]]:
         ("  mlp", f"{parameters.mlp:,}"),
         ("  norm", f"{parameters.norm:,}"),
         ("  head", f"{parameters.head:,}{tied}"),
+    ]
+
+
+def length_rows(
+    config: RunConfig, mode: Mode, flops_per_token: int, progress: Progress | None
+) -> list[tuple[str, str]]:
+    """Steps, tokens, FLOPs and time of a new run, or those that remain of a run with `progress`."""
+    if progress is None:
+        steps, of_tokens, of_flops = config.steps, "", ""
+        of_steps = ", or fewer if the text is small" * (config.train.steps == "auto")
+    else:
+        whole, steps = progress.planned_steps, max(0, progress.planned_steps - progress.step)
+        of_steps = f" remain of {whole:,}"
+        of_tokens = f" remain of {whole * config.tokens_per_step:,}"
+        of_flops = f" remain of {whole * config.tokens_per_step * flops_per_token:.3g}"
+    tokens = steps * config.tokens_per_step
+    return [
+        ("steps", f"{steps:,}{of_steps}"),
+        ("tokens", f"{tokens:,}{of_tokens}"),
+        ("FLOPs", f"{tokens * flops_per_token:.3g}{of_flops}"),
+        ("expected time", expected_time(config, mode, tokens * flops_per_token, flops_per_token)),
     ]
 
 

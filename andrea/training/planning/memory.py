@@ -46,7 +46,7 @@ class Memory:
     def total(self) -> int:
         """The peak: backward pass or optimizer's step, whichever needs more.
 
-        glibc keeps freed memory, so on a CPU the evaluation adds to the peak.
+        On a CPU the process keeps a step's memory while the heads are measured, so the evaluation adds to the peak.
         """
         kept = self.python_and_libraries + self.weights + self.gradients + self.optimizer
         return kept + max(self.gathered + self.activations, self.optimizer_step) + self.evaluation
