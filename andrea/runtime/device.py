@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,24 @@ def keep_freed_memory() -> None:
     if set_option is not None:
         for option, value in ((MALLOC_MMAP_MAX, 0), (MALLOC_TRIM_THRESHOLD, 2**31 - 1), (MALLOC_TOP_PAD, 2**26)):
             set_option(option, value)
+
+
+@contextlib.contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """After `keep_freed_memory`: large blocks that need new memory get it from the system, and return it when freed.
+
+    For work between training steps. Its blocks have other sizes than those of a step, so that they would fragment the
+    memory that this process keeps, and add to the peak more than they need. glibc only.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is None:
+        yield
+        return
+    set_option(MALLOC_MMAP_MAX, 65536)
+    try:
+        yield
+    finally:
+        set_option(MALLOC_MMAP_MAX, 0)
 
 
 def return_freed_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
+from andrea.runtime.device import large_blocks_apart
 from andrea.text.corpus import Corpus
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 from andrea.text.tokenizer import Tokenizer
@@ -182,7 +184,9 @@ class Evaluator:
     def measured_heads(self, model: GPT) -> HeadStatistics:
         """The statistics (L, H) of H heads in each of L layers, on the fixed batch of `probe_batch`."""
         if self.heads is None:
-            self.heads = probe(model, self.probe_tokens.to(model.embedding.weight.device))
+            device = model.embedding.weight.device
+            with large_blocks_apart() if device.type == "cpu" else contextlib.nullcontext():
+                self.heads = probe(model, self.probe_tokens.to(device))
         return self.heads
 
     def written_samples(self, model: GPT, count: int) -> list[dict[str, str]]:
