@@ -42,12 +42,14 @@ def main() -> None:
     for path in chosen.texts:
         row = texts.setdefault(path.name, {"bytes": path.stat().st_size, "default": None, "sweep": {}})
         row["default"] = row["default"] or run_of(path, chosen.words)
+        write_record(chosen.output, "small_texts", "cpu", {"texts": texts})
         for factor in chosen.factors:
             steps = str(max(1, round(factor * row["default"]["steps"])))
             if steps not in row["sweep"]:
                 row["sweep"][steps] = run_of(path, [*chosen.words, f"train.steps={steps}", "train.eval_every=100000"])
             write_record(chosen.output, "small_texts", "cpu", {"texts": texts})
-        print(table_row(path.name, row), flush=True)
+        if row["sweep"]:
+            print(table_row(path.name, row), flush=True)
 
 
 def run_of(path: Path, words: list[str]) -> dict[str, Any]:
