@@ -144,7 +144,8 @@ class Trainer:
     def decay_if_worse(self) -> None:
         """Begin the decay of the learning rate now if validation has become worse before it was to begin."""
         progress = self.progress
-        if is_best_so_far(vars(progress), NOTICED_RISE):
+        read_once = progress.tokens > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
+        if not read_once or is_best_so_far(vars(progress), NOTICED_RISE):
             return
         before = progress.planned_steps
         self.change_length(1)
