@@ -276,7 +276,7 @@ def same(value: Any) -> Any:
     """A form for comparing values: a typed '1e-3' and a saved 0.001 become equal."""
     try:
         return float(value) if not isinstance(value, (bool, dict, list)) and value is not None else json.dumps(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # a word; an integer beyond every float
         return str(value)
 
 

@@ -97,6 +97,7 @@ def test_what_makes_the_run_cannot_change(key: str) -> None:
 
 def test_numbers_are_the_same_however_they_are_written() -> None:
     assert same("1e-3") == same(0.001) and same(None) != same(0) and same(True) != same(1)
+    assert same(10**400) == same(10**400) != same(10**401)  # an edited state.json may hold such a number
 
 
 # ------------------------------------------------------------------------- a state.json that its manifest agrees with
