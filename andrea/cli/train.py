@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from andrea.cli.command_line import CommandLine, compose, read
 from andrea.cli.precompile_headers import precompile_headers
 from andrea.cli.sweep import SWITCHES, sweep
@@ -19,6 +21,7 @@ def train(argv: list[str]) -> int:
 
 def train_one(argv: list[str]) -> FinishedRun:
     """Train the run that the command line `argv` describes. Raises UserError."""
+    started = time.monotonic()
     line = read(RunConfig, argv)
     composed = compose("train", line)
     named = composed["attention"]["compatibility"], composed["model"]["mlp"]  # by the user, not by a checkpoint
@@ -29,11 +32,11 @@ def train_one(argv: list[str]) -> FinishedRun:
     typed = parse(RunConfig, composed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
     with allowing(named, typed.trust):
-        return new_or_resumed(typed, line)
+        return new_or_resumed(typed, line, started)
 
 
-def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
-    """Train a new run, or continue from the checkpoint that `resume` finds."""
+def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> FinishedRun:
+    """Train a new run, or continue from the checkpoint that `resume` finds. started: see `start`."""
     from andrea.insight.lens.training_lens import small_lens
     from andrea.insight.run_page import RunPage
     from andrea.training import resume
@@ -71,4 +74,4 @@ def new_or_resumed(typed: RunConfig, line: CommandLine) -> FinishedRun:
         if config.dry_run:
             ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))
             return FinishedRun(0, None)
-        return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto)
+        return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto, started)

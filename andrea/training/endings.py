@@ -55,7 +55,9 @@ class Endings:
         console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
         result = self.result()
-        console.say(f"{why} at step {progress.step} of {progress.planned_steps}{bits} · {checkpoints.path}")
+        console.say(
+            f"{why} at step {progress.step} of {progress.planned_steps}{self.reason(done)}{bits} · {checkpoints.path}"
+        )
         if step.ranks.is_rank_0:
             self.show_result(result)
         train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
@@ -63,6 +65,13 @@ class Endings:
         sample = f"{typed_command('sample')} {typed_words(checkpoint=result)}"
         console.say(f"next: {sample}" if done else f"continue with: {resume}")
         return 0 if done else self.stopping.exit_code
+
+    def reason(self, done: bool) -> str:
+        """The part of train.max_minutes in the end of the run, for its last line."""
+        budget, is_planned = self.stopping.budget, self.progress.planned_steps != self.config.steps
+        if budget is None or self.stopping.agreed == "interrupted" or (done and not is_planned):
+            return ""
+        return f", {'the length' if done else 'at the end'} of train.max_minutes={budget.minutes:g}"
 
     def result(self) -> Path:
         """The folder of the checkpoint that is the run's result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
+from andrea.training.planning.pace.time_budget import describe_length, make_time_budget
+from andrea.training.planning.settle import as_planned
 from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
@@ -58,10 +61,12 @@ MakeLogger = Callable[[Path], Logger]  # run folder -> logger
 class RunSetup:
     """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced.
 
+    started: time.monotonic() at the beginning of the command.
     left_auto: the keys that the user has left `auto`, also if an earlier process of the run has chosen their values.
     """
 
     asked: RunConfig
+    started: float
     left_auto: list[str]
     resolved: Resolved
     machine: Machine
@@ -82,12 +87,15 @@ def start(
     draw_lens: DrawLens | None = None,
     run_page: MakeLogger | None = None,
     left_auto: Sequence[str] = (),
+    started: float | None = None,
 ) -> FinishedRun:
     """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
 
     draw_lens: draws the lens page at each evaluation. run_page: makes the logger that writes the page of the run's folder.
     Both are passed in, because training may not import insight. left_auto: see RunSetup.
+    started: time.monotonic() at the beginning of the command, from which train.max_minutes counts; default: now.
     """
+    started = time.monotonic() if started is None else started
     console = Console(config.steps, quiet=not ranks.is_rank_0)
     ranks.from_rank_0(lambda: check_loggers(config.logger))
     machine = Machine.of_rank(config.device, ranks)
@@ -99,7 +107,8 @@ def start(
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
-    resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus, left_auto))
+    planned_steps = progress_at_start(asked, checkpoint, left_auto).planned_steps if checkpoint else None
+    resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus, left_auto, planned_steps))
     for line in resolved.lines:
         console.say(line)
     set_up_process(resolved.config, machine.device)
@@ -109,6 +118,7 @@ def start(
         console.say(f"run: {folder.resolve()}")
         setup = RunSetup(
             asked,
+            started,
             list(left_auto),
             resolved,
             machine,
@@ -153,18 +163,23 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     scale = LossScale(device, active=config.precision == "fp16")
     saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep, config.parallel.async_save)
     setup.watchdog.at(0, "reading the checkpoint")
-    progress = Progress(planned_steps=config.steps)
     if checkpoint:
         restore(checkpoint, saver, scale)
-        progress = resumed_progress(checkpoint, saved_run(checkpoint, config), config, setup.left_auto)
+    progress = progress_at_start(config, checkpoint, setup.left_auto)
     console.steps = progress.planned_steps
+    budget = make_time_budget(config, setup.left_auto, corpus, setup.started)
+    if length := describe_length(progress, config, budget):
+        console.say(length)
+    if budget:
+        console.seconds_left = budget.seconds_left
     loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
     torchrun.record_run_folder(folder)
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
-    ranks.from_rank_0(lambda: write_config(folder, config))
+    planned = as_planned(config, setup.left_auto, progress.planned_steps)
+    ranks.from_rank_0(lambda: write_config(folder, planned))
     facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
     if setup.run_page and ranks.is_rank_0:
@@ -175,6 +190,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)
     return Trainer(
         config,
+        setup.left_auto,
         step,
         progress,
         Evaluator(
@@ -189,10 +205,16 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
         ),
         RunCheckpoints(folder, saver, progress, scale, health, records, facts),
         records,
-        StopRequests(config.train.max_minutes, device, console.waiting),
+        StopRequests(budget, device, console.waiting),
         Throughput(config.tokens_per_step, per_token, peak_flops(device), ranks.size),
-        is_planned_for_text(config, setup.left_auto),
+        is_planned_for_text(config, setup.left_auto, corpus),
     )
+
+
+def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_auto: Sequence[str]) -> Progress:
+    if checkpoint is None:
+        return Progress(planned_steps=config.steps)
+    return resumed_progress(checkpoint, saved_run(checkpoint, config), config, left_auto)
 
 
 def set_up_process(config: RunConfig, device: torch.device) -> None:

@@ -38,7 +38,7 @@ class Update(NamedTuple):
     loss: Tensor  # nats per token, 0-dim
     gradient_norm: Tensor  # before clipping, 0-dim
     finite: Tensor  # 0-dim bool; if false, the weights have not changed
-    stop_flags: Tensor  # (4,): StopRequests.flags, summed
+    stop_flags: Tensor  # (5,): StopRequests.flags, summed
     heads: HeadStatistics | None  # (L, H), where every step measures them
     size_ratios: Tensor | None  # (matrices,): norm of the change / norm of the weights, if measured
 

@@ -1,10 +1,12 @@
-"""Requests to stop before the last step: a signal, or `train.max_minutes`. All ranks agree on them once a step."""
+"""Requests to stop before the last step: a signal, or `train.max_minutes`. All ranks agree on them once a step.
+
+With them the length travels that rank 0 wants the run to have, because of the time that is left.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -12,37 +14,47 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from andrea.training.planning.pace.time_budget import TimeBudget
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # if ranks received several, the first of these counts
 
 
 class StopRequests:
     """The stop requests of this process, and the decision that all ranks have agreed on.
 
-    max_minutes: time limit, counted from the construction of this object. waiting: shows a line on the terminal.
+    budget: of train.max_minutes, if it is set. waiting: shows a line on the terminal.
     """
 
-    def __init__(self, max_minutes: float | None, device: torch.device, waiting: Callable[[str], None]) -> None:
-        self.max_minutes, self.device, self.waiting = max_minutes, device, waiting
-        self.started = time.monotonic()
+    def __init__(self, budget: TimeBudget | None, device: torch.device, waiting: Callable[[str], None]) -> None:
+        self.budget, self.device, self.waiting = budget, device, waiting
         self.signal: int | None = None  # the first one this process received
         self.agreed: Literal["interrupted", "stopped"] | None = None  # why all ranks stop after this step
         self.agreed_signal: int | None = None  # one that this rank or another received
+        self.wanted_steps = 0  # the length that rank 0 has last asked for; 0: none since it was taken
 
-    def out_of_time(self) -> bool:
-        return self.max_minutes is not None and time.monotonic() - self.started > 60 * self.max_minutes
+    def flags(self, wanted_steps: int) -> list[Tensor]:
+        """This rank's requests, to be summed over ranks: signals, time limit and length, 0-dim on the device.
 
-    def flags(self) -> list[Tensor]:
-        """This rank's requests, to be summed over ranks: SIGNALS and the time limit, each 0 or 1, 0-dim on the device."""
-        requests = (*(self.signal == number for number in SIGNALS), self.out_of_time())
+        The time limit and each of SIGNALS is 0 or 1. wanted_steps: the length that rank 0 asks for; 0 on all other ranks,
+        and where rank 0 asks for none.
+        """
+        out_of_time = self.budget is not None and self.budget.is_over()
+        requests = (*(self.signal == number for number in SIGNALS), out_of_time, wanted_steps)
         return [torch.full((), float(request), device=self.device) for request in requests]  # filled on the device
 
     def agree(self, summed_flags: Tensor) -> None:
-        """Decide whether and why all ranks stop. summed_flags (4,): `flags` summed over all ranks."""
+        """Decide whether and why all ranks stop, and the length. summed_flags (5,): `flags` summed over all ranks."""
+        *received, out_of_time, wanted_steps = summed_flags.tolist()
+        self.wanted_steps = int(wanted_steps) or self.wanted_steps
         if self.agreed:
             return
-        *received, out_of_time = summed_flags.tolist()
         self.agreed_signal = next((number for number, flag in zip(SIGNALS, received, strict=True) if flag), None)
         self.agreed = "interrupted" if self.agreed_signal else "stopped" if out_of_time else None
+
+    def take_wanted_steps(self) -> int:
+        """The length that all ranks have agreed on since the last call; 0: none."""
+        wanted, self.wanted_steps = self.wanted_steps, 0
+        return wanted
 
     @property
     def exit_code(self) -> int:

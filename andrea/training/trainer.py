@@ -6,16 +6,21 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from andrea.checkpoint import is_best_so_far
-from andrea.config import RunConfig, TrainConfig
+from andrea.config import RunConfig
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
 from andrea.training.heads import scalars
-from andrea.training.optimizer.schedule import rate_at, relength, rewarmed
+from andrea.training.optimizer.schedule import may_change, rate_at, relength, rewarmed
+from andrea.training.planning.pace.time_budget import is_estimated
+from andrea.training.planning.settle import as_planned
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
+from andrea.training.records.run_folder import write_config
 from andrea.training.step import TrainingStep, Update
 from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
@@ -32,12 +37,19 @@ class Due(NamedTuple):
     sample: bool
     save: bool
 
+    @property
+    def pause(self) -> str | None:
+        """What takes most of the time after the step."""
+        taken = {"evaluation": self.evaluation, "save": self.save, "sample": self.sample, "heads": self.heads}
+        return next((name for name, is_due in taken.items() if is_due), None)
+
 
 @dataclass
 class Trainer:
     """Trains to the last step, the time limit, a signal or a failure; `train` returns the process's exit code."""
 
     config: RunConfig
+    left_auto: list[str]  # see RunSetup
     step: TrainingStep
     progress: Progress
     evaluator: Evaluator
@@ -50,6 +62,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.unread: list[tuple[int, Update]] = []  # updates of steps whose figures the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
+        self.planned = self.config_for(self.progress.planned_steps)
+        self.is_fixed = self.stopping.budget is None or not self.may_change()
         self.endings = Endings(
             self.config,
             self.progress,
@@ -71,17 +85,18 @@ class Trainer:
 
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
-        if progress.step and due_after(progress.step, progress.planned_steps, config.train).sample:
+        if progress.step and due_after(progress.step, self.planned).sample:
             self.evaluator.make_up_sample()
+        if self.stopping.budget:
+            self.stopping.budget.lap()
         while progress.step < progress.planned_steps and not self.stopping.agreed:
             clock = time.perf_counter()
             self.records.watchdog.at(progress.step + 1, "training step")
-            due = due_after(progress.step + 1, progress.planned_steps, config.train)
+            due = due_after(progress.step + 1, self.planned)
             rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
             rate = rewarmed(rate, progress.step, progress, config.optimizer.rewarm_steps)
-            update = self.step.update(
-                self.step.batch(progress.step), rate, self.stopping.flags, measure_size=due.evaluation
-            )
+            batch = self.step.batch(progress.step)
+            update = self.step.update(batch, rate, self.requests, measure_size=due.evaluation)
             progress.step += 1
             progress.tokens += config.tokens_per_step
             progress.flops += config.tokens_per_step * self.throughput.flops_per_token
@@ -91,29 +106,35 @@ class Trainer:
             if (due.evaluation or due.save) and not self.checkpoints.is_finite():
                 return self.endings.stop_not_finite(self.figures)
             self.checkpoints.check()
-            step_seconds = time.perf_counter() - clock
-            progress.seconds += step_seconds
-            self.throughput.add_step(step_seconds)
-            self.show_step(rate)
-            if due.heads:
-                self.records.log(self.evaluator.measure_heads())
-            if due.record or due.evaluation:
-                figures = self.training_figures(update, rate)
-                self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
-            if due.evaluation and self.is_planned_for_text:
-                self.decay_if_worse()
-            if due.save:  # before the extras: none of them can cost the checkpoint
-                self.checkpoints.save()
-            if due.evaluation:
-                self.evaluator.draw_attention()
-            if due.sample:
-                self.evaluator.show_sample()
-            self.evaluator.forget()
+            self.note_time(time.perf_counter() - clock, rate)
+            if wanted := self.stopping.take_wanted_steps():
+                self.change_length(wanted)
+            self.follow_up(due, update, rate)
             if due.evaluation and (failed := self.evaluator.failed()):
                 return self.endings.stop_failed(failed)
         if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
             return self.endings.stop_not_finite(self.figures)
         return self.endings.conclude()
+
+    def follow_up(self, due: Due, update: Update, rate: float) -> None:
+        """What is due after a step, outside the clock."""
+        if due.heads:
+            self.records.log(self.evaluator.measure_heads())
+        if due.record or due.evaluation:
+            figures = self.training_figures(update, rate)
+            self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
+        if due.evaluation and self.is_planned_for_text:
+            self.decay_if_worse()
+        if due.save:  # before the extras: none of them can cost the checkpoint
+            self.checkpoints.save()
+        if due.evaluation:
+            self.evaluator.draw_attention()
+        if due.sample:
+            self.evaluator.show_sample()
+        self.evaluator.forget()
+        if self.stopping.budget:
+            self.show_fixed()
+            self.stopping.budget.note_pause(due.pause)
 
     def read_figures(self, wait: bool) -> bool:
         """Read loss, gradient norm and flags of completed steps. Returns False if a step was not finite.
@@ -138,8 +159,13 @@ class Trainer:
         Every rank must call this after the same step and with the same number.
         """
         progress = self.progress
-        progress.planned_steps = relength(progress.step, progress.planned_steps, wanted, self.config.optimizer)
-        self.records.console.steps = progress.planned_steps
+        steps = relength(progress.step, progress.planned_steps, wanted, self.config.optimizer)
+        if steps == progress.planned_steps:
+            return
+        progress.planned_steps = self.records.console.steps = steps
+        self.planned = self.config_for(steps)
+        if self.step.ranks.is_rank_0:
+            write_config(self.checkpoints.folder, self.planned)
 
     def decay_if_worse(self) -> None:
         """Begin the decay of the learning rate now if validation has become worse before it was to begin."""
@@ -155,7 +181,35 @@ class Trainer:
                 f"{progress.planned_steps} steps in place of {before}"
             )
 
-    def show_step(self, rate: float) -> None:
+    def may_change(self) -> bool:
+        return may_change(self.progress.step, self.progress.planned_steps, self.config.optimizer)
+
+    def show_fixed(self) -> None:
+        """Say once that train.max_minutes no longer changes the length."""
+        if not (self.is_fixed or self.may_change()):
+            self.is_fixed = True
+            steps = self.progress.planned_steps
+            self.records.console.say(f"length: {steps} steps, fixed now, because the learning rate begins to fall")
+
+    def config_for(self, steps: int) -> RunConfig:
+        """The configuration with this length. Intervals that were left `auto` follow the time, but not the text."""
+        is_by_text = self.is_planned_for_text and self.stopping.budget is None
+        return as_planned(self.config, () if is_by_text else self.left_auto, steps)
+
+    def requests(self) -> list[Tensor]:
+        """This rank's `StopRequests.flags`, with the length that fits into train.max_minutes, if it is to be corrected."""
+        progress, budget, wanted = self.progress, self.stopping.budget, 0
+        is_asked = budget and budget.n_step and self.step.ranks.is_rank_0
+        if is_asked and is_estimated(progress.step, progress.planned_steps, self.config.optimizer):
+            wanted = budget.fitting_steps(progress.step, lambda steps: self.config_for(steps).train)
+        return self.stopping.flags(wanted)
+
+    def note_time(self, step_seconds: float, rate: float) -> None:
+        """Count the time of the last step, and show the step."""
+        self.progress.seconds += step_seconds
+        self.throughput.add_step(step_seconds)
+        if self.stopping.budget:
+            self.stopping.budget.note_step()
         seconds_left = (self.progress.planned_steps - self.progress.step) * self.throughput.seconds_per_step
         tokens_per_second = self.throughput.tokens_per_second
         self.records.console.step(self.progress.step, self.figures["loss"], rate, tokens_per_second, seconds_left)
@@ -176,9 +230,9 @@ class Trainer:
         return figures
 
 
-def due_after(step: int, steps: int, train: TrainConfig) -> Due:
-    """The actions that follow step number `step`, counted from 1, in a run of `steps` steps."""
-    last = step == steps
+def due_after(step: int, planned: RunConfig) -> Due:
+    """The actions that follow step number `step`, counted from 1. planned: with the run's length and intervals."""
+    train, last = planned.train, step == planned.steps
 
     def every(interval: int | str) -> bool:
         assert isinstance(interval, int), "auto is resolved before training"

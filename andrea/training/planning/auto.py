@@ -21,8 +21,15 @@ from andrea.training.float8 import check_float8
 from andrea.training.heads import measures_every_step
 from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
 from andrea.training.planning.micro_batch import micro_batches_that_fit
+from andrea.training.planning.pace.time_budget import with_first_guess
 from andrea.training.planning.parallel import choose_sharing
-from andrea.training.planning.small_text import EVALUATIONS, epochs_of, length_lines, with_length_for_text
+from andrea.training.planning.small_text import (
+    EVALUATIONS,
+    epochs_of,
+    is_planned_now_for_text,
+    length_lines,
+    with_length_for_text,
+)
 
 QUARTERS = 4  # evaluations and checkpoints of a run
 
@@ -36,14 +43,22 @@ class Resolved:
     lines: list[str]
 
 
-def resolve(config: RunConfig, machine: Machine, corpus: Corpus, left_auto: Collection[str] = ()) -> Resolved:
+def resolve(
+    config: RunConfig,
+    machine: Machine,
+    corpus: Corpus,
+    left_auto: Collection[str] = (),
+    planned_steps: int | None = None,
+) -> Resolved:
     """Choose a value for every `auto`, on rank 0 for all ranks. Raises UserError for settings that cannot work here.
 
-    left_auto: the keys that the user has left `auto`; a resumed run already has values for them.
+    left_auto: the keys that the user has left `auto`; a resumed run already has values for them. planned_steps: the length
+    of a resumed run, as planned now.
     """
     device, ranks, n_vocab = machine.device, machine.ranks, corpus.tokenizer.n_vocab
-    asked, config = config, with_length_for_text(config, corpus)
-    evaluations = EVALUATIONS if asked.train.steps == "auto" and config.steps < config.model.recipe_steps else QUARTERS
+    asked, config = config, with_length_for_text(with_first_guess(config, corpus), corpus)
+    evaluations = EVALUATIONS if is_planned_now_for_text(asked, config, corpus) else QUARTERS
+    steps = planned_steps or config.steps
     threads = choose_threads(config.threads)
     precision = with_origin(choose_precision(config.precision, device), config.precision, "precision" in left_auto)
     if config.float8:
@@ -70,7 +85,7 @@ def resolve(config: RunConfig, machine: Machine, corpus: Corpus, left_auto: Coll
     lines = [
         f"model: {config.model.name}, {parameters.total:,} parameters · tokenizer {corpus.tokenizer.identity} · "
         f"{n_token:,} training tokens",
-        f"{config.steps} steps of {config.tokens_per_step:,} tokens, {epochs_of(config.steps, config, corpus):.2f} epochs · "
+        f"{steps} steps of {config.tokens_per_step:,} tokens, {epochs_of(steps, config, corpus):.2f} epochs · "
         f"micro-batch: {config.train.micro_batch} of "
         f"{config.sequences_per_step} sequences" + (f" on each of {ranks.size} ranks" if ranks.size > 1 else ""),
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",

@@ -13,9 +13,9 @@ from andrea.runtime.device import choose_device, choose_precision
 from andrea.training.float8 import check_float8
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, CARD_BYTES, GIB, USABLE_SHARE, Placement, free_bytes
-from andrea.training.planning.measured_pace import Mode, measured_pace
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
+from andrea.training.planning.pace.measured_pace import Mode, measured_pace
 from andrea.training.planning.parallel import sharing_that_fits
 from andrea.training.progress import Progress
 from andrea.training.records.format import format_duration
@@ -57,6 +57,16 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}} {value}" for name, value in rows)
+
+
+def other_lengths(config: RunConfig) -> str:
+    """What else the length may become, once the text and the pace are known."""
+    by_text = ", or fewer if the text is small" if config.train.steps == "auto" else ""
+    if config.train.max_minutes is None:
+        return by_text
+    if by_text:
+        return f", or what fits into train.max_minutes={config.train.max_minutes:g}, and fewer if the text is small"
+    return f", or fewer to fit into train.max_minutes={config.train.max_minutes:g}"
 
 
 def parameter_rows(config: RunConfig, n_vocab: int) -> list[tuple[str, str]]:

@@ -76,6 +76,17 @@ def settle_again(
     return again
 
 
+def as_planned(config: RunConfig, left_auto: Collection[str], steps: int) -> RunConfig:
+    """`config` with a length of `steps` steps, and with the intervals that were left `auto` settled for this length."""
+    if steps == config.steps:
+        return config
+    intervals = {key.split(".")[1]: "auto" for key in INTERVALS if key in left_auto}
+    train = dataclasses.replace(config.train, steps=steps, **intervals)
+    assert isinstance(train.micro_batch, int), "auto is resolved before training"
+    config = dataclasses.replace(config, train=train)
+    return dataclasses.replace(config, train=with_intervals(config, train.micro_batch))
+
+
 def settled_intervals(config: RunConfig) -> str:
     """The intervals that are `auto`, with the values that they will have; empty if there are none."""
     settled = with_intervals(config, micro_batch=1)

@@ -32,13 +32,18 @@ def tokens_per_epoch(corpus: Corpus) -> int:
     return sum(len(source.train) - 1 for source in corpus.sources)
 
 
-def steps_for_text(config: RunConfig, corpus: Corpus) -> int:
-    """The length that suits the text: at most that of the model's recipe."""
+def most_steps_for_text(config: RunConfig, corpus: Corpus) -> int:
+    """The length after which validation is near its best, however long the recipe is."""
     n_parameter = count_parameters(config.model, config.attention, corpus.tokenizer.n_vocab).total
     epochs = EPOCHS * (tokens_per_epoch(corpus) / n_parameter) ** GROWTH
     epochs *= max(1.0, config.tokens_per_step / MEASURED_TOKENS_PER_STEP) ** 0.5
     steps = int(epochs * tokens_per_epoch(corpus) / config.tokens_per_step)
-    return min(config.model.recipe_steps, max(steps, LEAST_WARMUPS * config.optimizer.warmup_steps, 1))
+    return max(steps, LEAST_WARMUPS * config.optimizer.warmup_steps, 1)
+
+
+def steps_for_text(config: RunConfig, corpus: Corpus) -> int:
+    """The length that suits the text: at most that of the model's recipe."""
+    return min(config.model.recipe_steps, most_steps_for_text(config, corpus))
 
 
 def with_length_for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
@@ -48,24 +53,36 @@ def with_length_for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps_for_text(config, corpus)))
 
 
-def is_planned_for_text(config: RunConfig, left_auto: Collection[str]) -> bool:
-    """Whether the length was chosen for a small text. left_auto: the keys that the user left `auto`."""
+def is_planned_now_for_text(asked: RunConfig, config: RunConfig, corpus: Corpus) -> bool:
+    """Whether train.steps=auto of `asked` has become, in `config`, the length for a small text."""
+    is_small = config.steps == most_steps_for_text(config, corpus) < config.model.recipe_steps
+    return asked.train.steps == "auto" and is_small
+
+
+def is_length_auto(config: RunConfig, left_auto: Collection[str]) -> bool:
+    """Whether the user gave the run no length. left_auto: the keys that the user left `auto`."""
     given = config.train.flops is not None or config.train.tokens_per_parameter is not None
-    return "train.steps" in left_auto and not given and config.steps < config.model.recipe_steps
+    return "train.steps" in left_auto and not given
+
+
+def is_planned_for_text(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> bool:
+    """Whether the length was chosen for a small text."""
+    is_small = config.steps == most_steps_for_text(config, corpus) < config.model.recipe_steps
+    return is_length_auto(config, left_auto) and is_small
 
 
 def chooses_on_a_part(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> bool:
     """Whether the best evaluation is chosen on the first half of the held-out text, and judged on the rest."""
     held_out = sum(len(source.val) for source in corpus.sources)
     whole = config.train.eval_tokens is None
-    return is_planned_for_text(config, left_auto) and whole and held_out >= 2 * FEWEST_JUDGED_TOKENS
+    return is_planned_for_text(config, left_auto, corpus) and whole and held_out >= 2 * FEWEST_JUDGED_TOKENS
 
 
 def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
     """What is said of the run's length at its start. asked: before its `auto` were settled."""
     epochs, n_token = epochs_of(config.steps, config, corpus), tokens_per_epoch(corpus)
     recipe = config.model.recipe_steps
-    if asked.train.steps == "auto" and config.steps < recipe:
+    if is_planned_now_for_text(asked, config, corpus):
         return [
             f"small text: {n_token:,} training tokens, which the {recipe} steps of {config.model.name} would read "
             f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.1f} epochs, of which the "

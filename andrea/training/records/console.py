@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -32,6 +32,7 @@ class Console(Logger):
         self.live = Live(console=self.rich, auto_refresh=False, transient=True) if shows_live else None
         self.last_refresh = 0.0  # time.monotonic() when the live line was last drawn
         self.bits_per_byte: float | None = None  # of the last evaluation
+        self.seconds_left: Callable[[], float] | None = None  # of train.max_minutes
 
     def say(self, line: str) -> None:
         """Print a permanent line. Control characters in it, such as those of a sample, are escaped."""
@@ -66,8 +67,14 @@ class Console(Logger):
         validation = f" · validation {self.bits_per_byte:.3f} bits/byte" if self.bits_per_byte is not None else ""
         return (
             f"{self.step_words(step)} · {tokens_per_second:,.0f} tokens/s · loss {loss:.3f}{validation}"
-            f" · learning rate {rate:.0%} of peak · {format_duration(seconds_left)} left"
+            f" · learning rate {rate:.0%} of peak · {self.left_words(seconds_left)}"
         )
+
+    def left_words(self, seconds_left: float) -> str:
+        """The time until the end: of train.max_minutes if it is set, else of the remaining steps."""
+        if self.seconds_left is None:
+            return f"{format_duration(seconds_left)} left"
+        return f"{format_duration(self.seconds_left())} left of train.max_minutes"
 
     def step_words(self, step: int) -> str:
         return f"step {step:>{len(str(self.steps))}}/{self.steps}"
