@@ -280,3 +280,14 @@ def test_a_full_disk_ends_all_ranks_in_one_line_and_earlier_checkpoints_are_whol
     assert "Traceback" not in ours.partition("error: ")[0]
     saved = checkpoints_of(tmp_path / "small-copy" / "full")
     assert saved and all(read_checkpoint(path).is_sharded for path in saved)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_on_a_length_by_time(place: Path, words) -> None:
+    """Ranks that disagreed on the number of steps would wait for each other until the watchdog ends them."""
+    by_time = ["train.max_minutes=0.6", "train.steps=100000", "train.eval_every=auto", "train.save_every=auto"]
+    code, out = finished(torchrun(2, words("by-time", *by_time, "parallel=ddp", "train.attention_every=1000")))
+    assert code == 0, out
+    last = read_lines(place / "runs" / "by-time" / "metrics.jsonl")[-1]
+    planned = newest_whole(place / "runs" / "by-time").state["planned_steps"]
+    assert last["step"] <= planned < 100000, out

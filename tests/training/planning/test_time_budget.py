@@ -29,12 +29,9 @@ QUIET = [
     "health.samples=0",
 ]
 BY_TIME = [
-    "train.steps=auto",
-    "model.recipe_steps=300",
-    "train.eval_every=auto",
-    "train.save_every=auto",
-    "train.attention_every=1000",
-]
+    "train.steps=auto", "model.recipe_steps=300",
+    "train.eval_every=auto", "train.save_every=auto", "train.attention_every=1000",
+]  # fmt: skip
 SECONDS_PER_READING = 0.25
 
 

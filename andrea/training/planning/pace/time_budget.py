@@ -99,7 +99,7 @@ class TimeBudget:
             return (length - step) * each + evaluations * evaluation + last + due
 
         left = (1 - RESERVE) * self.seconds_left()
-        most = max(step, min(self.most_steps, step + int(max(0.0, left) / max(each, 1e-9))))
+        most = max(step, int(min(self.most_steps, step + max(0.0, left) / max(each, 1e-9))))
         return bisect_right(range(most + 1), left, lo=step + 1, key=seconds) - 1
 
 
