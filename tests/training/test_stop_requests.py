@@ -7,15 +7,16 @@ import signal
 import pytest
 import torch
 
+from andrea.training.planning.pace.time_budget import TimeBudget
 from andrea.training.stop_requests import StopRequests
 
 
-def agreed(*received: int | None, max_minutes: float | None = None) -> list[StopRequests]:
-    """The requests of ranks that received these signals, after they have agreed."""
-    ranks = [StopRequests(max_minutes, torch.device("cpu"), print) for _ in received]
+def agreed(*received: int | None, budget: TimeBudget | None = None, wanted_steps: int = 0) -> list[StopRequests]:
+    """The requests of ranks that received these signals, after they have agreed. wanted_steps: of rank 0."""
+    ranks = [StopRequests(budget, torch.device("cpu"), print) for _ in received]
     for rank, number in zip(ranks, received, strict=True):
         rank.signal = number
-    summed = torch.stack([torch.stack(rank.flags()) for rank in ranks]).sum(0)
+    summed = sum(torch.stack(rank.flags(wanted_steps if rank is ranks[0] else 0)) for rank in ranks)
     for rank in ranks:
         rank.agree(summed)
     return ranks
@@ -37,5 +38,12 @@ def test_every_rank_exits_with_the_code_of_a_signal_that_one_received(received: 
 
 
 def test_the_time_limit_is_no_failure() -> None:
-    assert [(rank.agreed, rank.exit_code) for rank in agreed(None, None, max_minutes=-1.0)] == [("stopped", 0)] * 2
+    over = TimeBudget(1.0, started=0.0, evaluation_steps=1.0, most_steps=9, clock=lambda: 61.0)
+    assert [(rank.agreed, rank.exit_code) for rank in agreed(None, None, budget=over)] == [("stopped", 0)] * 2
     assert [rank.agreed for rank in agreed(None, None)] == [None, None]
+
+
+def test_all_ranks_take_the_length_of_rank_0() -> None:
+    for ranks in (agreed(None, None, None, wanted_steps=914), agreed(None, signal.SIGTERM, wanted_steps=914)):
+        assert {rank.take_wanted_steps() for rank in ranks} == {914}
+        assert {rank.take_wanted_steps() for rank in ranks} == {0}

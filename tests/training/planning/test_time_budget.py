@@ -17,7 +17,6 @@ from andrea.training import start
 from andrea.training.optimizer.schedule import decay_start, rate_at
 from andrea.training.planning.pace.time_budget import TimeBudget, first_guess, is_estimated, make_time_budget
 from andrea.training.records.run_folder import read_lines
-from andrea.training.stop_requests import StopRequests
 
 MUON = group_config("optimizer", "muon")
 QUIET = [
@@ -143,16 +142,6 @@ def test_time_is_a_hard_limit_too(train, capsys: pytest.CaptureFixture) -> None:
     steps = checkpoint.state["planned_steps"]
     assert records[-1]["event"] == "stopped" and checkpoint.step < steps
     assert f"stopped at step {checkpoint.step} of {steps}, at the end of train.max_minutes=1" in capsys.readouterr().out
-
-
-def test_all_ranks_take_the_length_of_rank_0() -> None:
-    ranks = [StopRequests(None, torch.device("cpu"), print) for _ in range(3)]
-    for wanted, agreed in ((914, 914), (0, 0), (5, 5)):
-        flags = [torch.stack(rank.flags(wanted if number == 0 else 0)) for number, rank in enumerate(ranks)]
-        for rank in ranks:
-            rank.agree(torch.stack(flags).sum(0))
-        assert [rank.take_wanted_steps() for rank in ranks] == [agreed] * 3
-        assert [rank.take_wanted_steps() for rank in ranks] == [0] * 3
 
 
 def test_an_estimate_counts_the_pauses_that_are_left() -> None:
