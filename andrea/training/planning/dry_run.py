@@ -88,7 +88,7 @@ def length_rows(
     """Steps, tokens, FLOPs and time of a new run, or those that remain of a run with `progress`."""
     if progress is None:
         steps, of_tokens, of_flops = config.steps, "", ""
-        of_steps = ", or fewer if the text is small" * (config.train.steps == "auto")
+        of_steps = other_lengths(config)
     else:
         whole, steps = progress.planned_steps, max(0, progress.planned_steps - progress.step)
         of_steps = f" remain of {whole:,}"
