@@ -131,7 +131,8 @@ def test_trained_saved_resumed_sampled_and_in_the_lens(train, place: Path, scrip
     assert ran(place) and state_of(place, 5)["config"]["model"]["mlp"] == "my_module.Gated"
     assert "source file" not in capsys.readouterr().out
 
-    words = ["checkpoint=own", "device=cpu", "trust=true"]
+    newest = place / "runs" / "own" / "checkpoints" / "step-00000005"
+    words = [f"checkpoint={newest}", "device=cpu", "trust=true"]
     code, _, err = run_script(script("sample"), [*words, "max_new_tokens=5"], capsys)
     assert code == 0 and "step 5" in err and ran(place)
     assert andrea_main(["lens", *words, "prompt=import", "out=lens.html"]) == 0
