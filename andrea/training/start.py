@@ -34,7 +34,6 @@ from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.planning.pace.time_budget import describe_length, make_time_budget
-from andrea.training.planning.settle import as_planned
 from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
@@ -178,8 +177,6 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
     torchrun.record_run_folder(folder)
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
-    planned = as_planned(config, setup.left_auto, progress.planned_steps)
-    ranks.from_rank_0(lambda: write_config(folder, planned))
     facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
     if setup.run_page and ranks.is_rank_0:
@@ -188,7 +185,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     health = make_health(config, corpus, loader, checkpoint)
     step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)
-    return Trainer(
+    trainer = Trainer(
         config,
         setup.left_auto,
         step,
@@ -209,6 +206,8 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
         Throughput(config.tokens_per_step, per_token, peak_flops(device), ranks.size),
         is_planned_for_text(config, setup.left_auto, corpus),
     )
+    ranks.from_rank_0(lambda: write_config(folder, trainer.planned))
+    return trainer
 
 
 def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_auto: Sequence[str]) -> Progress:

@@ -193,14 +193,16 @@ class Trainer:
 
     def config_for(self, steps: int) -> RunConfig:
         """The configuration with this length. Intervals that were left `auto` follow the time, but not the text."""
-        is_by_text = self.is_planned_for_text and self.stopping.budget is None
-        return as_planned(self.config, () if is_by_text else self.left_auto, steps)
+        budget = self.stopping.budget
+        if budget:
+            return as_planned(self.config, self.left_auto, steps, budget.evaluations(steps))
+        return as_planned(self.config, () if self.is_planned_for_text else self.left_auto, steps)
 
     def requests(self) -> list[Tensor]:
         """This rank's `StopRequests.flags`, with the length that fits into train.max_minutes, if it is to be corrected."""
         progress, budget, wanted = self.progress, self.stopping.budget, 0
-        is_asked = budget and budget.n_step and self.step.ranks.is_rank_0
-        if is_asked and is_estimated(progress.step, progress.planned_steps, self.config.optimizer):
+        is_asked = budget and self.step.ranks.is_rank_0
+        if is_asked and is_estimated(progress.step, progress.planned_steps, budget.n_step, self.config.optimizer):
             wanted = budget.fitting_steps(progress.step, lambda steps: self.config_for(steps).train)
         return self.stopping.flags(wanted)
 

@@ -21,7 +21,7 @@ from andrea.training.float8 import check_float8
 from andrea.training.heads import measures_every_step
 from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
 from andrea.training.planning.micro_batch import micro_batches_that_fit
-from andrea.training.planning.pace.time_budget import with_first_guess
+from andrea.training.planning.pace.time_budget import QUARTERS, with_first_guess
 from andrea.training.planning.parallel import choose_sharing
 from andrea.training.planning.small_text import (
     EVALUATIONS,
@@ -30,8 +30,6 @@ from andrea.training.planning.small_text import (
     length_lines,
     with_length_for_text,
 )
-
-QUARTERS = 4  # evaluations and checkpoints of a run
 
 
 @dataclass(frozen=True)

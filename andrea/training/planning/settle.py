@@ -16,7 +16,7 @@ from andrea.config import RunConfig
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device
 from andrea.training.optimizer.schedule import rate_at, rewarmed
-from andrea.training.planning.auto import with_intervals
+from andrea.training.planning.auto import QUARTERS, with_intervals
 from andrea.training.progress import Progress
 
 LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")
@@ -76,7 +76,7 @@ def settle_again(
     return again
 
 
-def as_planned(config: RunConfig, left_auto: Collection[str], steps: int) -> RunConfig:
+def as_planned(config: RunConfig, left_auto: Collection[str], steps: int, evaluations: int = QUARTERS) -> RunConfig:
     """`config` with a length of `steps` steps, and with the intervals that were left `auto` settled for this length."""
     if steps == config.steps:
         return config
@@ -84,7 +84,7 @@ def as_planned(config: RunConfig, left_auto: Collection[str], steps: int) -> Run
     train = dataclasses.replace(config.train, steps=steps, **intervals)
     assert isinstance(train.micro_batch, int), "auto is resolved before training"
     config = dataclasses.replace(config, train=train)
-    return dataclasses.replace(config, train=with_intervals(config, train.micro_batch))
+    return dataclasses.replace(config, train=with_intervals(config, train.micro_batch, evaluations))
 
 
 def settled_intervals(config: RunConfig) -> str:

@@ -179,8 +179,14 @@ def test_without_time_left_no_step_fits_and_one_step_is_enough_to_estimate() -> 
 
 
 def test_the_length_is_estimated_seldom_and_just_before_the_decay() -> None:
-    asked = [step for step in range(100) if is_estimated(step, 100, MUON)]
-    assert asked == [1, 2, 4, 8, 16, 32, 38, 39, 40]
+    asked = [step for step in range(100) if is_estimated(step, 100, step, MUON)]
+    assert asked == [4, 8, 16, 32, 38, 39, 40]
+    assert [is_estimated(39, 100, n_measured, MUON) for n_measured in (0, 1)] == [False, True]
+
+
+def test_evaluations_do_not_take_most_of_the_time() -> None:
+    budget = TimeBudget(1.0, 0.0, evaluation_steps=20.0, most_steps=10_000)
+    assert [budget.evaluations(length) for length in (30, 399, 400, 799, 800, 5000)] == [1, 1, 2, 3, 4, 4]
 
 
 def test_the_first_guess_is_the_pace_of_an_earlier_run(train, tmp_path: Path, notes: Path) -> None:

@@ -26,6 +26,9 @@ from andrea.training.progress import Progress
 RESERVE = 0.02  # of the time that is left: the pace may drop a little while the learning rate falls
 FORWARD_SHARE = 1 / 3  # of a training step's time, for as many tokens
 PACE_STEPS = 10  # after the warm-up: a first guess leaves at least so many steps to measure the pace
+FEWEST_MEASURED = 4  # steps, from which the length is estimated
+STEPS_PER_EVALUATION = 10  # at least, in the time of an evaluation: more evaluations would take too much of the time
+QUARTERS = 4  # evaluations and checkpoints of a run, if the time allows them
 MOST_STEPS = 2**40
 
 
@@ -55,6 +58,10 @@ class TimeBudget:
 
     def seconds_left(self) -> float:
         return 60 * self.minutes - (self.clock() - self.started)
+
+    def evaluations(self, length: int) -> int:
+        """The number of evaluations in a run of `length` steps whose train.eval_every was left `auto`."""
+        return max(1, min(QUARTERS, int(length / (STEPS_PER_EVALUATION * max(self.evaluation_steps, 1e-9)))))
 
     def is_over(self) -> bool:
         return self.seconds_left() < 0
@@ -103,13 +110,15 @@ class TimeBudget:
         return bisect_right(range(most + 1), left, lo=step + 1, key=seconds) - 1
 
 
-def is_estimated(step: int, steps: int, config: OptimizerConfig) -> bool:
+def is_estimated(step: int, steps: int, n_measured: int, config: OptimizerConfig) -> bool:
     """Whether the step after `step` steps brings a new estimate of the length: seldom, and just before the decay begins.
 
-    Seldom, so that intervals which are shares of the run stay as they are for a while.
+    Seldom, so that intervals which are shares of the run stay as they are for a while. n_measured: steps of this process;
+    the first ones are slower than the others.
     """
     about_to_decay = step + 2 >= decay_start(steps, config)  # on a GPU, ranks know the estimate two steps later
-    return step > 0 and may_change(step, steps, config) and (about_to_decay or step & (step - 1) == 0)
+    is_time = step & (step - 1) == 0 and n_measured >= FEWEST_MEASURED
+    return n_measured > 0 and may_change(step, steps, config) and (about_to_decay or is_time)
 
 
 def first_guess(config: RunConfig, n_vocab: int) -> int:
