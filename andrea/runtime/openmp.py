@@ -1,4 +1,4 @@
-"""How long the threads of GNU OpenMP spin before they sleep, so that two processes can share the cores.
+"""How long the threads of GNU OpenMP spin before they sleep. Threads that sleep leave their cores to other processes.
 
 A thread that waits for the other threads of its team first spins, which keeps its core busy, and then sleeps. By default
 it spins 300,000 times, about ten milliseconds. A process alone never waits that long, but where another process computes
