@@ -17,7 +17,7 @@ from andrea.runtime.program import typed_command
 
 @dataclass(frozen=True)
 class Command:
-    """A command. The list of commands shows main's docstring; --help shows the keys of configs/CONFIG_NAME.yaml."""
+    """A command. Its line in the list is the docstring of `main`; --help shows the keys of configs/CONFIG_NAME.yaml."""
 
     main: Callable[[list[str]], int]
     config_name: str

@@ -75,7 +75,7 @@ def run_of(path: Path, words: list[str]) -> dict[str, Any]:
         "said": [
             line
             for line in said.splitlines()
-            if line.startswith(("small text", "validation has", "judged", "result:", "done"))
+            if line.startswith(("small text", "the validation loss has", "judged", "result:", "done"))
         ],
     }
 

@@ -45,7 +45,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
     """Run `main(argv)` and exit with its exit code; a UserError becomes one line and exit code 2.
 
     An exit code that a restart cannot cure is recorded, so that ranks restarted by torchrun exit with it at once. A
-    command goes on where its output cannot be written.
+    command continues if its output cannot be written.
     """
     openmp.limit_spins()
     with unfailing_output():

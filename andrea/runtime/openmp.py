@@ -1,8 +1,8 @@
 """How long the threads of GNU OpenMP spin before they sleep. Threads that sleep leave their cores to other processes.
 
 A thread that waits for the other threads of its team first spins, which keeps its core busy, and then sleeps. By default
-it spins 300,000 times, about ten milliseconds. A process alone never waits that long, but where another process computes
-too, the threads spin while those that they wait for have no core. bench/two_processes.py measures what each number of spins
+it spins 300,000 times, about ten milliseconds. In a process alone, no thread waits that long. If another process computes
+too, a thread may spin while the thread that it waits for has no core. bench/two_processes.py measures what each number of spins
 costs. GNU OpenMP reads the number when torch loads it, so this module imports no torch.
 """
 
@@ -25,10 +25,10 @@ def limit_spins() -> None:
 
 
 def describe_waiting() -> str:
-    """How the threads wait, for the line that a run prints at its start; empty where OpenMP's default holds."""
+    """The line on waiting threads that a run prints at its start; empty if no environment variable sets how they wait."""
     settings = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
     if settings == f"GOMP_SPINCOUNT={SPINS}":
         return (
-            f"threads: one that waits sleeps after {SPINS:,} spins, so that other processes get its core ({settings})"
+            f"threads: a waiting thread sleeps after {SPINS:,} spins, so that other processes get its core ({settings})"
         )
-    return f"threads: they wait as set in the environment ({settings})" if settings else ""
+    return f"threads: a waiting thread spins as set in the environment ({settings})" if settings else ""

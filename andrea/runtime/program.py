@@ -1,4 +1,4 @@
-"""The commands that start this program, as the user types them, and as it starts processes itself. Imports no torch."""
+"""The commands that start this program: as a user types them, and as the program starts new processes. Imports no torch."""
 
 from __future__ import annotations
 

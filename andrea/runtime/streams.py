@@ -65,7 +65,7 @@ class TerminalText(io.TextIOWrapper):
 
 @final
 class ControlSequences:
-    """A text stream for a library that draws on the terminal: control characters arrive there."""
+    """A text stream for a library that draws on the terminal: control characters are not escaped."""
 
     def __init__(self, stream: TerminalText) -> None:
         self.stream = stream
@@ -132,7 +132,7 @@ def unfailing(stream: TextIO | None) -> TextIO:
 
 
 def raw_file(stream: Any) -> Any:
-    """The file under a text stream; anything else if the stream does not write to a file."""
+    """The raw file that a text stream writes to. A stream without such a file gives another object, or None."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 

@@ -59,7 +59,7 @@ class RememberChecksum(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):  # noqa: ANN001, ANN201 (urllib's signature)
         if req.full_url.startswith("https:") and not newurl.startswith("https:"):
-            raise urllib.error.URLError(f"the server leads to {newurl[:80]}, which is not encrypted")
+            raise urllib.error.URLError(f"the server redirects to {newurl[:80]}, which is not encrypted")
         self.sha256 = announced_checksum(headers) or self.sha256
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 

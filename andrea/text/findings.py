@@ -16,7 +16,7 @@ NUMBERED = re.compile(r"(\.\d+)+$")  # libm.so.6 ends in .so
 
 @dataclass
 class Findings:
-    """Files and documents by what happened to them. n_file_left_out: the number of files that are not read."""
+    """Files and documents that were left out or converted, by reason. n_file_left_out: the number of files that are not read."""
 
     names: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Findings:
         self.other_fields.setdefault(f"left out {{}} ({reason})", {}).update(dict.fromkeys(fields))
 
     def add(self, words: str, name: str) -> None:
-        """words: what happened, with {} in the place of the count."""
+        """Count one file or document. words: the event, such as 'left out {} (binary)', with {} in place of the count."""
         self.counts[words] = self.counts.get(words, 0) + 1
         named = self.names.setdefault(words, [])
         if len(named) < NAMED_AT_MOST:
@@ -56,7 +56,7 @@ class Findings:
         return Findings(names, dict(self.counts), Counter(self.binary_endings), fields, self.n_file_left_out)
 
     def lines(self, key: str = "data") -> list[str]:
-        """One line for each thing that happened. key: the source's key, used in the advice to set data.field."""
+        """One line for each kind of event. key: the source's key, used in the advice to set data.field."""
         lines = []
         for words, count in self.counts.items():
             line = f"{words.format(f'{count:,}')}: {', '.join(self.names[words])}{', …' * (count > NAMED_AT_MOST)}"

@@ -66,7 +66,9 @@ def documents_by_content(path: Path, name: str, field: str | None, findings: Fin
             ending = PurePosixPath(name[: -len(ending)]).suffix.lower() if ending else ""
         form = recognise(open_file)
     except TooCompressed:
-        findings.leave_out_file(f"compressed more than {LARGEST_RATIO} times, which text hardly is", name)
+        findings.leave_out_file(
+            f"expands to more than {LARGEST_RATIO} times its size, which text hardly ever does", name
+        )
         return
     except (OSError, EOFError, zlib.error):  # of the last two, gzip raises some
         findings.leave_out_file("unreadable", name)
@@ -89,7 +91,7 @@ def documents_by_content(path: Path, name: str, field: str | None, findings: Fin
 
 
 class TooCompressed(Exception):
-    """A compressed file expands to so much text that it is no text but an attack on the disk."""
+    """A compressed file expands so much that it is hardly text, and may be meant to fill the disk."""
 
 
 @final
@@ -108,7 +110,7 @@ class BoundedGzip(gzip.GzipFile):
 
 
 def is_usable(form: Form, name: str, ending: str, findings: Findings) -> bool:
-    """Whether the file is text. What is left out or converted is added to `findings`."""
+    """Whether the file is text. A file that is left out or converted is added to `findings`."""
     if form.encoding is None and ending in (".jsonl", ".ndjson") and form.fault != BINARY:
         return True  # lines that are not UTF-8 are left out one by one
     if form.fault == BINARY:

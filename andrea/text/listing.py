@@ -93,7 +93,7 @@ class Walk:
         self.links: list[tuple[str, Path]] = []
 
     def found(self) -> list[FoundFile]:
-        """Each file once. Raises OSError if the root cannot be read."""
+        """The files that are found, each once. Raises OSError if the root cannot be read."""
         os.scandir(self.root).close()
         files = self.walk("", self.root)
         while self.links:
@@ -143,7 +143,7 @@ class Walk:
         return []
 
     def follow(self, name: str, path: Path) -> list[FoundFile]:
-        """The files that a link adds."""
+        """The files that the link at `path` leads to and that are not listed yet."""
         try:
             stat = path.stat()
         except OSError:  # the target is gone, or a link to itself

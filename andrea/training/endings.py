@@ -67,11 +67,11 @@ class Endings:
         return 0 if done else self.stopping.exit_code
 
     def reason(self, done: bool) -> str:
-        """The part of train.max_minutes in the end of the run, for its last line."""
+        """The words on train.max_minutes in the run's last line; empty if it did not decide when the run ended."""
         budget, is_planned = self.stopping.budget, self.progress.planned_steps != self.config.steps
         if budget is None or self.stopping.agreed == "interrupted" or (done and not is_planned):
             return ""
-        return f", {'the length' if done else 'at the end'} of train.max_minutes={budget.minutes:g}"
+        return f", {'the length planned for' if done else 'at the end of'} train.max_minutes={budget.minutes:g}"
 
     def result(self) -> Path:
         """The folder of the checkpoint that is the run's result."""
@@ -81,7 +81,7 @@ class Endings:
         return self.checkpoints.path.with_name(best)
 
     def show_result(self, result: Path) -> None:
-        """Say which step counts if it is not the last, and how good it is on text that did not choose it."""
+        """Print which step is the result if it is not the last, and its figure on text that was not used to choose it."""
         records, console = read_lines(self.checkpoints.folder / "metrics.jsonl"), self.records.console
         evaluations = [each for each in records if each.get("step") == step_of(result) and "val/bpb" in each]
         if result != self.checkpoints.path and evaluations:
@@ -92,9 +92,9 @@ class Endings:
         if self.is_planned_for_text and evaluations:
             judged = evaluations[0].get("val/judged_bpb")
             console.say(
-                "the held-out text is too small to judge the result on a part that did not choose the step"
+                "the held-out text is too small to judge the result on a part that was not used to choose the step"
                 if judged is None
-                else f"judged on the half of the held-out text that did not choose the step: {judged:.4f} bits/byte"
+                else f"judged on the half of the held-out text that was not used to choose the step: {judged:.4f} bits/byte"
             )
 
     def stop_not_finite(self, figures: dict[str, float]) -> int:

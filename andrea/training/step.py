@@ -136,7 +136,7 @@ class TrainingStep:
             "train.activation_checkpointing=true": not self.config.train.activation_checkpointing,
             "a smaller model or model.sequence_length": True,
             "parallel=fsdp on more ranks": True,
-            "a higher limit of memory (ulimit -v)": self.device.type == "cpu",
+            "a higher memory limit (ulimit -v)": self.device.type == "cpu",
         }
         possible = ", ".join(remedy for remedy, is_possible in remedies.items() if is_possible)
         return f"out of memory with train.micro_batch={self.micro_batch}; remedies: {possible}"

@@ -1,6 +1,6 @@
 """Requests to stop before the last step: a signal, or `train.max_minutes`. All ranks agree on them once a step.
 
-With them the length travels that rank 0 wants the run to have, because of the time that is left.
+Together with the requests, the ranks exchange the length that rank 0 proposes for the run, from the time that is left.
 """
 
 from __future__ import annotations

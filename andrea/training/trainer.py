@@ -39,7 +39,7 @@ class Due(NamedTuple):
 
     @property
     def pause(self) -> str | None:
-        """What takes most of the time after the step."""
+        """The kind of work that takes most of the time after the step; None if no such work is due."""
         taken = {"evaluation": self.evaluation, "save": self.save, "sample": self.sample, "heads": self.heads}
         return next((name for name, is_due in taken.items() if is_due), None)
 
@@ -117,7 +117,7 @@ class Trainer:
         return self.endings.conclude()
 
     def follow_up(self, due: Due, update: Update, rate: float) -> None:
-        """What is due after a step, outside the clock."""
+        """Do the work that is due after a step. Its time is not counted as training time."""
         if due.heads:
             self.records.log(self.evaluator.measure_heads())
         if due.record or due.evaluation:
@@ -168,7 +168,7 @@ class Trainer:
             write_config(self.checkpoints.folder, self.planned)
 
     def decay_if_worse(self) -> None:
-        """Begin the decay of the learning rate now if validation has become worse before it was to begin."""
+        """Begin the decay of the learning rate now if the validation loss rises before the decay was planned to begin."""
         progress = self.progress
         read_once = progress.tokens > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
         if not read_once or is_best_so_far(vars(progress), NOTICED_RISE):
@@ -177,8 +177,8 @@ class Trainer:
         self.change_length(1)
         if progress.planned_steps < before:
             self.records.console.say(
-                f"validation has become worse: the learning rate falls from step {progress.step} on, and the run has "
-                f"{progress.planned_steps} steps in place of {before}"
+                f"the validation loss has risen: the learning rate falls from step {progress.step} on, and the run ends at step "
+                f"{progress.planned_steps} instead of {before}"
             )
 
     def may_change(self) -> bool:
@@ -192,7 +192,10 @@ class Trainer:
             self.records.console.say(f"length: {steps} steps, fixed now, because the learning rate begins to fall")
 
     def config_for(self, steps: int) -> RunConfig:
-        """The configuration with this length. Intervals that were left `auto` follow the time, but not the text."""
+        """The configuration with this length.
+
+        Intervals that were left `auto` are computed for this length. Exception: in a run that is planned for a small text
+        and has no train.max_minutes, they stay unchanged."""
         budget = self.stopping.budget
         if budget:
             return as_planned(self.config, self.left_auto, steps, budget.evaluations(steps))

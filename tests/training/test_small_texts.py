@@ -113,7 +113,8 @@ def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeyp
             record["val/bpb"], rel=0.02
         )
     judged = evaluations[best]["val/judged_bpb"]
-    assert f"judged on the half of the held-out text that did not choose the step: {judged:.4f} bits/byte" in lines
+    shown = f"judged on the half of the held-out text that was not used to choose the step: {judged:.4f} bits/byte"
+    assert shown in lines
 
 
 def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(
@@ -132,8 +133,8 @@ def test_the_rate_falls_once_validation_becomes_worse_and_a_resumed_run_does_the
     hot = ["optimizer.learning_rate=0.1", "optimizer.matrix_learning_rate=0.2", "train.keep=50"]
     hot += ["train.eval_every=10", "train.save_every=10"]
     lines = planned("whole", *hot)
-    changed = next(line for line in lines if line.startswith("validation has become worse: the learning rate falls"))
-    at, steps = (int(re.search(rf"{word} (\d+)", changed)[1]) for word in ("from step", "the run has"))
+    changed = next(line for line in lines if line.startswith("the validation loss has risen: the learning rate falls"))
+    at, steps = (int(re.search(rf"{word} (\d+)", changed)[1]) for word in ("from step", "ends at step"))
     run = tmp_path / "runs" / "whole"
     assert step_of(checkpoints_of(run)[-1]) == steps < 260
     rates = {r["step"]: r["train/rate"] for r in read_lines(run / "metrics.jsonl") if "train/rate" in r}

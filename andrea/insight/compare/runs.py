@@ -201,12 +201,12 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The run's configuration, in which the keys that are read have their types. Raises LeftOut."""
+    """The run's configuration; the keys that are always read are present and have the right types. Raises LeftOut."""
     try:
         config = with_current_keys(RunConfig, load_config(folder))
         for group, key, kind in (("model", "name", str), ("train", "steps", int), ("data", "kind", str)):
             if not isinstance(config[group][key], kind) or (kind is int and not is_number(config[group][key])):
-                raise ValueError(f"{group}.{key} is not possible")
+                raise ValueError(f"{group}.{key} has a wrong value")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LeftOut(f"config.yaml cannot be read as the configuration of a run ({error!r})") from None
     return config

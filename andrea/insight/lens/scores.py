@@ -89,7 +89,7 @@ def open_at(pieces: Sequence[bytes]) -> list[int | None]:
 
 
 def targets_of(tokens: Tensor, table: Sequence[bytes], names: Iterable[str] = tuple(TARGETS)) -> dict[str, Tensor]:
-    """tokens (B, T) -> the targets of each named score, bool (B, T, T). table: the bytes of every token id."""
+    """tokens (B, T) -> the target keys of every query, bool (B, T, T), for each named score. table: the bytes of each token id."""
     pieces = [[table[token] for token in row] for row in tokens.tolist()]
     return {name: TARGETS[name](tokens, pieces) for name in names}
 

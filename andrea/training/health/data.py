@@ -74,7 +74,8 @@ class DataCheck(Check):
             remedy="search the text for duplicates of held-out text",
         ),
         "overfitting": Finding(
-            "after a source was read once, the validation loss rose while the training loss fell, or is not below ln V",
+            "after a source was read once, the validation loss rose while the training loss fell, or only the training loss is "
+            "below ln V",
             fails_run=False,
             keys=("overfit_nats",),
             remedy="add text, lower `train.steps`, or raise `optimizer.weight_decay`; `checkpoints/best` is the result of the run",

@@ -23,8 +23,8 @@ from andrea.training.health.reference_text import VARIETY, ReferenceText, TextFi
 SHOWN_UNIT_CHARACTERS = 40  # of a loop's unit, in a message
 SHOWN_VARIETY = {
     "distinct_1": "words",
-    "distinct_2": "pairs",
-    "distinct_3": "triples",
+    "distinct_2": "word pairs",
+    "distinct_3": "word triples",
     "vocabulary": "tokens",
     "compression": "compressed size",
 }
@@ -53,8 +53,8 @@ class TextCheck(Check):
             remedy=REMEDY,
         ),
         "poor_text": Finding(
-            "most samples have far fewer different words, pairs, triples or tokens, or compress far better, than the least "
-            "varied validation text",
+            "most samples are far less varied than the least varied validation text, in words, word pairs, word triples or "
+            "tokens, or in compressed size",
             fails_run=False,
             keys=("variety", "failing_share"),
             remedy=REMEDY,
@@ -135,6 +135,6 @@ def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText, conf
     low = ", ".join(f"{SHOWN_VARIETY[name]} {share:.0%}" for name, share in worst.items() if share < config.variety)
     return {
         "poor_text": f"{len(poor)} of {len(judged)} samples (health.failing_share={config.failing_share:g}) have little "
-        f"variety. The worst has only this share of the figures of the least varied validation text: {low} (limit: "
+        f"variety. The worst sample, relative to the least varied validation text: {low} (limit: "
         f"health.variety={config.variety:g})"
     }

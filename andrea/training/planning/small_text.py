@@ -1,9 +1,10 @@
 """The length of a run on a text so small that the model's recipe would read it many times.
 
-Validation is best after a few epochs; after more, the model memorises the text. The number of these epochs grows slowly with
-the text. It must be planned, because the learning rate has to fall before validation becomes worse: at a constant rate, the
-loss turns later than the best decay begins. The numbers are fitted to runs of andrea-nano on 20 kB to 2 MB of text
-(bench/small_texts.py); how they depend on the model's size and on the tokens per step is an estimate.
+The validation loss is lowest after a few epochs; after more, the model memorises the text. The number of these epochs grows
+slowly with the text. It must be planned, because the learning rate has to fall before the validation loss rises: at a
+constant rate, the loss begins to rise later than the step at which the decay should begin. The numbers are fitted to runs of
+andrea-nano on 20 kB to 2 MB of text (bench/small_texts.py); how they depend on the model's size and on the tokens per step
+is an estimate.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def tokens_per_epoch(corpus: Corpus) -> int:
 
 
 def most_steps_for_text(config: RunConfig, corpus: Corpus) -> int:
-    """The length after which validation is near its best, however long the recipe is."""
+    """The number of steps after which the validation loss is near its lowest; it may exceed the model's recipe."""
     n_parameter = count_parameters(config.model, config.attention, corpus.tokenizer.n_vocab).total
     epochs = EPOCHS * (tokens_per_epoch(corpus) / n_parameter) ** GROWTH
     epochs *= max(1.0, config.tokens_per_step / MEASURED_TOKENS_PER_STEP) ** 0.5
@@ -79,14 +80,14 @@ def chooses_on_a_part(config: RunConfig, left_auto: Collection[str], corpus: Cor
 
 
 def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
-    """What is said of the run's length at its start. asked: before its `auto` were settled."""
+    """The lines on the run's length that are printed at its start. asked: the configuration with `auto` still in it."""
     epochs, n_token = epochs_of(config.steps, config, corpus), tokens_per_epoch(corpus)
     recipe = config.model.recipe_steps
     if is_planned_now_for_text(asked, config, corpus):
         return [
             f"small text: {n_token:,} training tokens, which the {recipe} steps of {config.model.name} would read "
-            f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.1f} epochs, of which the "
-            f"best evaluation is the result (train.steps=N sets another length)"
+            f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.1f} epochs; the best "
+            f"evaluation is the result (train.steps=N sets another length)"
         ]
     if epochs > config.health.epochs:
         return [

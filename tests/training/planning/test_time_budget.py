@@ -88,7 +88,7 @@ def test_the_decay_ends_with_the_time(train, tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "length: about 20 steps in train.max_minutes=1, at most " in out
     assert f"length: {steps} steps, fixed now" in out and "left of train.max_minutes" in out
-    assert f"done at step {steps} of {steps}, the length of train.max_minutes=1" in out
+    assert f"done at step {steps} of {steps}, the length planned for train.max_minutes=1" in out
 
 
 def test_the_earlier_of_time_and_steps_ends_the_run(train) -> None:

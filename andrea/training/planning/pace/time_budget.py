@@ -34,11 +34,11 @@ MOST_STEPS = 2**40
 
 @final
 class TimeBudget:
-    """The time of one process: what is left of it, and the steps that fit.
+    """The time of one process: how much of it is left, and how many steps fit into it.
 
     minutes: train.max_minutes. started: the time at which the process began, by `clock` (in seconds).
     evaluation_steps: the time of an evaluation over the whole held-out text, in training steps, until one is measured.
-    most_steps: the length of the run, however much time there is.
+    most_steps: upper limit of the run's length, even if more steps fit into the time.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TimeBudget:
         return self.lap_started - before
 
     def note_step(self) -> None:
-        """A training step has ended, which began with the last call of `lap` or `note_pause`."""
+        """Record the time of a training step: the seconds since the last call of `lap`, `note_step` or `note_pause`."""
         if self.n_step == 0:
             self.first_step_seconds = self.lap()
         else:
@@ -80,7 +80,7 @@ class TimeBudget:
         self.n_step += 1
 
     def note_pause(self, pause: str | None) -> None:
-        """What follows a step has ended. pause: evaluation, save, sample, heads, or None for a step without a pause."""
+        """Record the time of the work after a step. pause: evaluation, save, sample or heads; None: count it as step time."""
         if pause:
             self.pauses[pause] = self.lap()
         elif self.n_step > 1:
@@ -89,7 +89,7 @@ class TimeBudget:
     def fitting_steps(self, step: int, settled: Callable[[int], TrainConfig]) -> int:
         """The length of a run that has done `step` steps and ends in time, from `step` to `most_steps`.
 
-        settled: the length of a run -> the `train` group with the intervals that it then has.
+        settled: the length of a run -> the `train` group with the intervals for this length.
         """
         assert self.n_step, "no step has been measured"
         each = self.step_seconds / (self.n_step - 1) if self.n_step > 1 else self.first_step_seconds
@@ -111,10 +111,10 @@ class TimeBudget:
 
 
 def is_estimated(step: int, steps: int, n_measured: int, config: OptimizerConfig) -> bool:
-    """Whether the step after `step` steps brings a new estimate of the length: seldom, and just before the decay begins.
+    """Whether to estimate the length again after `step` steps: at each power of two, and just before the decay begins.
 
-    Seldom, so that intervals which are shares of the run stay as they are for a while. n_measured: steps of this process;
-    the first ones are slower than the others.
+    The estimates are rare, because each may change the intervals that are shares of the run. n_measured: number of steps
+    that this process has measured; its first steps are slower than the others.
     """
     about_to_decay = step + 2 >= decay_start(steps, config)  # on a GPU, ranks know the estimate two steps later
     is_time = step & (step - 1) == 0 and n_measured >= FEWEST_MEASURED
@@ -160,10 +160,10 @@ def describe_length(progress: Progress, config: RunConfig, budget: TimeBudget | 
         return f"length: {steps} steps, as planned before; train.steps=N sets another length" if kept else None
     if not may_change(progress.step, steps, config.optimizer):
         return (
-            f"length: {steps} steps, fixed because the learning rate falls already; train.max_minutes={budget.minutes:g} may end "
-            f"the run earlier"
+            f"length: {steps} steps, fixed because the learning rate has begun to fall; train.max_minutes={budget.minutes:g} may "
+            f"end the run earlier"
         )
     return (
-        f"length: about {steps} steps in train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; corrected until "
-        f"the learning rate falls"
+        f"length: about {steps} steps in train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; corrected from "
+        f"measured times until the learning rate begins to fall"
     )
