@@ -58,7 +58,7 @@ def load(
     """Load a trained model.
 
     checkpoint: a checkpoint folder, a run folder, or a run's name under `runs_dir`; None means the newest run. For a
-    run, its best evaluated checkpoint is loaded, as by sample.py.
+    run, the checkpoint with the best evaluation is loaded, as by sample.py.
     device, precision: like the keys in configs/sample.yaml. precision applies to `generate` and `stream`; all other
     methods compute in fp32.
     trust: import the modules that the checkpoint names for its MLP or compatibility function, which runs their code.

@@ -32,7 +32,7 @@ class TrainedRun:
     figures: dict[str, Any]
 
     def load(self, **keywords: Any) -> LoadedModel:
-        """The model of the run's best evaluated checkpoint; keywords as for `andrea.load`. Raises UserError."""
+        """The model of the run's checkpoint with the best evaluation; keywords as for `andrea.load`. Raises UserError."""
         if self.folder is None:
             raise UserError("dry_run=true trained no model that could be loaded; leave out dry_run")
         return load(self.folder, **keywords)

@@ -34,7 +34,7 @@ def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint
 
 
 def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
-    """The checkpoint that is a run's result: the best evaluated one, or the newest while validation still improves.
+    """The checkpoint that is a run's result: the one with the best evaluation, or the newest while validation still improves.
 
     The newest checkpoint is the result if the last evaluation before it was the best so far. `report` gets a line if
     another checkpoint is the result, and for each damaged checkpoint.
@@ -55,7 +55,7 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
 
 
 def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:
-    """Whether no evaluation of a saved step was better than the last evaluation, by more than a share `slack`.
+    """Whether the last evaluation is the best of all saved steps, or worse than the best by at most the share `slack`.
 
     state: the content of state.json.
     """
@@ -110,7 +110,7 @@ def locate(
     """The checkpoint that a user requests by a checkpoint folder, a run folder, a run's name, or `…/checkpoints/best`.
 
     For a run, the result is returned (see `result_of`), or with `newest` the newest complete checkpoint, from which the
-    run goes on. If `requested` is None, the newest run under `runs_dir` is used.
+    run continues. If `requested` is None, the newest run under `runs_dir` is used.
     Raises UserError or Damaged. The message of a UserError names `key`, the configuration key to change.
     """
     if not requested:

@@ -201,7 +201,7 @@ def check_type(hint: Any, value: Any, where: str) -> None:
 
 def check_object(kind: type, value: Any, where: str) -> None:
     if not isinstance(value, dict):
-        raise UserError(f"{where}={shown(value)} is not a set of fields")
+        raise UserError(f"{where}={shown(value)} is not a JSON object")
     for field in dataclasses.fields(kind):
         if field.name in value:
             check_type(key_types(kind)[field.name], value[field.name], f"{where}.{field.name}")

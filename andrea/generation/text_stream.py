@@ -35,7 +35,7 @@ class TextStream:
         return text
 
     def release(self, new_text: str) -> str:
-        """The part of the waiting and the new text that can be shown now. The rest goes on waiting."""
+        """The part of the held-back text and `new_text` that can be shown now. The rest is held back."""
         if self.stopped:
             return ""
         text = self.waiting + new_text

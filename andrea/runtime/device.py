@@ -87,8 +87,8 @@ def keep_freed_memory() -> None:
 def large_blocks_apart() -> Iterator[None]:
     """After `keep_freed_memory`: large blocks that need new memory get it from the system, and return it when freed.
 
-    For work between training steps. Its blocks have other sizes than those of a step, so that they would fragment the
-    memory that this process keeps, and add to the peak more than they need. glibc only.
+    Use it for work between training steps. The blocks of such work have other sizes than those of a step. They would
+    fragment the memory that this process keeps, and raise the peak by more than their own size. glibc only.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is None:

@@ -16,7 +16,7 @@ VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # environment variables that 
 
 
 def limit_spins() -> None:
-    """Let the threads of this process and of its children spin SPINS times at most; what the user has set stays.
+    """Let the threads of this process and of its children spin SPINS times at most; a value that the user has set is kept.
 
     Call this before torch is imported. On other systems than Linux torch uses another OpenMP, which is left as it is.
     """

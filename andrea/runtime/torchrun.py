@@ -2,7 +2,7 @@
 
 torchrun restarts all ranks when one of them exits with any code other than 0. Therefore a rank that exits with a final
 code records it in a file. After the restart each rank finds the file and exits with the same code, before it loads
-anything. A second file names the run folder, in which a restarted run goes on.
+anything. A second file names the run folder, in which a restarted run continues.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def recorded_exit_code() -> int | None:
 def record_exit_code(code: int) -> None:
     """Record `code` for the next start of the ranks, if `code` is final: an exit code that a restart cannot cure.
 
-    If the disk of torchrun's folder is full, nothing is recorded, and the restarted ranks find out themselves.
+    If the disk of torchrun's folder is full, nothing is recorded, and the restarted ranks meet the error again.
     """
     path = note_path("andrea-verdict")
     if code in FINAL_EXIT_CODES and path is not None:

@@ -94,7 +94,7 @@ class Evaluator:
     def validate(self, most_tokens: int | None, first_half: bool = False) -> dict[str, dict[str, float]]:
         """The validation `summary` of each source, on its first `most_tokens` held-out tokens; all of them if None.
 
-        first_half: on the first half of its held-out tokens.
+        first_half: use the first half of each source's held-out tokens, and ignore most_tokens.
 
         The ranks divide the windows of a source among themselves.
         """

@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # if ranks received se
 class StopRequests:
     """The stop requests of this process, and the decision that all ranks have agreed on.
 
-    budget: of train.max_minutes, if it is set. waiting: shows a line on the terminal.
+    budget: the time of train.max_minutes; None if it is not set. waiting: shows a line on the terminal.
     """
 
     def __init__(self, budget: TimeBudget | None, device: torch.device, waiting: Callable[[str], None]) -> None:

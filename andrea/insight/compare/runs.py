@@ -243,9 +243,10 @@ def stored_numbers(path: Path) -> int:
 
 
 def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tuple[str, ...] = ()) -> Curve:
-    """The records that have all the figures. If a step has several such records, the last one counts.
+    """The records that have all the figures. If a step has several such records, the last one is used.
 
-    optional: figures that are taken too where a record has them. A record of the run's end repeats its evaluation.
+    optional: figures that are included where a record has them. The record of the run's end (key `event`) repeats the
+    figures of the last evaluation.
     """
     by_step: dict[float, dict[str, float]] = {}
     for record in records:
@@ -287,8 +288,9 @@ def is_number(value: Any) -> bool:
 def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
     """The evaluation that counts as the result of a run: the best evaluation after which a checkpoint was written.
 
-    While validation improves, it is the last evaluation, as in `checkpoint.result_of`. The figures that are compared are of
-    the same held-out tokens. validation: at least one evaluation.
+    While validation improves, it is the last evaluation, as in `checkpoint.result_of`. Evaluations are
+    compared on the same held-out tokens: by `val/compared_bpb` if it is recorded, else by `val/bpb`. validation: at least
+    one evaluation.
     """
     settings = config.get("train")
     settings = settings if isinstance(settings, dict) else {}

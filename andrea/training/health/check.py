@@ -64,7 +64,7 @@ class Check(ABC):
 
 
 def remedy_settings(*words: str) -> str:
-    """Words of a command line, each key=value, in a message; a shell takes them as they are."""
+    """'set key=value …' for a message. The words are quoted, so that they can be copied to a shell."""
     return "set " + " ".join(map(shlex.quote, words))
 
 

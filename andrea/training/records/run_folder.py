@@ -91,7 +91,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, oldest first. A torn last line is ignored; what is no regular file has no records."""
+    """The records of a .jsonl file, oldest first. A torn last line is ignored; no records if `path` is not a regular file."""
     if not path.is_file():  # reading a pipe would wait for ever
         return []
     records = []
