@@ -14,7 +14,7 @@ from andrea.training.records.logger import Logger
 
 @final
 class TensorBoard(Logger):
-    """Figures are scalars over the step. Figures of single heads are histograms over all heads; texts are text."""
+    """Writes figures as scalars, figures of single heads as histograms over the heads, and samples and findings as text."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """first_step: the step of the next record. TensorBoard ignores earlier processes' records from this step on."""
