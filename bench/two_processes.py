@@ -1,12 +1,12 @@
-"""Two processes on one machine, for several settings of how OpenMP's threads wait: does each go half as fast as alone?
+"""Two processes on one machine: does each go half as fast as alone?
 
-    python bench/two_processes.py                            # all settings, two runs and a run with a sample
-    python bench/two_processes.py --settings default 1000    # libgomp's own number of spins, and GOMP_SPINCOUNT=1000
+    python bench/two_processes.py                                # as they come from torch, with 40,000 spins, with turns
+    python bench/two_processes.py --settings default 1000+turns  # GOMP_SPINCOUNT=1000, and the processes take turns
 
-A waiting thread first spins, which keeps its core from the other process, and then sleeps. Two workers of each setting
-take turns: the first alone, two runs at once, a run and a sample at once. Shown are ratios within a round, medians over
-rounds: the speed alone over that of the first setting (1 = as fast), and the speed at once over the speed alone (0.5 =
-a fair half).
+A waiting thread first spins, which keeps its core from the other process, and then sleeps. `+turns`: the processes take
+turns (andrea/runtime/shared_cores.py). There are two workers for each setting; in a round each measures the first alone,
+two runs at once, a run and a sample at once. Shown are ratios within a round, medians over rounds: the speed alone over
+that of the first setting (1 = as fast), and the speed at once over the speed alone (0.5 = a fair half).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from common import RESULTS, NumberTokenizer, make_andrea, model_config, write_re
 
 from andrea.generation import Engine, Request, Sampling
 from andrea.runtime.device import keep_freed_memory
+from andrea.runtime.shared_cores import MACHINE, SPINS, VARIABLES, usable_cores
 from train import andrea_steps
 
-VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 KINDS = {"run": ("run",), "sample": ("sample",), "two runs": ("run", "run"), "run and sample": ("run", "sample")}
 
 
@@ -39,7 +39,7 @@ class Worker:
     def __init__(self, setting: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         if setting != "default":
-            environment["GOMP_SPINCOUNT"] = setting
+            environment["GOMP_SPINCOUNT"] = setting.removesuffix("+turns")
         self.process = subprocess.Popen(
             [sys.executable, *sys.argv, "--worker", setting],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -58,7 +58,7 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--settings", nargs="+", default=["default", "0", "1000", "10000"], help="values of GOMP_SPINCOUNT"
+        "--settings", nargs="+", default=["default", f"{SPINS}", f"{SPINS}+turns"], help="GOMP_SPINCOUNT[+turns]"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
@@ -131,12 +131,16 @@ def show(rows: dict[str, dict[str, list[float]]], settings: list[str]) -> None:
 def work(chosen: argparse.Namespace) -> None:
     """What a worker's process does."""
     keep_freed_memory()
+    if chosen.worker.endswith("+turns"):
+        MACHINE.join(usable_cores(), on_wait=lambda: None)
     for line in sys.stdin:
         kind, seconds = json.loads(line)
         once = one_of(kind, chosen.model, chosen.vocabulary, chosen.sequences, chosen.compile)
         start, tokens = time.perf_counter(), 0
-        while (passed := time.perf_counter() - start) < seconds:
-            tokens += once()
+        with MACHINE.taken():
+            while (passed := time.perf_counter() - start) < seconds:
+                MACHINE.pass_on()
+                tokens += once()
         print(json.dumps(tokens / passed), flush=True)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, parse
 from andrea.config.keys import current_key, key_types, suggestion, type_of_key
-from andrea.runtime import openmp, torchrun
+from andrea.runtime import shared_cores, torchrun
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.runtime.streams import printable, unfailing_output
@@ -47,7 +47,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> None:
     An exit code that a restart cannot cure is recorded, so that ranks restarted by torchrun exit with it at once. A
     command continues if its output cannot be written.
     """
-    openmp.limit_spins()
+    shared_cores.limit_spins()
     with unfailing_output():
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be UTF-8
         if (code := torchrun.recorded_exit_code()) is not None:

@@ -29,6 +29,7 @@ from andrea.generation.speculation import PromptLookup
 from andrea.generation.text_stream import TextStream
 from andrea.model.gpt import GPT
 from andrea.runtime.compiling import compile_graph
+from andrea.runtime.shared_cores import MACHINE
 
 if TYPE_CHECKING:
     from andrea.text.tokenizer import Tokenizer
@@ -161,12 +162,17 @@ class Engine:
 
         Yields each token as soon as it is chosen. Raises UserError if the model's scores are not finite.
         """
+        with MACHINE.taken():
+            yield from self.stream_tokens(prompts, request)
+
+    def stream_tokens(self, prompts: list[list[int]], request: Request) -> Iterator[GeneratedToken]:
         texts = [GrowingText(sample, prompt, self.tokenizer, request) for sample, prompt in enumerate(prompts)]
         history = padded_history(prompts, request.max_new_tokens).to(self.device)
         ragged = len(texts) > 1 and (request.lookahead > 0 or len(set(map(len, prompts))) > 1)
         shape = len(texts), ragged, request.lookahead
         window = self.take_window(*shape)
         while not all(text.has_ended for text in texts):
+            MACHINE.pass_on()
             logits, lookaheads = window.next_logits(
                 [text.tokens for text in texts], [text.lookahead(request.lookahead) for text in texts]
             )

@@ -17,6 +17,7 @@ from andrea.config import RunConfig, Text
 from andrea.model.size import flops_per_token
 from andrea.runtime import torchrun
 from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops
+from andrea.runtime.shared_cores import MACHINE, TAKES_TURNS
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
@@ -110,7 +111,7 @@ def start(
     resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus, left_auto, planned_steps))
     for line in resolved.lines:
         console.say(line)
-    set_up_process(resolved.config, machine.device)
+    set_up_process(resolved.config, machine, console)
     weights = ranks.rank_0_first(lambda: starting_weights(resolved.config, corpus, checkpoint))
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
@@ -216,10 +217,12 @@ def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_aut
     return resumed_progress(checkpoint, saved_run(checkpoint, config), config, left_auto)
 
 
-def set_up_process(config: RunConfig, device: torch.device) -> None:
+def set_up_process(config: RunConfig, machine: Machine, console: Console) -> None:
     """Apply settings of torch and of the C library that hold for the whole process."""
-    choose_threads(config.threads)
-    if device.type == "cpu":
+    threads = choose_threads(config.threads)
+    if machine.device.type == "cpu":
         keep_freed_memory()
+        if machine.ranks.size == 1:  # ranks wait for each other in every step, so none may wait for another's turn
+            MACHINE.join(threads, on_wait=lambda: console.say(TAKES_TURNS))
     torch.use_deterministic_algorithms(bool(config.deterministic))
     torch.manual_seed(config.seed)

@@ -15,6 +15,7 @@ from torch import Tensor
 from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.runtime.out_of_memory import is_out_of_memory
+from andrea.runtime.shared_cores import MACHINE
 from andrea.text.loader import IGNORED_TARGET, Loader
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
@@ -112,6 +113,7 @@ class TrainingStep:
                 nats, heads = torch.zeros((), device=self.device), None
                 pieces = list(micro_batches(batch.tokens, batch.targets, self.micro_batch, self.most_rows))
                 for index, piece in enumerate(pieces):
+                    MACHINE.pass_on()
                     with self.parallel.sync_gradients(last=index == len(pieces) - 1):
                         micro_nats, measured = self.loss_sum(*(t.to(self.device, non_blocking=True) for t in piece))
                         # DDP and FSDP divide summed gradients by the number of ranks: multiply by it first.

@@ -15,7 +15,6 @@ from andrea.model.gpt import make_mask
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import WEIGHT_DTYPE, Choice, choose_precision, choose_threads
-from andrea.runtime.openmp import describe_waiting
 from andrea.text.corpus import Corpus
 from andrea.training.float8 import check_float8
 from andrea.training.heads import measures_every_step
@@ -89,8 +88,6 @@ def resolve(
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
         *length_lines(asked, config, corpus),
     ]
-    if device.type == "cpu" and (waiting := describe_waiting()):
-        lines.append(waiting)
     if config.float8:
         lines.append("float8: the matrix products of the blocks are computed in 8 bits")
     if ranks.started_by_torchrun:
