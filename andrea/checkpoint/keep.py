@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from andrea.checkpoint.find import best_of, checkpoints_of, step_of
-from andrea.runtime.files import replace_text, staging_path, storing
+from andrea.runtime.files import replace_text, staging_path, storing, unused_path
 
 
 def mark_best(run: Path, name: str) -> None:
@@ -40,7 +40,7 @@ def set_aside_after(run: Path, step: int) -> list[Path]:
     aside, best = [], best_of(run)
     for path in checkpoints_of(run):
         if step_of(path) > step:
-            aside.append(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            aside.append(unused_path(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")))
             with storing(path):
                 os.rename(path, aside[-1])
                 if path.name == best:

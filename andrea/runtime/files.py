@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -43,6 +44,12 @@ def storing(path: Path) -> Iterator[None]:
 def staging_path(path: Path) -> Path:
     """A new random name next to `path`. A process id is not unique, because two containers may use the same one."""
     return path.with_name(f"{UNFINISHED}{path.name[:32]}-{secrets.token_hex(4)}")  # most systems allow 255 bytes
+
+
+def unused_path(path: Path) -> Path:
+    """`path`, or if it exists, the first of path-2, path-3, … that does not. For names that hold the time in seconds."""
+    names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def remove_unfinished(folder: Path) -> None:

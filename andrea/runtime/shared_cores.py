@@ -23,7 +23,9 @@ from andrea.runtime.files import open_no_link
 
 SPINS = 40_000  # 1,000 made a process alone up to 41 % slower, 40,000 at most 2 %
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # environment variables that decide how threads wait
-TURN_S = 0.25  # a process computes so long before it passes the turn on; sample.py's text appears in such pieces
+# A process computes as long as it has waited before it passes the turn on, but within these limits. So a text, whose
+# tokens take milliseconds, gets as much time as a run, whose micro-batches take longer. The text appears in such pieces.
+SHORTEST_TURN_S, LONGEST_TURN_S = 0.25, 1.0
 PATIENCE_S = 5.0  # a process that has waited so long goes on without the turn: its holder may be suspended
 WITHOUT_TURN_S = 60.0  # and waits again after this time
 POLL_S = 0.001
@@ -92,13 +94,16 @@ class Turns:
             self.take()
 
     def take(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        began = time.monotonic()
+        deadline = began + PATIENCE_S
         queue, turn = self.files
         try:
             self.holds = wait_for(queue, deadline, self.say_once) and wait_for(turn, deadline, self.say_once)
         finally:
             unlock(queue)
-        self.until = time.monotonic() + (TURN_S if self.holds else WITHOUT_TURN_S)
+        now = time.monotonic()
+        turn_s = min(max(now - began, SHORTEST_TURN_S), LONGEST_TURN_S)
+        self.until = now + (turn_s if self.holds else WITHOUT_TURN_S)
 
     def release(self) -> None:
         if self.files:

@@ -123,6 +123,15 @@ def test_checkpoints_after_the_step_gone_back_to_are_set_aside(tmp_path: Path) -
     assert newest_whole(run).step == 1
 
 
+def test_checkpoints_of_one_step_are_set_aside_twice_within_a_second(tmp_path: Path) -> None:
+    run, aside = tmp_path / "run", []
+    for _ in range(3):
+        write(run, 1)
+        write(run, 2)
+        aside += set_aside_after(run, 1)
+    assert len(set(aside)) == 3 and all(read_checkpoint(path).step == 2 for path in aside)
+
+
 def test_a_run_stands_for_its_best_checkpoint_once_validation_has_become_worse(tmp_path: Path) -> None:
     run, reported = tmp_path / "runs" / "a", []
     write(run, 5, compared_bpb=2.0, best_bpb=2.0)

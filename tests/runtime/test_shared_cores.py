@@ -63,7 +63,7 @@ def joined(folder: Path, said: list[str] | None = None) -> Turns:
 
 
 def test_two_processes_alternate_and_never_compute_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_cores, "TURN_S", 0.0)
+    monkeypatch.setattr(shared_cores, "LONGEST_TURN_S", 0.0)
     pieces, inside, both_started = [], [], threading.Barrier(2)
 
     def work(name: str) -> None:

@@ -28,6 +28,7 @@ from andrea.runtime.files import (
     remove_unfinished,
     replace_text,
     storing,
+    unused_path,
 )
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
@@ -114,6 +115,7 @@ def new_run_folder(config: RunConfig) -> Path:
     name = config.name or f"{config.model.name}-{config.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / name
     with reporting_unusable(folder):
+        folder = folder if config.name else unused_path(folder)
         if is_free(folder):
             return folder
     killed_early = is_run_folder(folder) and not checkpoints_of(folder)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from andrea.config import UserError
-from andrea.training.records.run_folder import RunFolder, read_lines, run_folder_locked
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig, UserError
+from andrea.training.records.run_folder import RunFolder, new_run_folder, read_lines, run_folder_locked
 
 
 def records(*steps: int) -> list[dict]:
@@ -88,3 +89,19 @@ def test_a_link_to_a_whole_run_folder_is_followed(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "on-another-disk")
     with run_folder_locked(tmp_path / "run"):
         assert (tmp_path / "on-another-disk" / ".lock").exists()
+
+
+def test_runs_without_a_name_that_start_within_a_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "20261123-032023")
+    config = configure(RunConfig, "train", [f"runs_dir={tmp_path}"])
+    folders = []
+    for _ in range(3):
+        folders.append(new_run_folder(config))
+        folders[-1].mkdir()
+        (folders[-1] / "config.yaml").write_text("seed: 1\n", encoding="utf-8")
+    assert len(set(folders)) == 3
+    named = configure(RunConfig, "train", [f"runs_dir={tmp_path}", f"name={folders[0].name}"])
+    with pytest.raises(UserError, match="choose another name"):
+        new_run_folder(named)
