@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from andrea.checkpoint.errors import Damaged
 
 OFFSETS = "DCP_SHARDING_INFO"  # entry of a file's header: tensor name -> offset of the file's part
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
 # The errors of reading a file with a malformed header. RecursionError is a RuntimeError.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -24,8 +27,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # safetensors' own error for a full disk
-        raise OSError(str(error)) from error
+    except SafetensorError as error:  # safetensors' own error for a full disk: "… (os error 28)"
+        number = OS_ERROR.search(str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
 
 
 @dataclass(frozen=True)

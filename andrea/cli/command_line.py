@@ -28,6 +28,7 @@ MORE_MEMORY = (
     "free some memory, raise the limit of this process (ulimit -v), or use less: when training, train.micro_batch=1 "
     "and a smaller model=…; when sampling, a smaller num_samples=…"
 )
+TEMPORARY = "free some space on their disk, or set the environment variable TMPDIR to a writable folder"
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
 # Errors that PyYAML raises, besides its own, for a malformed value such as 2001-99-99 or !!bool x
 YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
@@ -72,8 +73,12 @@ def exit_code_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
             print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}", file=sys.stderr)
         return 2
     except StorageFailed as error:
-        hint = "earlier checkpoints are intact; free some space, then continue with resume=auto"
-        print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {hint}", file=sys.stderr)
+        print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {error.advice}", file=sys.stderr)
+        return 5
+    except FileNotFoundError as error:
+        if "temporary directory" not in str(error.strerror):  # of Python's tempfile, which torch uses
+            raise
+        print(f"error: {torchrun.rank_prefix()}{error.strerror}; {TEMPORARY}", file=sys.stderr)
         return 5
     except torchrun.RankLost as error:
         if torchrun.is_rank_0():

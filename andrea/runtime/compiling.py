@@ -78,3 +78,10 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._inductor.exc import CppCompileError, InductorError
 
     return TorchDynamoException, FailOnRecompileLimitHit, InductorError, CppCompileError
+
+
+def compile_failure(error: BaseException) -> str:
+    """One line that says why compiling failed: the first line of `error`, and the last error of the C++ compiler."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    of_compiler = [line.rpartition("error: ")[2].strip() for line in lines[1:] if "error: " in line]
+    return ": ".join([lines[0], *of_compiler[-1:]])

@@ -24,8 +24,24 @@ from typing import Any
 UNFINISHED = ".writing-"  # the first characters of every staging name
 
 
+# What a user can do when writing fails, by the error's number
+REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or raise the quota",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
+}
+RESUME = "continue with resume=auto"
+
+
 class StorageFailed(Exception):
-    """A write to the disk failed. The message names the path. Files that were complete before are still complete."""
+    """A write to the disk failed. The message names the path. Files that were complete before are still complete.
+
+    advice: what the user can do now, for the end of the line.
+    """
+
+    def __init__(self, message: str, advice: str = f"check the disk, then {RESUME}") -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 class Locked(Exception):
@@ -33,12 +49,19 @@ class Locked(Exception):
 
 
 @contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Context in which an OSError becomes StorageFailed, with `path` in its message."""
+def storing(path: Path, of_run: bool = True) -> Iterator[None]:
+    """Context in which an OSError becomes StorageFailed, with `path` in its message. of_run: a run writes the file."""
     try:
         yield
     except OSError as error:
-        raise StorageFailed(f"{path} cannot be written: {error.strerror or error}") from error
+        message, remedy = f"{path} cannot be written: {error.strerror or error}", REMEDIES.get(error.errno or 0)
+        missing = [folder for folder in path.absolute().parents if not folder.exists()]
+        if missing:
+            message += f": the folder {missing[-1]} was removed or renamed"
+            advice = f"move it back and {RESUME}, or start a new run"
+        else:
+            advice = f"earlier checkpoints are intact; {remedy or 'check the disk'}, then {RESUME}"
+        raise StorageFailed(message, advice if of_run else f"{remedy or 'choose another place'}") from error
 
 
 def staging_path(path: Path) -> Path:

@@ -6,13 +6,14 @@ import copy
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.cli.command_line import CommandLine, compose, configure, lay_over, one_line, read, run
+from andrea.cli.command_line import CommandLine, compose, configure, exit_code_of, lay_over, one_line, read, run
 from andrea.config import RunConfig, SampleConfig, UserError, parse
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
@@ -159,3 +160,14 @@ def test_one_line_is_one_line(text: str) -> None:
 def test_a_text_without_its_key_is_told_the_key() -> None:
     with pytest.raises(UserError, match="'once upon' is not of the form key=value; a text is given as prompt=…"):
         read(SampleConfig, ["once upon"])
+
+
+def test_no_place_for_temporary_files_is_one_line(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/full"])
+    assert exit_code_of(lambda argv: bool(tempfile.gettempdir()), []) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("error: No usable temporary directory found in ['/dev/full']; free some space")
+    assert said.count("\n") == 1
+    with pytest.raises(FileNotFoundError):
+        exit_code_of(lambda argv: bool(open("/no/such/file")), [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -83,6 +84,24 @@ def test_a_failed_write_leaves_the_old_content(step: str, tmp_path: Path, monkey
     with pytest.raises(StorageFailed, match=r"/a cannot be written: No space left on device$"), storing(path):
         replace_text(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (28, "earlier checkpoints are intact; free some space, then continue with resume=auto"),
+        (30, "earlier checkpoints are intact; make it writable, then continue with resume=auto"),
+        (5, "earlier checkpoints are intact; check the disk, then continue with resume=auto"),
+    ],
+)
+def test_the_advice_for_a_failed_write_fits_its_cause(number: int, advice: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageFailed) as failed, storing(tmp_path / "a"):
+        raise OSError(number, os.strerror(number))
+    assert failed.value.advice == advice
+    assert pickle.loads(pickle.dumps(failed.value)).advice == advice  # ranks send it to each other
+    with pytest.raises(StorageFailed) as failed, storing(tmp_path / "a", of_run=False):
+        raise OSError(number, os.strerror(number))
+    assert "resume" not in failed.value.advice
 
 
 def test_an_interrupted_block_leaves_the_old_content(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -399,20 +401,47 @@ def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, more: lis
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
-def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("CXX", "/bin/false")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("andrea.training.planning.auto.choose_compile", lambda *asked: Choice("on", "for the test"))
+@contextmanager
+def failing_compiler(tmp_path: Path) -> Iterator[None]:
+    """torch.compile has an empty cache, and a C++ compiler whose disk is full."""
+    compiler = tmp_path / "compiler"
+    says = "a.h:3:1: fatal error: cannot write PCH file: No space left on device"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec g++ $1\necho '{says}' >&2; exit 1\n")
+    compiler.chmod(0o755)
     torch._dynamo.reset()
-    # torch's own `patch` restores the setting; monkeypatch would leave it deleted, and every later test of this process
-    # without a compiler.
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/bin/false")}):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", str(compiler))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+        # torch's own `patch` restores the setting; monkeypatch would leave it deleted, and every later test of this process
+        # without a compiler.
+        with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
+            yield
+
+
+def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("andrea.training.planning.auto.choose_compile", lambda *asked: Choice("on", "for the test"))
+    with failing_compiler(tmp_path):
         assert tiny_run("name=a", "compile=auto", "train.steps=2", "model.d_mlp=60") == 0
     assert "training continues without it" in capsys.readouterr().out
     assert (
         json.loads((checkpoints_of(tmp_path / "runs" / "a")[-1] / "state.json").read_text())["config"]["compile"]
         == "off"
     )
+
+
+@pytest.mark.parametrize("mode", ["on", "blocks"])
+def test_compiling_that_was_asked_for_and_fails_is_one_line(
+    mode: str, tmp_path: Path, notes: Path, script, capsys
+) -> None:
+    words = tiny_words(tmp_path, notes, "name=a", f"compile={mode}", "train.steps=2", "model.d_mlp=60")
+    with failing_compiler(tmp_path):
+        code, _, said = run_script(script("train"), words, capsys)
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert code == 2 and "Traceback" not in said
+    assert (
+        "C++ compile error: cannot write PCH file: No space left on device); set compile=off, or compile=auto" in line
+    )
+    assert script("train")([*words, "compile=off", "resume=auto"]) == 0  # nothing is in the way of the next command
 
 
 @pytest.mark.slow
@@ -492,6 +521,32 @@ def test_a_full_disk_ends_the_run_in_one_line_and_what_was_whole_is_whole(
     assert not list((copy / "a" / "checkpoints").glob(".writing-*"))
     assert tiny_run("name=a", *quiet, f"runs_dir={copy}", "resume=auto") == 0
     assert tensors_equal(*(newest_whole(run).model_tensors() for run in (copy / "a", tmp_path / "runs" / "whole")))
+
+
+@pytest.mark.parametrize("words", [["train.log_every=1"], ["train.save_every=1", "train.log_every=100"]])
+def test_a_run_folder_that_vanishes_is_named_and_not_made_again(
+    words: list[str], tmp_path: Path, notes: Path, script, capsys, monkeypatch
+) -> None:
+    run, away = tmp_path / "runs" / "a", tmp_path / "away"
+    batch = TrainingStep.batch
+
+    def with_the_folder_renamed(self: TrainingStep, step: int) -> Batch:
+        if step == 6:
+            run.rename(away)
+        return batch(self, step)
+
+    monkeypatch.setattr(TrainingStep, "batch", with_the_folder_renamed)
+    words = tiny_words(tmp_path, notes, "name=a", "train.sample_tokens=0", *words)
+    code, _, said = run_script(script("train"), words, capsys)
+    assert code == 5 and said.count("\n") == 1 and "free some space" not in said
+    assert said.endswith(
+        f"No such file or directory: the folder {run} was removed or renamed; move it back and continue with "
+        "resume=auto, or start a new run\n"
+    )
+    assert not run.exists()
+    away.rename(run)
+    monkeypatch.undo()
+    assert script("train")([*words, "resume=auto"]) == 0
 
 
 def test_a_user_error_reaches_the_terminal_as_one_line(script, capsys) -> None:

@@ -38,7 +38,7 @@ def compare(config: CompareConfig, predicted: ModelConfig | None, say: Callable[
 
     page = Path(config.out)
     picture = page.with_suffix(".png")
-    with storing(page):
+    with storing(page, of_run=False):
         page.parent.mkdir(parents=True, exist_ok=True)
         replace_text(page, render_page(comparison))
     draw_picture(picture, runs, comparison.styles, *config.size_pixels)

@@ -39,7 +39,7 @@ def draw_picture(path: Path, runs: list[Run], styles: list[LineStyle], width: in
     for text, run in zip(legend.get_texts(), runs, strict=True):
         text.set_parse_math(False)  # a name is not a formula
         text.set_text(legend_text(run))
-    with storing(path), replacing(path) as staging:
+    with storing(path, of_run=False), replacing(path) as staging:
         FigureCanvasAgg(figure).print_png(str(staging))
 
 

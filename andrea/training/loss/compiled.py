@@ -8,8 +8,8 @@ import time
 import torch
 from torch import nn
 
-from andrea.config import RunConfig
-from andrea.runtime.compiling import compile_errors, configure_compiler
+from andrea.config import RunConfig, UserError
+from andrea.runtime.compiling import compile_errors, compile_failure, configure_compiler
 from andrea.training.heads import measures_every_step
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.parallel.strategy import Parallel
@@ -22,7 +22,7 @@ def make_loss(
     """The module that computes the loss of a micro-batch, and the config with the `compile` setting that worked.
 
     Compiling happens here, so that it is not counted as training time. If compiling fails and may_run_uncompiled is
-    true (compile was auto), the console says so and training continues uncompiled.
+    true (compile was auto), the console says so and training continues uncompiled; otherwise raises UserError.
     """
     recompute = config.train.activation_checkpointing
     micro_loss = MicroBatchLoss(
@@ -38,10 +38,13 @@ def make_loss(
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
         loss(tokens, targets)[0].backward()
-    except compile_errors() as error:
+    except (*compile_errors(), OSError) as error:  # OSError: the cache of compiled code cannot be written
+        reason = compile_failure(error)
         if not may_run_uncompiled:
-            raise
-        reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"compile={config.compile}: torch.compile failed ({reason}); set compile=off, or compile=auto, which "
+                f"trains without torch.compile if it fails"
+            ) from error
         console.say(f"torch.compile failed; training continues without it: {reason}")
         parallel.uncompile(micro_loss)
         return loss, dataclasses.replace(config, compile="off")

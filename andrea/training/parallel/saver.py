@@ -25,7 +25,7 @@ from andrea.checkpoint.folder import SHARDS, Files, flushed_files, make_staging_
 from andrea.checkpoint.keep import keep_newest, mark_best
 from andrea.checkpoint.shards import write_shard
 from andrea.checkpoint.tensors import TensorReader
-from andrea.runtime.files import StorageFailed, storing
+from andrea.runtime.files import RESUME, StorageFailed, storing
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.fsdp import FullySharded
@@ -219,7 +219,8 @@ class ShardedSaver(Saver):
         for name in files:
             if not (staging / name).exists():
                 raise StorageFailed(
-                    f"{staging / name}, which another rank wrote, is missing on this host: all hosts must share runs_dir"
+                    f"{staging / name}, which another rank wrote, is missing on this host",
+                    f"all hosts must share runs_dir; set it to a folder that they share, then {RESUME}",
                 )
         self.mark_and_prune(publish(self.folder / "checkpoints", staging, state, self.tokenizer, files), best)
 

@@ -67,7 +67,12 @@ class RunFolder(Logger):
         self.flush()
 
     def flush(self) -> None:
-        """Flush all records to the disk. Called before a checkpoint is written, so that earlier records are safe."""
+        """Flush all records to the disk. Called before a checkpoint is written, so that earlier records are safe.
+
+        Raises StorageFailed, also if the folder was removed: writing a checkpoint would make it again, without the records.
+        """
+        with storing(self.metrics):
+            flush_to_disk(self.folder)
         for path in (self.metrics, self.samples, self.alerts):
             if path.exists():
                 with storing(path):
