@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from andrea.api.loaded_model import LoadedModel, load
+from andrea.checkpoint import checkpoints_of, result_path, step_of
+from andrea.checkpoint.folder import read_small_json
 from andrea.cli.sweep import SWITCHES
 from andrea.cli.train import train_one
 from andrea.config import UserError
@@ -24,7 +26,8 @@ class TrainedRun:
     """A run that has ended. folder: the run folder; None after dry_run=true.
 
     exit_code: 0 if the run is done, else why it stopped (3: not finite, 4: health, 129, 130 or 143: interrupted), see docs/runs.md.
-    figures: the last recorded value of each figure of metrics.jsonl, such as "val/bpb" and "train/loss".
+    figures: each figure of metrics.jsonl, such as "val/bpb" and "train/loss", at the run's result, which is its best
+    evaluation; `step` and `checkpoint` are those of the result. A figure that was first recorded later has its last value.
     """
 
     folder: Path | None
@@ -51,10 +54,19 @@ def train(*words: str) -> TrainedRun:
         )
     with process_settings_restored(), unfailing_output():
         finished = train_one(list(words))
+    return TrainedRun(finished.folder, finished.exit_code, result_figures(finished.folder) if finished.folder else {})
+
+
+def result_figures(run: Path) -> dict[str, Any]:
+    """The figures of the run's result, and the last value of those that were recorded only after it."""
     figures: dict[str, Any] = {}
-    for record in read_lines(finished.folder / "metrics.jsonl") if finished.folder else []:
-        figures |= record
-    return TrainedRun(finished.folder, finished.exit_code, figures)
+    records, saved = read_lines(run / "metrics.jsonl"), checkpoints_of(run)
+    result = result_path(saved[-1], read_small_json(saved[-1] / "state.json")) if saved else None
+    for of_result in (False, True):  # what was recorded up to the result replaces what was recorded after it
+        for record in records:
+            if of_result == (result is None or record["step"] <= step_of(result)):
+                figures |= record
+    return figures | ({"checkpoint": str(result)} if result else {})
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from andrea.checkpoint.find import (
     newest_run,
     newest_whole,
     result_of,
+    result_path,
     step_of,
 )
 from andrea.checkpoint.folder import Checkpoint, read_checkpoint, step_name, write_checkpoint
@@ -26,6 +27,7 @@ __all__ = [
     "newest_whole",
     "read_checkpoint",
     "result_of",
+    "result_path",
     "step_name",
     "step_of",
     "write_checkpoint",

@@ -39,11 +39,11 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     The newest checkpoint is the result if the last evaluation before it was the best so far. `report` gets a line if
     another checkpoint is the result, and for each damaged checkpoint.
     """
-    newest, best = newest_whole(run, report), best_of(run)
-    if newest is None or best in (None, newest.path.name) or is_best_so_far(newest.state):
+    newest = newest_whole(run, report)
+    if newest is None or (best := result_path(newest.path, newest.state)) == newest.path:
         return newest
     try:
-        found = read_checkpoint(run / "checkpoints" / best)
+        found = read_checkpoint(best)
     except Damaged as fault:
         report(f"skipped: {fault}")
         return newest
@@ -52,6 +52,12 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
         f"to use the newest, name {newest.path}"
     )
     return found
+
+
+def result_path(newest: Path, state: dict[str, Any]) -> Path:
+    """The checkpoint that is a run's result, found from its newest one, whose state.json has the content `state`."""
+    best = best_of(newest.parents[1])
+    return newest if best is None or is_best_so_far(state) else newest.with_name(best)
 
 
 def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from andrea.runtime.code_cache import use_private_torch_cache
 from andrea.runtime.device import Choice
+from andrea.runtime.files import lines_of
 
 # By device: a run of fewer FLOPs in total takes less time than compiling it.
 SHORTEST_RUN_FLOPS = {"cpu": 1e13, "cuda": 1e16}
@@ -82,6 +83,6 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 def compile_failure(error: BaseException) -> str:
     """One line that says why compiling failed: the first line of `error`, and the last error of the C++ compiler."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = lines_of(str(error).strip()) or [type(error).__name__]
     of_compiler = [line.rpartition("error: ")[2].strip() for line in lines[1:] if "error: " in line]
     return ": ".join([lines[0], *of_compiler[-1:]])

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from andrea.checkpoint import best_of, checkpoints_of, is_best_so_far, step_of
+from andrea.checkpoint import checkpoints_of, result_path, step_of
 from andrea.config import RunConfig
 from andrea.runtime.device import peak_memory_bytes
 from andrea.runtime.program import typed_command, typed_words
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
+from andrea.training.health.check import optimizer_remedy, remedy_settings
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import read_lines
@@ -54,7 +55,7 @@ class Endings:
         self.records.log({"event": why, **figures, "checkpoint": str(checkpoints.path)})
         console.stop()
         bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
-        result = self.result()
+        result = result_path(checkpoints.path, vars(progress))
         console.say(
             f"{why} at step {progress.step} of {progress.planned_steps}{self.reason(done)}{bits} · {checkpoints.path}"
         )
@@ -72,13 +73,6 @@ class Endings:
         if budget is None or self.stopping.agreed == "interrupted" or (done and not is_planned):
             return ""
         return f", {'the length planned for' if done else 'at the end of'} train.max_minutes={budget.minutes:g}"
-
-    def result(self) -> Path:
-        """The folder of the checkpoint that is the run's result."""
-        progress, best = self.progress, best_of(self.checkpoints.folder)
-        if best is None or is_best_so_far(vars(progress)):
-            return self.checkpoints.path
-        return self.checkpoints.path.with_name(best)
 
     def show_result(self, result: Path) -> None:
         """Print which step is the result if it is not the last, and its figure on text that was not used to choose it."""
@@ -102,15 +96,17 @@ class Endings:
 
         figures: number, loss and gradient norm of the last step whose results were read from the device.
         """
-        checkpoints, optimizer = self.checkpoints, self.config.optimizer
+        checkpoints = self.checkpoints
         checkpoints.saver.wait()
         saved = checkpoints_of(checkpoints.folder)
-        rate = "matrix_learning_rate" if optimizer.kind == "muon" else "learning_rate"
+        remedies = [optimizer_remedy(self.config.optimizer)]
+        if self.config.precision != "fp32":
+            remedies.append(remedy_settings("precision=fp32"))
         self.records.console.stop()
         self.records.console.say(
             f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}"
             f"{checkpoints.damaged or ': not finite, update not applied'}. Last good checkpoint: "
-            f"{saved[-1] if saved else 'none'}. Try optimizer.{rate}={getattr(optimizer, rate) / 2:g} or precision=fp32"
+            f"{saved[-1] if saved else 'none'}. To continue with resume=auto, {' or '.join(remedies)}"
         )
         return 3
 

@@ -17,6 +17,7 @@ from andrea.config import RunConfig, UserError
 from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.runtime.shared_cores import MACHINE
 from andrea.text.loader import IGNORED_TARGET, Loader
+from andrea.training.health.check import remedy_settings
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.optimizer.qk_clip import clip_logits
@@ -133,14 +134,15 @@ class TrainingStep:
 
     def remedy(self) -> str:
         """The out-of-memory message if the micro-batch cannot be halved."""
+        train, n_token = self.config.train, self.config.model.sequence_length
         remedies = {
-            "a smaller train.micro_batch": self.micro_batch > 1,
-            "train.activation_checkpointing=true": not self.config.train.activation_checkpointing,
-            "a smaller model or model.sequence_length": True,
-            "parallel=fsdp on more ranks": True,
-            "a higher memory limit (ulimit -v)": self.device.type == "cpu",
+            remedy_settings(f"train.micro_batch={self.micro_batch // 2}"): self.micro_batch > 1,
+            remedy_settings("train.activation_checkpointing=true"): not train.activation_checkpointing,
+            f"train a smaller model, or {remedy_settings(f'model.sequence_length={n_token // 2}')}": n_token > 1,
+            "use more ranks with parallel=fsdp": True,
+            "raise the memory limit (ulimit -v)": self.device.type == "cpu",
         }
-        possible = ", ".join(remedy for remedy, is_possible in remedies.items() if is_possible)
+        possible = "; ".join(remedy for remedy, is_possible in remedies.items() if is_possible)
         return f"out of memory with train.micro_batch={self.micro_batch}; remedies: {possible}"
 
     def take_clipped_heads(self) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_script, tiny_command, tiny_words, with_own_mounts
+from conftest import run_script, settings_in, tiny_command, tiny_words, with_own_mounts
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.device import Choice
@@ -194,8 +194,10 @@ def test_nothing_changes_with_the_micro_batch(tiny_run, tmp_path: Path) -> None:
     assert first == pytest.approx(second, rel=1e-3)
 
 
-@pytest.mark.parametrize("where", ["weight", "gradient"])
-def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(("where", "precision"), [("weight", "fp32"), ("gradient", "bf16")])
+def test_what_is_not_finite_never_reaches_the_weights(
+    where: str, precision: str, tiny_run, tmp_path: Path, capsys
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         batch, accumulate, seen = TrainingStep.batch, TrainingStep.accumulate, {}
 
@@ -216,7 +218,7 @@ def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_
 
         patch.setattr(TrainingStep, "batch", numbered)
         patch.setattr(TrainingStep, "accumulate", poisoned)
-        assert tiny_run("name=a") == 3
+        assert tiny_run("name=a", f"precision={precision}") == 3
     after = seen["parallel"].model.state_dict()
     assert all(
         torch.equal(
@@ -228,8 +230,16 @@ def test_what_is_not_finite_never_reaches_the_weights(where: str, tiny_run, tmp_
         for name, tensor in seen["model"].items()
     )
     out = capsys.readouterr().out
-    assert "step 6" in out and "gradient norm" in out and "step-00000004" in out and "Try optimizer." in out
+    assert "step 6" in out and "gradient norm" in out and "step-00000004" in out
     assert newest_whole(tmp_path / "runs" / "a").step == 4
+    (line,) = (line for line in out.splitlines() if line.startswith("error: step 6"))
+    remedies = settings_in(line)
+    assert [["precision=fp32"] in remedies, len(remedies)] == [precision == "bf16", 1 + (precision == "bf16")]
+    for number, remedy in enumerate(remedies):  # each is a command that continues the run, with another setting
+        shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / f"a{number}")
+        assert tiny_run(f"name=a{number}", *remedy, "resume=auto") == 0
+        said = capsys.readouterr().out
+        assert "step-00000004: step 4" in said and f"changed {remedy[0].partition('=')[0]}: " in said
 
 
 @pytest.mark.parametrize("step", [6, 8])
@@ -274,6 +284,31 @@ def test_out_of_memory_halves_the_micro_batch_and_does_the_step_again(tiny_run, 
         [r["train/loss"] for r in metrics(tmp_path / "runs" / n) if "train/loss" in r] for n in ("small", "roomy")
     )
     assert small == pytest.approx(roomy, rel=1e-3)
+
+
+def test_each_remedy_for_too_little_memory_is_a_command_that_works(
+    tiny_run, tmp_path: Path, capsys, script, notes: Path
+) -> None:
+    steps, post_init = [], TrainingStep.__post_init__
+
+    def with_a_full_device(self: TrainingStep) -> None:
+        def full(*batch: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("as a card with too little memory says")
+
+        post_init(self)
+        self.loss_sum = full
+        steps.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingStep, "__post_init__", with_a_full_device)
+        code, _, said = run_script(script("train"), tiny_words(tmp_path, notes, "name=a"), capsys)
+    line = said.splitlines()[-1]
+    assert code == 2 and line.startswith("error: out of memory with train.micro_batch=1; remedies: ")
+    steps[0].micro_batch = 4  # with several ranks it is not halved
+    remedies = [["train.micro_batch=2"], ["train.activation_checkpointing=true"], ["model.sequence_length=16"]]
+    assert [settings_in(line), settings_in(steps[0].remedy())] == [remedies[1:], remedies]
+    for number, remedy in enumerate(remedies):
+        assert tiny_run(f"name=a{number}", "train.steps=2", *remedy) == 0
 
 
 def test_several_sources_are_scored_each(tiny_run, notes: Path, tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ def test_the_result_of_a_run_is_its_best_evaluation(memorised: Memorised, tmp_pa
         said = capsys.readouterr().err
         assert f"step {best} had the best evaluation" in said and f"· step {best} ·" in said
     assert andrea.load("small", runs_dir=tmp_path / "runs").checkpoint.step == best
+    trained = andrea.train(runs_dir, "resume=small")  # it is done already
+    assert [trained.figures[key] for key in ("step", "val/bpb", "event")] == [best, figures[best], "done"]
+    assert trained.figures["checkpoint"] == str(folder / "checkpoints" / f"step-{best:08d}")
+    assert trained.load().checkpoint.step == best
+    capsys.readouterr()
     assert main(["runs", str(tmp_path / "runs")]) == 0
     assert f"{figures[best]:.4f}" in capsys.readouterr().out
     assert main(["compare", str(folder), f"out={tmp_path / 'page.html'}"]) == 0
