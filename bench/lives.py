@@ -18,9 +18,10 @@ from typing import Any, Union
 
 from common import ROOT
 
-from andrea.checkpoint import checkpoints_of, read_checkpoint
+from andrea.checkpoint import checkpoints_of, read_checkpoint, step_name
 from andrea.config import UserError
 from andrea.runtime.files import is_locked
+from andrea.training.parallel.watchdog import StoreWatchdog, Watchdog
 from andrea.training.records.run_folder import read_lines
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -39,6 +40,10 @@ ENDINGS = {
     "closed output": set(),
     "full disk": {2, 5},
 }
+# What a life may wait for before its end: short parts of a command, in which few moments fall by chance. The end comes
+# up to so many seconds later.
+WAITS_S = {"text being prepared": 0.05, "a save": 0.01, "the last checkpoint": 0.2}
+WAIT_WEIGHTS = {None: 10, "text being prepared": 3, "a save": 4, "the last checkpoint": 3}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,16 @@ class Setting:
         return self.disk / "runs" / "a"
 
     @property
+    def last_checkpoint(self) -> Path:
+        (steps,) = (int(word.partition("=")[2]) for word in self.words if word.startswith("train.steps="))
+        return self.run / "checkpoints" / step_name(steps)
+
+    @property
+    def doing(self) -> Path:
+        """What a fork is doing now, as it tells the watchdog."""
+        return self.disk.with_name("doing")
+
+    @property
     def errors(self) -> Path:
         """What the command writes to standard error, outside of the disk that gets full."""
         return self.disk.with_name("errors")
@@ -70,12 +85,14 @@ class Command:
 
     def __init__(self, setting: Setting, has_reader: bool) -> None:
         self.reader: int | None = None
+        self.log, self.output = setting.disk / "log", b""
         self.most_busy_s, self.left_over = 0.0, 0
         self.mark = secrets.token_hex(8)
         cache = setting.disk / "cache"
         environment = {"XDG_CACHE_HOME": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
         environment |= {"TMPDIR": str(cache), "ANDREA_LIFE": self.mark}
-        with open(setting.errors, "w") as errors, open(setting.disk / "log", "w") as log:
+        setting.doing.unlink(missing_ok=True)
+        with open(setting.errors, "w") as errors, open(self.log, "w") as log:
             stdout: Any = log
             if has_reader:
                 self.reader, stdout = os.pipe()
@@ -88,8 +105,12 @@ class Command:
     def is_running(self) -> bool:
         if self.reader is not None:  # the pipe must not get full
             with contextlib.suppress(BlockingIOError):
-                os.read(self.reader, 1 << 20)
+                self.output += os.read(self.reader, 1 << 20)
         return self.process.poll() is None
+
+    def said(self) -> str:
+        """What the command has printed so far."""
+        return (self.output or self.log.read_bytes()).decode(errors="replace")
 
     def busy_s(self) -> float:
         """Processor time of the command and of its ranks so far: unlike the clock, other programs do not change it."""
@@ -142,7 +163,15 @@ class ForkedRanks:
     pid: of rank 0. returncode: the first exit code other than 0, or 0.
     """
 
-    def __init__(self, ranks: int, words: list[str], stdout: Any, stderr: Any, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        words: list[str],
+        stdout: Any,
+        stderr: Any,
+        environment: dict[str, str],
+        prepare: Callable[[], None],
+    ) -> None:
         self.returncode: int | None = None
         self.failed_at, self.first_failure = 0.0, 0
         with socket.socket() as free:
@@ -152,7 +181,7 @@ class ForkedRanks:
         size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         environment = environment | address | size
-        self.ranks = [ForkedTrain(words, stdout, stderr, environment | place) for place in places]
+        self.ranks = [ForkedTrain(words, stdout, stderr, environment | place, prepare) for place in places]
         self.pid = self.ranks[0].pid
 
     def poll(self) -> int | None:
@@ -171,9 +200,23 @@ class ForkedRanks:
 
 def forked(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> Process:
     """The command as a fork of this process, or one for each rank."""
-    if setting.ranks == 1:
-        return ForkedTrain(setting.words, stdout, stderr, environment)
-    return ForkedRanks(setting.ranks, setting.words, stdout, stderr, environment)
+    given = setting.words, stdout, stderr, environment, lambda: tell(setting.doing)
+    return ForkedTrain(*given) if setting.ranks == 1 else ForkedRanks(setting.ranks, *given)
+
+
+def tell(path: Path) -> None:
+    """Make rank 0, in its fork, write to `path` what it tells the watchdog."""
+
+    def telling(method: Callable) -> Callable:
+        def told(watchdog: Watchdog, step: int, doing: str) -> None:
+            path.write_text(doing)
+            method(watchdog, step, doing)
+
+        return told
+
+    if os.environ.get("RANK", "0") == "0":
+        for kind in (Watchdog, StoreWatchdog):
+            kind.at, kind.rest = telling(kind.at), telling(kind.rest)
 
 
 def started(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> Process:
@@ -186,24 +229,36 @@ def started(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, s
 
 def live(setting: Setting, length_s: float, moment: random.Random) -> dict[str, Any]:
     """One command and its end, at a moment within `length_s` of its processor time. Returns how it went."""
-    kind, after_s, inside_a_save = moment.choice(setting.kinds), moment.random() * length_s, moment.random() < 0.25
+    kind, after_s = moment.choice(setting.kinds), moment.random() * length_s
+    (waits_for,) = moment.choices(list(WAIT_WEIGHTS), WAIT_WEIGHTS.values())
     draw, left_bytes = moment.random(), moment.choice([0, 0, 1, 2, 8]) * 4096
+    if waits_for == "text being prepared" and any(setting.disk.glob("data/*/meta.json")):
+        waits_for = None
     before, _ = whole_checkpoints(setting)
     command = Command(setting, has_reader=kind == "closed output")
-    running = command.wait_until(lambda: command.busy_s() > after_s)
-    time.sleep(draw * 0.01)  # the system counts hundredths of a second
-    if inside_a_save:
-        running = command.wait_until(lambda: any(setting.run.glob("checkpoints/.writing-*")))
-        time.sleep(draw * 0.01)
-    row = {"kind": kind, "phase": phase(setting), "inside_a_save": inside_a_save, "at_s": round(command.busy_s(), 2)}
+    if waits_for is None or waits_for == "a save":
+        running = command.wait_until(lambda: command.busy_s() > after_s)
+        time.sleep(draw * 0.01)  # the system counts hundredths of a second
+    if waits_for:
+        running = command.wait_until(lambda: has_come(waits_for, setting))
+        time.sleep(draw * WAITS_S[waits_for])
+    row = {"kind": kind, "phase": phase(setting, command), "waited_for": waits_for, "at_s": round(command.busy_s(), 2)}
     target = end(setting, command, kind, draw, left_bytes) if running and command.is_running() else None
     if target is None:
-        row |= {"kind": None, "inside_a_save": False}
+        row |= {"kind": None, "waited_for": None}
     code = command.ended()
     (setting.disk / "ballast").unlink(missing_ok=True)
     after, believed_wrongly = whole_checkpoints(setting)
     row |= {"target": target, "exit_code": code, "believed_wrongly": believed_wrongly, "lost": len(before - after)}
     return row | {"left_over": command.left_over} | judged(setting, row["kind"], code)
+
+
+def has_come(what: str, setting: Setting) -> bool:
+    if what == "text being prepared":
+        return any(setting.disk.glob("data/*.partial"))
+    if what == "a save":
+        return any(setting.run.glob("checkpoints/.writing-*"))
+    return setting.last_checkpoint.exists()
 
 
 def end(setting: Setting, command: Command, kind: str, draw: float, left_bytes: int) -> str | None:
@@ -266,16 +321,22 @@ def whole_checkpoints(setting: Setting) -> tuple[set[str], int]:
     return names, believed_wrongly
 
 
-def phase(setting: Setting) -> str:
-    """What the command is doing, judged by its files and locks."""
+def phase(setting: Setting, command: Command) -> str:
+    """What the command is doing, judged by its files, locks and output; a fork tells it."""
     data, run = setting.disk / "data", setting.run
     if is_locked(run / ".lock"):
         if any(run.glob("checkpoints/step-*/.writing-*")):
             return "consolidating"
         if any(run.glob("checkpoints/.writing-*")):
             return "saving"
-        records = read_lines(run / "metrics.jsonl")
-        return "building" if not records else "ending" if "event" in records[-1] else "training"
+        if setting.last_checkpoint.exists():
+            return "ending"
+        if setting.doing.exists():
+            return setting.doing.read_text() or "training step"
+        said = command.said()
+        if "compiling the training step" in said and "compiled in" not in said:
+            return "compiling"
+        return "training" if read_lines(run / "metrics.jsonl") else "building"
     if is_locked(data / ".lock"):
         return "encoding" if any(data.glob("*.partial/tokenizer.json")) else "vocabulary"
     if checkpoints_of(run):

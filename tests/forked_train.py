@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from andrea.cli import command_line
@@ -19,7 +19,7 @@ class ForkedTrain:
     """The process of `train.py WORDS`, in a session of its own, without the interpreter's start and end.
 
     The process that forks must run one thread only. The names are those of subprocess.Popen. stdout, stderr: open files
-    or descriptors. environment: is added to that of this process.
+    or descriptors. environment: is added to that of this process. prepare: is called in the fork first.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class ForkedTrain:
         stdout: int | IO[Any],
         stderr: int | IO[Any],
         environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self.returncode: int | None = None
         for stream in (sys.stdout, sys.stderr):
@@ -40,6 +41,8 @@ class ForkedTrain:
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             os.environ.update(environment or {})
             sys.argv, tempfile.tempdir = ["train.py", *words], None
+            if prepare:
+                prepare()
             run_and_leave(words)
 
     def poll(self) -> int | None:

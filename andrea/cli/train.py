@@ -63,7 +63,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged))
             progress = ranks.from_rank_0(lambda: resume.resumed_progress(checkpoint, saved, config, left_auto))
-            done = resume.is_done(checkpoint, progress.planned_steps)
+            done = ranks.from_rank_0(lambda: resume.is_done(checkpoint, progress.planned_steps))
             if done and not config.dry_run:
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, progress.planned_steps))
                 return FinishedRun(0, run_folder_of(checkpoint) or checkpoint.path)

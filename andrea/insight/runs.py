@@ -113,7 +113,7 @@ def parameters_of(folder: Path) -> int | None:
     """The number of parameters, from the header of the newest checkpoint; None if no checkpoint can be read."""
     for path in reversed(checkpoints_of(folder)):
         try:
-            return stored_numbers(path / "model.safetensors")
+            return stored_numbers(path)
         except (OSError, Damaged):
             continue
     return None

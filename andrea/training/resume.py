@@ -48,6 +48,8 @@ from andrea.training.planning.settle import (
     with_length,
 )
 from andrea.training.progress import Progress
+from andrea.training.records.recognise import run_folder_of
+from andrea.training.records.run_folder import read_lines
 
 # Keys that a resumed run may not change: with other values it would be a different run.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "data.files", "data.include",
@@ -133,7 +135,11 @@ def random_state(checkpoint: Checkpoint) -> Tensor:
 
 
 def is_done(checkpoint: Checkpoint, steps: int) -> bool:
-    return checkpoint.step >= steps
+    """Whether nothing is left to do. A run killed after its last checkpoint lacks its end: a sample, its last record."""
+    folder = run_folder_of(checkpoint)
+    if checkpoint.step != steps or folder is None:
+        return checkpoint.step >= steps
+    return any(isinstance(record, dict) and "event" in record for record in read_lines(folder / "metrics.jsonl"))
 
 
 def show_done(checkpoint: Checkpoint, steps: int) -> None:

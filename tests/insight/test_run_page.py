@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from compare.run_folders import make_run
 
+from andrea.checkpoint.shards import write_shard
+from andrea.insight.compare.runs import LeftOut, read_run
 from andrea.insight.run_page import RunPage
 
 RECORD = {"step": 100, "tokens": 1, "flops": 1.0, "seconds": 1.0}
@@ -37,6 +41,27 @@ def test_there_is_no_page_before_the_first_checkpoint(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", saved=False)
     RunPage(folder).record({**RECORD, "val/loss": 1.0})
     assert not (folder / "run.html").exists()
+
+
+def test_a_sharded_run_has_its_page_before_its_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", parameters=1000)
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "shards").mkdir()
+    weights = {"w": torch.zeros(199, 5), "v": torch.zeros(5)}
+    for rank in (0, 1):  # each rank keeps some rows of the weights and of the optimizer's state
+        rows = {name: tensor.tensor_split(2)[rank] for name, tensor in weights.items()}
+        first_rows = {name: rank * len(tensor.tensor_split(2)[0]) for name, tensor in weights.items()}
+        rows |= {f"{name}/momentum": tensor for name, tensor in rows.items()}
+        first_rows |= {f"{name}/momentum": first for name, first in first_rows.items()}
+        write_shard(checkpoint / "shards", rank, rows, first_rows)
+    RunPage(folder).record({**RECORD, "val/loss": 1.0})
+    assert data_of(folder / "run.html")["title"] == "Run one"
+    assert read_run(folder, "one").parameters == 1000
+    for path in (checkpoint / "shards").iterdir():
+        path.unlink()
+    with pytest.raises(LeftOut, match="model.safetensors is missing"):
+        read_run(folder, "one")
 
 
 def test_training_writes_the_page(trained: Path) -> None:

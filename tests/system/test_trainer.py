@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -316,6 +317,33 @@ def test_several_sources_are_scored_each(tiny_run, notes: Path, tmp_path: Path) 
     assert tiny_run("name=a", "data=mixture", "data.path=", f"data.sources={sources}", "train.eval_tokens=200") == 0
     record = next(record for record in metrics(tmp_path / "runs" / "a") if "val/bpb" in record)
     assert {"val/one/bpb", "val/two/bpb", "val/one/loss"} <= record.keys()
+
+
+@pytest.mark.parametrize("where", ["evaluation.Evaluator.draw_attention", "endings.Endings.conclude"])
+def test_a_run_that_is_killed_after_its_last_checkpoint_is_ended_by_the_next_command(
+    where: str, tiny_run, tmp_path: Path, monkeypatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill_at_the_last_step(evaluator_or_endings: Any) -> None:
+        if evaluator_or_endings.progress.step == 12:
+            raise Killed
+
+    assert tiny_run("name=whole") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"andrea.training.{where}", kill_at_the_last_step)
+        with pytest.raises(Killed):
+            tiny_run("name=a")
+    assert tiny_run("name=a", "resume=auto") == 0
+    whole, ended = tmp_path / "runs" / "whole", tmp_path / "runs" / "a"
+    assert [{**record, "checkpoint": None} for record in metrics(ended)] == [
+        {**record, "checkpoint": None} for record in metrics(whole)
+    ]
+    ours, theirs = (read_lines(run / "samples.jsonl") for run in (ended, whole))
+    assert [(each["step"], each["text"]) for each in ours] == [(each["step"], each["text"]) for each in theirs]
+    before = (ended / "metrics.jsonl").read_bytes()
+    assert tiny_run("name=a", "resume=auto") == 0 and (ended / "metrics.jsonl").read_bytes() == before
 
 
 def test_the_plan_is_printed_and_nothing_is_written(tiny_run, tmp_path: Path, capsys) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Damaged, checkpoints_of
-from andrea.checkpoint.folder import read_small_json
+from andrea.checkpoint.folder import SHARDS, read_small_json
 from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
 from andrea.training.records.logger import AXES
@@ -229,17 +229,23 @@ def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
     newest = saved[-1]
     try:
         state = read_small_json(newest / "state.json")
-        parameters = stored_numbers(newest / "model.safetensors")
+        parameters = stored_numbers(newest)
         return CheckpointFacts(newest, parameters, str(state["data"]), str(state["tokenizer"]))
     except (OSError, ValueError, KeyError, TypeError) as error:  # Damaged is a ValueError
         raise LeftOut(f"{newest.name} cannot be read ({error})") from None
 
 
-def stored_numbers(path: Path) -> int:
-    """The number of elements in all tensors of a .safetensors file, from its header. Raises Damaged."""
-    if not path.is_file():  # opening a pipe would wait for ever
-        raise Damaged(f"{path} is missing, or is not a regular file")
-    return sum(math.prod(shape) for shape in TensorReader([path]).shapes.values())
+def stored_numbers(checkpoint: Path) -> int:
+    """The number of weights in a checkpoint, from the headers of its files. Raises Damaged.
+
+    While a sharded run goes on, each of several files holds some rows of each tensor.
+    """
+    whole = checkpoint / "model.safetensors"
+    paths = [whole] if os.path.lexists(whole) else sorted((checkpoint / SHARDS).glob("*.safetensors")) or [whole]
+    for path in paths:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise Damaged(f"{path} is missing, or is not a regular file")
+    return sum(math.prod(shape) for name, shape in TensorReader(paths).shapes.items() if "/" not in name)
 
 
 def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tuple[str, ...] = ()) -> Curve:
