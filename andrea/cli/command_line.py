@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, parse
-from andrea.config.keys import current_key, key_types, suggestion, type_of_key
+from andrea.config.keys import current_key, key_types, not_key_value, type_of_key
 from andrea.runtime import shared_cores, torchrun
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.out_of_memory import is_out_of_memory
@@ -110,8 +110,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     for word in with_current_names(kind, argv):
         key, equals, value = word.partition("=")
         if not equals:
-            hint = suggestion(kind, word) or hint_for_text(kind, word)
-            raise UserError(f"{word!r} is not of the form key=value{hint}; --help lists the keys")
+            raise not_key_value(kind, word, hint_for_text(kind, word))
         if key[:1] in "+~":
             raise UserError(f"{word!r}: keys cannot be added (+) or removed (~); write {key.lstrip('+~')}=…")
         hint = type_of_key(kind, key)

@@ -21,7 +21,7 @@ from typing import Any
 from andrea.cli.command_line import hydra_errors, with_current_names
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
-from andrea.config.keys import suggestion, type_of_key
+from andrea.config.keys import not_key_value, type_of_key
 from andrea.runtime.program import module_command, module_environment
 
 SWITCHES = ("-m", "--multirun")
@@ -76,7 +76,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             for_hydra.append(word)
             continue
         if not equals:
-            raise UserError(f"{word!r} is not of the form key=value{suggestion(RunConfig, word)}")
+            raise not_key_value(RunConfig, word)
         type_of_key(RunConfig, key)
         typed[key] = value
     return typed, for_hydra

@@ -130,15 +130,38 @@ def dotted_keys(kind: type) -> list[str]:
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """'; did you mean X?' for the allowed word with the nearest spelling, or '' if none is near."""
-    found = get_close_matches(word, list(allowed), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    return question(nearest_words(word, allowed))
+
+
+def nearest_words(word: str, allowed: Iterable[str]) -> list[str]:
+    """The allowed word with the nearest spelling, or no word if none is near."""
+    return get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+
+
+def question(words: Sequence[str]) -> str:
+    """'; did you mean X or Y?', or '' without words."""
+    return f"; did you mean {' or '.join(words)}?" if words else ""
 
 
 def suggestion(kind: type, typed: str, allowed: Sequence[str] = ()) -> str:
     """'; did you mean X?' for a word that is no key of the dataclass `kind`, or '' if no key is near.
 
-    X is the first key found in this order: the key that has this name in another program, the key with this name in
-    some group, the key with the nearest spelling. allowed: suggest only these keys; by default any key of `kind`.
+    allowed: suggest only these keys; by default any key of `kind`.
+    """
+    return question(meant_keys(kind, typed, allowed))
+
+
+def not_key_value(kind: type, word: str, other_hint: str = "") -> UserError:
+    """The error for a word without '='. It names the key that is meant; if no key is near, it ends with `other_hint`."""
+    hint = question([f"{key}=…" for key in meant_keys(kind, word)]) or other_hint
+    return UserError(f"{word!r} is not of the form key=value{hint or '; --help lists the keys'}")
+
+
+def meant_keys(kind: type, typed: str, allowed: Sequence[str] = ()) -> list[str]:
+    """The keys that are suggested for a typed word, best first; none if no key is near.
+
+    They are the first keys found in this order: the key itself, the key that has this name in another program, the key
+    with this name in some group, the key with the nearest spelling. allowed: as for `suggestion`.
     """
     word = typed.lstrip("-+~").replace("-", "_").lower()
     group, _, last = word.rpartition(".")
@@ -150,9 +173,8 @@ def suggestion(kind: type, typed: str, allowed: Sequence[str] = ()) -> str:
         or [key for key, names in others.items() if last in names.split()]
         or [key for key in keys if key.rpartition(".")[2] == last]
     )
-    if found:
-        return f"; did you mean {' or '.join(found)}?"
-    return nearest(word, [key for key in keys if key.rpartition(".")[0] == group]) or nearest(word, keys)
+    in_group = [key for key in keys if key.rpartition(".")[0] == group]
+    return found or nearest_words(word, in_group) or nearest_words(word, keys)
 
 
 def member_type(hint: Any, name: Any) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andrea.cli.command_line import CommandLine, compose, configure, exit_code_of, lay_over, one_line, read, run
-from andrea.config import RunConfig, SampleConfig, UserError, parse
+from andrea.config import LensConfig, RunConfig, SampleConfig, UserError, parse
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
 BASE = {kind: compose(name, CommandLine({}, {})) for kind, name in ((RunConfig, "train"), (SampleConfig, "sample"))}
@@ -119,7 +119,9 @@ def test_a_bug_keeps_its_traceback() -> None:
         ("model=../gpt2", "not known"),
         ("seed.x=3", "unknown key"),
         ("optimizer.lr=1", "unknown key optimizer.lr; did you mean optimizer.learning_rate"),
-        ("--lr", "key=value; did you mean optimizer.learning_rate"),
+        ("--lr", r"key=value; did you mean optimizer.learning_rate=…\?$"),
+        ("batch_size", r"did you mean train.tokens_per_step=… or train.micro_batch=…\?$"),
+        ("zzz", "key=value; --help lists the keys$"),
         (__file__, "your own text is given as data=text data.path=…"),
     ],
 )
@@ -155,6 +157,12 @@ def test_a_broken_yaml_file_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) 
 def test_one_line_is_one_line(text: str) -> None:
     line = one_line(text)
     assert len(line.splitlines()) <= 1 and line.isprintable()
+
+
+@pytest.mark.parametrize("word", ["prompt", "--prompt"])
+def test_a_key_without_an_equals_sign_is_shown_with_it(word: str) -> None:
+    with pytest.raises(UserError, match=rf"^'{word}' is not of the form key=value; did you mean prompt=…\?$"):
+        read(LensConfig, [word, "def main("])
 
 
 def test_a_text_without_its_key_is_told_the_key() -> None:
