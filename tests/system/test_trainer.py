@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -392,6 +393,9 @@ def test_the_time_is_expected_from_a_run_in_the_same_mode_and_by_flops(tiny_run,
     assert "from run deep (" in expected_seconds("precision=fp32", "compile=off", "model.n_layer=6")
     assert "no earlier run on cpu in bf16 with compile=off" in expected_seconds("precision=bf16", "compile=off")
     assert "with compile=blocks" in expected_seconds("precision=fp32", "compile=blocks")
+    assert "rough" not in expected_seconds("precision=fp32", "compile=off", "model.n_layer=14")
+    wide = expected_seconds("precision=fp32", "compile=off", "model.d_model=256", "model.d_mlp=1024")
+    assert re.search(r"a rough estimate, because that model needs \d\d times fewer FLOPs per token$", wide)
 
 
 def test_the_best_checkpoint_is_chosen_on_the_same_held_out_tokens(tiny_run, tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, CARD_BYTES, GIB, USABLE_SHARE, Placement, free_bytes
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
-from andrea.training.planning.pace.measured_pace import Mode, measured_pace
+from andrea.training.planning.pace.measured_pace import Mode, Pace, measured_pace
 from andrea.training.planning.parallel import sharing_that_fits
 from andrea.training.progress import Progress
 from andrea.training.records.format import format_duration
+
+SIMILAR_SIZE = 10.0  # largest ratio of FLOPs per token at which the speed of another model is a good estimate
 
 
 def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: Progress | None = None) -> str:
@@ -111,8 +113,20 @@ def expected_time(config: RunConfig, mode: Mode, flops: float, flops_per_token: 
     tokens_per_second = pace.flops_per_second / flops_per_token
     return (
         f"{format_duration(flops / pace.flops_per_second)} at {tokens_per_second:,.0f} tokens/s, "
-        f"estimated from run {pace.run} ({pace.flops_per_second / 1e9:,.0f} GFLOP/s)"
+        f"estimated from run {pace.run} ({pace.flops_per_second / 1e9:,.0f} GFLOP/s){roughness(pace, flops_per_token)}"
     )
+
+
+def roughness(pace: Pace, flops_per_token: float) -> str:
+    """A remark if the model of the earlier run is of quite another size; '' otherwise.
+
+    A machine computes fewer FLOPs a second for small layers than for large layers.
+    """
+    more, less = pace.flops_per_token / flops_per_token, flops_per_token / pace.flops_per_token
+    if max(more, less) <= SIMILAR_SIZE:
+        return ""
+    difference = f"{more:,.0f} times more" if more > 1 else f"{less:,.0f} times fewer"
+    return f"; a rough estimate, because that model needs {difference} FLOPs per token"
 
 
 def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:

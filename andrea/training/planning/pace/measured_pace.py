@@ -26,6 +26,7 @@ class Pace(NamedTuple):
 
     flops_per_second: float
     run: str  # name
+    flops_per_token: float  # of its model
 
 
 def measured_pace(runs_dir: Path, mode: Mode, flops_per_token: float) -> Pace | None:
@@ -51,7 +52,7 @@ def measured_pace(runs_dir: Path, mode: Mode, flops_per_token: float) -> Pace | 
         records = read_lines(folder / "metrics.jsonl")
         paces = [record["train/tokens_per_second"] for record in records if "train/tokens_per_second" in record]
         if paces:
-            return Pace(statistics.median(paces) * per_token, folder.name)
+            return Pace(statistics.median(paces) * per_token, folder.name, per_token)
     return None
 
 
