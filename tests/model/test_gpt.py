@@ -166,7 +166,7 @@ TRAINED = {
 @pytest.mark.parametrize(
     ("attention", "autocast", "compiled"),
     [(attention, autocast, False) for attention in TRAINED.values() for autocast in (False, True)]
-    + [pytest.param(TRAINED[name], True, True, marks=pytest.mark.untraced) for name in ("packed", "additive")],
+    + [pytest.param(TRAINED[name], True, True, marks=pytest.mark.slow) for name in ("packed", "additive")],
     ids=lambda value: value.compatibility if isinstance(value, AttentionConfig) else None,
 )
 def test_recomputation_changes_no_bit_and_observes_each_layer_once(attention, autocast, compiled):

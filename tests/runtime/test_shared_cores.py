@@ -155,6 +155,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
         assert not turns.holds
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="one thread is more than half of one core")
 def test_a_run_and_a_sample_take_turns_with_another_process(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}

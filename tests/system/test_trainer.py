@@ -485,6 +485,7 @@ def failing_compiler(tmp_path: Path) -> Iterator[None]:
             yield
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("andrea.training.planning.auto.choose_compile", lambda *asked: Choice("on", "for the test"))
     with failing_compiler(tmp_path):
@@ -566,9 +567,8 @@ def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, no
     assert "resume=auto" in rest and newest_whole(tmp_path / "runs" / "a").step > 0
 
 
-@pytest.mark.parametrize(
-    "size", ["2500k", pytest.param("2m", marks=pytest.mark.slow), pytest.param("3m", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["2500k", "2m", "3m"])
 def test_a_full_disk_ends_the_run_in_one_line_and_what_was_whole_is_whole(
     size: str, tmp_path: Path, notes: Path, tiny_run
 ) -> None:

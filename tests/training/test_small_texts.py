@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import re
 import shutil
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import settings_in
+from conftest import settings_in, tiny_words
 
 import andrea
 from andrea.__main__ import main
@@ -28,22 +30,32 @@ class Memorised(NamedTuple):
     lines: list[str]
 
 
-@pytest.fixture
-def small_text(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def small_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2 kB of sentences with chance words, of which training text tells little about held-out text."""
     words, chance = "a light rose over grey hills while nobody spoke of rain or harvest again".split(), random.Random(7)
-    path = tmp_path / "small.txt"
+    path = tmp_path_factory.mktemp("text") / "small.txt"
     path.write_text("".join(" ".join(chance.choices(words, k=9)) + ".\n" for _ in range(40)))
     return path
 
 
-@pytest.fixture
-def memorised(tiny_run, small_text: Path, tmp_path: Path, capsys) -> Memorised:
+@pytest.fixture(scope="module")
+def memorised_once(small_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Memorised:
     """A run that was evaluated and saved every ten steps, and ends far above its best validation loss."""
-    words = ["data=text", f"data.path={small_text}", "train.steps=120", "train.eval_every=10", "train.save_every=10"]
-    capsys.readouterr()
-    assert tiny_run("name=small", *words, "optimizer.learning_rate=0.05", "optimizer.matrix_learning_rate=0.1") == 0
-    return Memorised(tmp_path / "runs" / "small", small_text, capsys.readouterr().out.splitlines())
+    place, said = tmp_path_factory.mktemp("memorised"), io.StringIO()
+    words = ["name=small", "train.steps=120", "train.eval_every=10", "train.save_every=10"]
+    words += ["optimizer.learning_rate=0.05", "optimizer.matrix_learning_rate=0.1"]
+    with contextlib.redirect_stdout(said):
+        assert main(["train", *tiny_words(place, small_text, *words)]) == 0
+    return Memorised(place / "runs" / "small", small_text, said.getvalue().splitlines())
+
+
+@pytest.fixture
+def memorised(memorised_once: Memorised, tmp_path: Path) -> Memorised:
+    """A copy that a test may change."""
+    folder = tmp_path / "runs" / "small"
+    shutil.copytree(memorised_once.folder, folder)
+    return memorised_once._replace(folder=folder)
 
 
 def test_the_result_of_a_run_is_its_best_evaluation(memorised: Memorised, tmp_path: Path, capsys) -> None:
@@ -131,6 +143,7 @@ def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(
     assert "done at step 24 of 24" in out and "judge" not in out and "small text" not in out
 
 
+@pytest.mark.slow
 def test_the_rate_falls_once_validation_becomes_worse_and_a_resumed_run_does_the_same(
     planned, tmp_path: Path, monkeypatch
 ) -> None:

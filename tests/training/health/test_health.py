@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -299,6 +300,11 @@ def test_every_message_names_the_keys_of_its_finding(notes: Path, tmp_path: Path
             assert f"health.{key}=" in message, message
 
 
+@functools.cache  # many messages have the same remedies
+def settings_of(*words: str) -> dict[str, object]:
+    return flatten(to_plain(configure(RunConfig, "train", list(words))))
+
+
 MIXTURE = "data.sources={code: {kind: pystdlib}, notes: {kind: text, path: notes/, weight: 0.3}}"
 
 
@@ -325,9 +331,7 @@ def test_every_remedy_is_words_of_a_command_line(words: list[str], notes: Path, 
         for remedy in remedies:
             keys = {word.partition("=")[0] for word in remedy}
             kept = [word for word in words if word.partition("=")[0] not in keys]
-            before, after = (
-                flatten(to_plain(configure(RunConfig, "train", each))) for each in (words, [*kept, *remedy])
-            )
+            before, after = settings_of(*words), settings_of(*kept, *remedy)
             assert {key for key in after if before.get(key) != after[key]} == keys, message
         assert "data.sources" not in message or "data=mixture" in words
 
