@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from andrea.training.records.run_folder import read_lines
 
 HEADS = ["run", "model", "params", "step", "bits/byte", "state", "last record"]
 NOT_RUNS = ("wandb", "sweeps")  # folders that training itself makes beside the runs
-LEAST_WIDTH = 80  # characters of the terminal's lines
+ANY_WIDTH = sys.maxsize  # of the terminal: a name stays whole, because other commands take it
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
         except OSError as error:
             others.append(f"{run.name} ({error.strerror})")
     rows.sort(key=lambda row: row.changed, reverse=True)
-    width = max(LEAST_WIDTH, shutil.get_terminal_size((LEAST_WIDTH, 24)).columns)
-    say(terminal_table(HEADS, [row.cells() for row in rows], width))
+    say(terminal_table(HEADS, [row.cells() for row in rows], ANY_WIDTH))
     if others:
         say(f"left out, because they are not runs: {printable(', '.join(others))}")
     return 0

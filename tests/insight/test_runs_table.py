@@ -46,6 +46,14 @@ def test_every_run_is_a_row_with_its_figures_and_state(tmp_path: Path, capsys: p
     assert left_out == ["left out, because they are not runs: notes"]
 
 
+def test_a_name_is_whole_so_that_other_commands_take_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name = make_run(tmp_path / "andrea-nano-pystdlib-20261122-122957").name
+    assert table(capsys, str(tmp_path))[1][0] == name
+
+
 def test_a_run_in_progress_is_called_running(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     lock = make_run(tmp_path / "one") / ".lock"
     assert not is_locked(lock)
