@@ -24,6 +24,7 @@ from andrea.attention import (
     packed_documents,
 )
 from andrea.attention import Case as AttentionCase
+from andrea.attention.attend import refusal
 from andrea.attention.implementations import flex
 
 SCALED = ScaledDotProduct()
@@ -101,6 +102,13 @@ def readable(query, key, value, mask):
 def flexible(query, key, value, mask):
     """The way of implementation="flex", which on the CPU has no backward and is therefore refused there."""
     return flex.run(AttentionCase(query, key, value, ScaledDotProduct(), mask))[0]
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 3, 5)])
+def test_flex_takes_any_leading_dimensions(lead):
+    query, key, value = (torch.randn(*lead, n, 16) for n in (5, 13, 13))
+    expected = readable(query, key, value, causal())
+    torch.testing.assert_close(flexible(query, key, value, causal()), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "sdpa"])
@@ -199,6 +207,54 @@ def test_choose_tells_what_runs_and_why():
 def test_a_named_implementation_that_cannot_serve_raises_with_the_reason(name, options, reason):
     with pytest.raises(ValueError, match=f"implementation='{name}' cannot be used here: {reason}"):
         attend(*tensors(5, 5, torch.float32), implementation=name, **options)
+
+
+CUDA_ONLY = ("flex", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+
+
+class OnCard:
+    """Says that a tensor is on a CUDA GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+    def __getitem__(self, index):
+        return OnCard(self.tensor[index])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_kernels_for_cuda_are_refused_on_every_other_device(device):
+    query = torch.empty(2, 3, 5, 16, device=device, dtype=torch.bfloat16)
+    for name in CUDA_ONLY:
+        assert refusal(name, AttentionCase(query, query, query, SCALED)) == f"it needs a CUDA GPU, got device={device}"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"compiled": True}, "sdpa"),
+        ({"mask": causal()}, "sdpa"),
+        ({"mask": causal(), "statistics": True}, "triton"),
+        ({"mask": Checkered(), "statistics": True}, "reference"),
+    ],
+)
+def test_on_a_cuda_gpu_its_kernels_serve_and_auto_chooses_among_them(options, expected):
+    if expected == "triton":
+        pytest.importorskip("triton")
+    query, key = OnCard(torch.empty(2, 3, 5, 16)), OnCard(torch.empty(2, 3, 5, 16))
+    case = AttentionCase(query, key, key, SCALED, **options)
+    assert choose("auto", case)[0] == expected
+    for name in CUDA_ONLY:
+        reason = refusal(name, case)
+        assert reason == ("it does not return statistics; use triton or reference" if case.statistics else None)
+    short = AttentionCase(query[..., :2, :], key, key, SCALED, causal())  # fewer queries than keys
+    assert "only the causal mask, with equal numbers" in refusal("sdpa_flash", short)
+    assert refusal("sdpa_efficient", short) is None and refusal("native", short).startswith("it runs on CPUs only")
 
 
 def test_a_mask_of_ones_own_needs_the_predicate_alone():

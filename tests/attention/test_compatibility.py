@@ -110,6 +110,14 @@ def test_where_they_start():
     assert 0.1 < make_compatibility("additive", 3, 64).scores(query, key).var() < 2
 
 
+def test_queries_and_keys_begin_with_equal_parts_in_the_hidden_values():
+    """Each has variance 1/2 there, whatever its width, so that their sum has variance 1; w has variance 1/n."""
+    additive = Additive(29, 53, 2003, n_head=3)
+    for transformed in additive.transformed(torch.randn(3, 41, 29), torch.randn(3, 37, 53)):
+        assert transformed.var().item() == pytest.approx(0.5, rel=0.1)
+    assert additive.weight.var().item() == pytest.approx(1 / 2003, rel=0.1)
+
+
 def test_cosine_of_a_zero_vector_is_zero_with_a_finite_gradient():
     query, key = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
     query[0, 3] = 0

@@ -91,20 +91,21 @@ def test_parts_add_up():
     torch.testing.assert_close(together.figures()["entropy_nats"], (one.entropy + two.entropy) / 77)
 
 
+@pytest.mark.parametrize("n_token", [11, 23])  # fewer and more than a head's width, 16
 @pytest.mark.parametrize("implementation", ["auto", "sdpa", "reference", "triton"])
-def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementation):
+def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementation, n_token):
     torch.manual_seed(0)
     attention = MultiHeadAttention(
         48, 3, compatibility=ScaledDotProduct(), mask=causal(), n_kv_head=1, implementation=implementation
     )
-    x = torch.randn(2, 11, 48)
+    x = torch.randn(2, n_token, 48)
     output, heads = attention(x, statistics=True)
     torch.testing.assert_close(output, attention(x))
     assert isinstance(heads, HeadStatistics)
     query, key, _, _ = attention.project(x)
     rows = attend(query, key, key, mask=causal(), implementation="reference", statistics=True,
                   compatibility=DotProduct())[1]  # fmt: skip
-    torch.testing.assert_close(heads, head_statistics(rows, causal(), 0, 11), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(heads, head_statistics(rows, causal(), 0, n_token), atol=1e-4, rtol=1e-5)
     assert not any(part.requires_grad for part in heads)
 
 

@@ -132,6 +132,15 @@ def test_checkpoints_of_one_step_are_set_aside_twice_within_a_second(tmp_path: P
     assert len(set(aside)) == 3 and all(read_checkpoint(path).step == 2 for path in aside)
 
 
+def test_a_best_checkpoint_before_the_step_gone_back_to_stays_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    mark_best(tmp_path, "step-00000001")
+    set_aside_after(tmp_path, 2)
+    assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "2"]
+    assert best_of(tmp_path) == "step-00000001"
+
+
 def test_a_run_stands_for_its_best_checkpoint_once_validation_has_become_worse(tmp_path: Path) -> None:
     run, reported = tmp_path / "runs" / "a", []
     write(run, 5, compared_bpb=2.0, best_bpb=2.0)

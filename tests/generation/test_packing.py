@@ -11,7 +11,7 @@ from test_engine import ATTENTION, CONFIG, LIKE_GPT2, TOKENIZER, make_model
 from torch import Tensor
 from torch.nn import functional
 
-from andrea.generation import Engine, Request, Sampling, next_logits_uncached
+from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packing
 from andrea.generation.engine import Window, step
 from andrea.generation.kernels import decode_cpp
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_onednn, quantised
@@ -206,6 +206,20 @@ def test_int8_model_is_the_model_of_its_rounded_weights(name):
 def test_a_tied_head_and_the_embedding_are_one_memory():
     packed = pack(make_model(LIKE_GPT2).to(torch.bfloat16).requires_grad_(False), int8=False, compiled=False)
     assert packed.model.embedding.weight.data_ptr() == packed.head.weight.data_ptr()
+    assert not any(parameter.requires_grad for parameter in packed.model.parameters())
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_compiled_decoding_packs_in_8_bits_alone(compiler, monkeypatch):
+    """Whether or not there are kernels that would serve."""
+    if not compiler:
+        monkeypatch.setattr(packing, "has_native", lambda weight: False)
+    for dtype in DTYPES:
+        model = make_model(dataclasses.replace(CONFIG, n_layer=1)).to(dtype).requires_grad_(False)
+        assert pack(model, int8=False, compiled=True) is model
+        assert isinstance(pack(copy.deepcopy(model), int8=True, compiled=True), PackedGPT)
+        kernels = compiler or has_onednn(model.embedding.weight)
+        assert isinstance(pack(copy.deepcopy(model), int8=False, compiled=False), PackedGPT) == kernels
 
 
 def test_memory_is_shared_by_the_stacked_projections_and_their_parts():

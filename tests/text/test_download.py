@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from andrea.config import UserError
+from andrea.runtime.files import size_words
+from andrea.text import download
 from andrea.text.download import RememberChecksum, Remote, fetch
 
 CONTENT = bytes(range(251)) * 4001
@@ -82,6 +84,17 @@ def test_a_broken_download_is_continued(server: ThreadingHTTPServer, tmp_path: P
     assert (tmp_path / "a.bin.part").stat().st_size == 1000
     assert fetch(remote(server, "/file"), tmp_path, quiet).read_bytes() == CONTENT
     assert server.starts == [0, 1000]
+
+
+def test_progress_is_said_after_every_so_many_bytes(server: ThreadingHTTPServer, tmp_path: Path, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(download, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(download, "REPORT_BYTES", 300_000)
+    (tmp_path / "a.bin.part").write_bytes(CONTENT[:50_000])
+    fetch(remote(server, "/file"), tmp_path, said.append)
+    assert said[0] == "downloading a.bin: 1.0 MB, of which 50 kB are here already"
+    after = [50_000 + blocks * (1 << 16) for blocks in (5, 10)]  # the third would be beyond the end
+    assert said[1:] == [f"downloaded {size_words(n_byte)} of {size_words(len(CONTENT))} of a.bin" for n_byte in after]
 
 
 def test_damage_is_noticed_also_by_the_checksum_of_a_redirect(server: ThreadingHTTPServer, tmp_path: Path) -> None:

@@ -152,6 +152,13 @@ def test_too_little_text_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "data").iterdir()) == []
 
 
+def test_one_byte_to_train_on_and_one_to_validate_on_are_enough(tmp_path: Path) -> None:
+    """Each follows its end_of_text, so that it is a target."""
+    (tmp_path / "a.txt").write_text("ab")
+    (source,) = open_corpus(text_config(tmp_path / "a.txt"), BYTE, tmp_path / "data", quiet).sources
+    assert source.train[:].tolist() == [256, ord("a")] and source.val[:].tolist() == [256, ord("b")]
+
+
 def test_a_data_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="data_dir="):

@@ -115,6 +115,13 @@ def test_saved_is_loaded(tokenizer: ByteTokenizer | RankTokenizer, tmp_path: Pat
     assert found.identity == tokenizer.identity and found.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
 
 
+def test_the_saved_form_never_changes(tokenizer: ByteTokenizer | RankTokenizer, tmp_path: Path) -> None:
+    """Checkpoints and prepared folders hold its sha256, and a file of the same tokenizer has to be the same file."""
+    tokenizer.save(tmp_path)
+    expected = "{\n" + ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in tokenizer.description().items())
+    assert (tmp_path / "tokenizer.json").read_text() == expected + "\n}\n"
+
+
 @pytest.mark.parametrize(
     "damage",
     [

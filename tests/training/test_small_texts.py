@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,7 +19,11 @@ from conftest import settings_in, tiny_words
 import andrea
 from andrea.__main__ import main
 from andrea.checkpoint import best_of, checkpoints_of, read_checkpoint, step_of
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig
+from andrea.model.size import count_parameters
 from andrea.training.planning import small_text as small_text_module
+from andrea.training.planning.small_text import most_steps_for_text
 from andrea.training.records.run_folder import read_lines
 
 
@@ -132,6 +137,26 @@ def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeyp
     judged = evaluations[best]["val/judged_bpb"]
     shown = f"judged on the half of the held-out text that was not used to choose the step: {judged:.4f} bits/byte"
     assert shown in lines
+
+
+def test_the_planned_length_by_hand() -> None:
+    """5.25 epochs for as many tokens as parameters; they grow with the fourth root of tokens over parameters, and with
+    the root of a step's tokens beyond 4,096. The warm-up is at most half of the run, which has at least one step."""
+
+    def planned_steps(n_token: int, warmup_steps: int = 0, tokens_per_step: int = 4096) -> int:
+        words = ["train.steps=auto", f"train.tokens_per_step={tokens_per_step}", "train.micro_batch=1"]
+        run = configure(RunConfig, "train", [*words, f"optimizer.warmup_steps={warmup_steps}"])
+        parts = [SimpleNamespace(train=range(n + 1)) for n in (n_token // 3, n_token - n_token // 3)]
+        tokenizer = SimpleNamespace(n_vocab=257)
+        return most_steps_for_text(run, SimpleNamespace(sources=parts, tokenizer=tokenizer))
+
+    run = configure(RunConfig, "train", [])
+    n = count_parameters(run.model, run.attention, 257).total
+    assert planned_steps(n) == pytest.approx(5.25 * n / 4096, abs=1.01)
+    assert planned_steps(16 * n) == pytest.approx(2 * 5.25 * 16 * n / 4096, abs=1.01)
+    assert planned_steps(n, tokens_per_step=2048) == pytest.approx(5.25 * n / 2048, abs=1.01)
+    assert planned_steps(n, tokens_per_step=16 * 1024) == pytest.approx(2 * 5.25 * n / (16 * 1024), abs=1.01)
+    assert [planned_steps(9, warmup_steps) for warmup_steps in (0, 1, 5, 40)] == [1, 2, 10, 80]
 
 
 def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(

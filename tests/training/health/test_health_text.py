@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from andrea.config import group_config
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.training.health.loops import find_loop, split_pieces
+from andrea.training.health.loops import Loop, find_loop, split_pieces
 from andrea.training.health.reference_text import ReferenceText, TextFigures
 from andrea.training.health.text import judge_texts
 
@@ -192,3 +192,22 @@ def test_each_figure_stands_beside_that_of_validation_text(reference: ReferenceT
     assert figures["health/text/compression_validation"] == pytest.approx(
         np.median([window.compression for window in reference.windows])
     )
+
+
+@pytest.mark.parametrize(
+    ("unit", "is_table"),
+    [
+        (("0", ","), True),
+        (("none",), True),
+        (("',",), True),  # an empty string and a comma
+        (("1", ",[]", "true"), True),
+        (("region", "0"), False),
+        (("region",), False),
+        (("=",), False),  # no value at all
+        (("-", "+"), False),
+    ],
+)
+def test_a_loop_of_values_may_be_a_table_and_must_cover_nearly_all(unit: tuple[str, ...], is_table: bool) -> None:
+    assert Loop(0.85, unit).is_table == is_table
+    assert Loop(0.85, unit).covers(0.6) != is_table
+    assert Loop(0.95, unit).covers(0.6) and not Loop(0.95, unit).covers(0.96) and not Loop(0.5, unit).covers(0.6)

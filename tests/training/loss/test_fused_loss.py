@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from andrea.config import AttentionConfig, group_config
@@ -18,6 +20,7 @@ from andrea.training.loss.cross_entropy import loss_sum, loss_sum_from_hidden
 from andrea.training.loss.micro_batch import MicroBatchLoss, training_loss_sum
 
 V, CPU = 301, torch.device("cpu")
+LOGITS = {name: getattr(fused, name) for name in ("LOGITS_IN_KERNEL", "LOGITS_COMPILED", "LOGITS_EAGER")}
 CAP_AND_TIED = [(None, False), (15.0, False), (0.5, True)]
 
 
@@ -39,7 +42,7 @@ def results(loss, model: GPT, hidden: Tensor, targets: Tensor, dtype: torch.dtyp
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few rows."""
-    for name in ("LOGITS_IN_KERNEL", "LOGITS_COMPILED", "LOGITS_EAGER"):
+    for name in LOGITS:
         monkeypatch.setattr(fused, name, 10 * V)
 
 
@@ -129,3 +132,33 @@ def test_the_trainers_loss_is_the_readable_one_and_one_graph() -> None:
         assert torch.allclose(loss(tokens, tokens)[0], readable, rtol=1e-6)
         loss(tokens, tokens)[0].backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 1 << 20))
+def test_rows_are_divided_into_the_fewest_chunks_that_are_small_enough(n_row: int, n_vocab: int, n_logit: int) -> None:
+    """A chunk exceeds n_logit by less than a row, or is a single row. No smaller number of chunks would do."""
+    chunk = fused.rows_in_chunk(n_row, n_vocab, n_logit)
+    n_chunk = -(-n_row // chunk)
+    assert 1 <= chunk <= n_row
+    assert chunk == 1 or (chunk - 1) * n_vocab < n_logit
+    assert n_chunk <= max(1, -(-n_row * n_vocab // n_logit))
+    assert n_chunk * chunk - n_row < n_chunk  # the last chunk is smaller than the others by less than a row for each
+
+
+def test_a_chunk_has_at_most_as_many_logits_as_are_allowed(monkeypatch) -> None:
+    """On the device `meta`, whose tensors have no memory."""
+    torch_loss, sizes = fused.torch_loss_of_chunk, []
+
+    def counted(logits: Tensor, *rest):
+        sizes.append(logits.numel())
+        return torch_loss(logits, *rest)
+
+    monkeypatch.setattr(fused, "torch_loss_of_chunk", counted)
+    monkeypatch.setattr(fused, "LOGITS_EAGER", LOGITS["LOGITS_EAGER"])
+    n_row = 1 << 22
+    hidden, weight = torch.empty(2, n_row // 2, 48, device="meta"), torch.empty(V, 48, device="meta")
+    targets = torch.zeros(2, n_row // 2, dtype=torch.int64, device="meta")
+    nats = fused.fused_cross_entropy(hidden, weight, targets, None, torch.float32)
+    most = LOGITS["LOGITS_EAGER"]
+    assert nats.shape == () and sum(sizes) == n_row * V
+    assert len(sizes) == -(-n_row * V // most) and max(sizes) < most + V

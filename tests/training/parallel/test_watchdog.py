@@ -57,6 +57,52 @@ def test_the_rank_with_the_least_progress_is_named(three) -> None:
     assert sum(line.startswith("error: ") for line in lines) == 1  # only one rank prints
 
 
+def test_a_rank_that_rests_has_made_a_move(three) -> None:
+    """Ranks 0 and 2 wait without a limit for rank 1, which is stuck in what it did before."""
+    for dog in three:
+        dog.at(7, "update")
+    for dog in (three[0], three[2]):
+        dog.rest(7, "sampling")
+    assert any("rank 1 is stuck, last seen in step 7: update" in line for line in messages_of(three))
+
+
+def test_ranks_that_all_rest_are_not_limited(three) -> None:
+    for dog in three:
+        dog.rest(7, "sampling")
+    time.sleep(1.5)
+    assert not any(dog.messages for dog in three)
+
+
+def test_the_first_status_is_written_before_any_wait(three) -> None:
+    """A rank that dies at once has been seen then."""
+    dog = three[0]
+    dog.finish()
+    dog.thread.join()
+    dog.status_store.delete_key("rank 0")
+    dog.watch()
+    assert dog.status_store.check(["rank 0"])
+
+
+def test_a_store_that_is_gone_ends_the_rank_after_the_limit() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dog = RecordingWatchdog(0, 1, dist.TCPStore("127.0.0.1", server.port), 0.01)
+    while not server.check(["rank 0"]):
+        time.sleep(0.01)
+    del server
+    dog.thread.join(20)
+    assert len(dog.messages) == 1 and "error: step 0: torchrun's store does not answer" in dog.messages[0]
+
+
+@pytest.mark.parametrize(("minutes", "timeout_s"), [(0.01, 10), (10, 150)])
+def test_a_call_of_the_store_ends_well_within_the_limit(minutes: float, timeout_s: float) -> None:
+    """A quarter of the limit, but at least ten seconds."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dog = RecordingWatchdog(0, 1, server, minutes)
+    dog.finish()
+    dog.thread.join()
+    assert server.timeout.total_seconds() == timeout_s
+
+
 def test_a_rank_that_no_longer_answers_is_named_even_before_training(three) -> None:
     time.sleep(0.3)
     three[2].finish()  # its thread ends, as when its process or machine is gone

@@ -12,9 +12,11 @@ import yaml
 from conftest import tiny_words
 
 from andrea.checkpoint import checkpoints_of, read_checkpoint
-from andrea.config import group_config
+from andrea.checkpoint.folder import Checkpoint
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig, group_config
 from andrea.training.optimizer.schedule import rate_at, rewarmed
-from andrea.training.planning.settle import settle_again
+from andrea.training.planning.settle import remembered_auto, settle_again
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import read_lines
 
@@ -108,6 +110,24 @@ def test_one_length_replaces_another() -> None:
     typed = settle_again(after, {"train.flops"}, ["train.steps", "train.eval_every"], {"train.flops"})
     assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
     assert settle_again(after, set(), ["train.steps", "train.eval_every"], set()) == {}
+
+
+@pytest.mark.parametrize(("flops", "compile_mode"), [(4e12, "off"), (6e12, "blocks"), (6e13, "on")])
+def test_of_an_older_run_what_has_the_value_of_auto_was_left_auto(
+    flops: float, compile_mode: str, tmp_path: Path, monkeypatch
+) -> None:
+    """Its checkpoint has no list. Its FLOPs, of 4 of 8 steps, tell what `compile=auto` was: 1e13 and 1e14 are limits."""
+    monkeypatch.setenv("CXX", "g++")
+    asked = ["train.steps=8", "train.save_every=2", "train.attention_every=1", "train.sample_every=2", "device=cpu"]
+    checkpoint = Checkpoint(tmp_path, {"step": 4, "flops": flops})
+    for eval_every in (1, 5):  # auto is 2
+        saved = configure(RunConfig, "train", [*asked, f"train.eval_every={eval_every}", f"compile={compile_mode}"])
+        found = ["train.save_every", "train.attention_every", "train.sample_every", "compile"]
+        assert remembered_auto(checkpoint, saved) == found
+    others = {"off", "blocks", "on"} - {compile_mode}
+    for other in others:
+        saved = configure(RunConfig, "train", [*asked, "train.eval_every=2", f"compile={other}"])
+        assert remembered_auto(checkpoint, saved) == ["train.eval_every", *found[:3]]
 
 
 # --------------------------------------------------------------------------------------------------- the learning rate

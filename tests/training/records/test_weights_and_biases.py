@@ -91,6 +91,7 @@ def test_a_resumed_offline_run_is_one_run_in_the_folder(netrc: Path, tmp_path: P
     assert len(list((tmp_path / "wandb").glob(f"aside-offline-run-*-{run_id}*"))) == 2
     pages = "".join(path.read_text() for path in whole.rglob("*.html"))
     assert all(f"{what} of step {step}" in pages for what in ("text", "lens") for step in range(1, 7))
+    assert "<p>lens of step 6" in {path.read_text() for path in whole.rglob("*.html")}  # the page as it is given
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(whole)]
     shown = subprocess.run(inspect, capture_output=True, text=True, env=os.environ | {"WANDB_ERROR_REPORTING": "false"})
     records = [json.loads(line) for line in shown.stdout.splitlines()]
