@@ -66,3 +66,46 @@ def test_capacity_type_and_device():
     assert cache.capacity == CAPACITY
     assert cache.keys[0].shape == cache.values[0].shape == (B, H, CAPACITY, D)
     assert cache.keys[0].dtype == torch.bfloat16 and cache.keys[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("index", range(B))
+def test_one_sequence_of_a_cache_is_a_view_that_begins_empty(index):
+    cache = make()
+    cache.advance(4)
+    part = cache.of_sequence(index)
+    assert part.length == 0 and part.capacity == CAPACITY and cache.length == 4
+    keys, values = torch.randn(LAYERS, 1, H, 2, D), torch.randn(LAYERS, 1, H, 2, D)
+    for layer in range(LAYERS):
+        part.layer(layer).append(keys[layer], values[layer])
+        assert torch.equal(cache.keys[layer][index, :, :2], keys[layer, 0])
+        assert torch.equal(cache.values[layer][index, :, :2], values[layer, 0])
+        others = [other for other in range(B) if other != index]
+        assert not cache.keys[layer][others].any() and not cache.values[layer][others].any()
+
+
+def test_the_first_tokens_of_one_sequence_are_copied_to_all():
+    cache = make()
+    before = [torch.randn(B, H, CAPACITY, D) for _ in range(2 * LAYERS)]
+    for kept, content in zip((*cache.keys, *cache.values), before, strict=True):
+        kept.copy_(content)
+    cache.copy_sequence(1, 4)
+    for kept, content in zip((*cache.keys, *cache.values), before, strict=True):
+        assert torch.equal(kept[:, :, :4], content[1:2, :, :4].expand(B, -1, -1, -1))
+        assert torch.equal(kept[:, :, 4:], content[:, :, 4:])
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_sequences_of_different_lengths_are_continued_each_at_its_own_end(fixed_shapes):
+    cache = KeyValueCache(LAYERS, B, H, CAPACITY, D, fixed_shapes=fixed_shapes, ragged=True)
+    old, new = torch.randn(B, H, 5, D), torch.randn(B, H, 2, D)
+    cache.layer(1).append(old, -old)
+    cache.advance(5)
+    cache.set_lengths([2, 0, 4])
+    keys, values = cache.layer(1).append(new, -new)
+    assert keys.shape[2] == values.shape[2] == (CAPACITY if fixed_shapes else 6)
+    for sequence, length in enumerate((2, 0, 4)):
+        expected = torch.cat([old[sequence, :, :length], new[sequence]], dim=1)
+        assert torch.equal(keys[sequence, :, : length + 2], expected)
+        assert torch.equal(values[sequence, :, : length + 2], -expected)
+    cache.advance(2)
+    assert cache.length.tolist() == [4, 2, 6] and not cache.keys[0].any()
