@@ -28,6 +28,7 @@ WHOLE = {
     "a/step": torch.tensor(3.0),  # no dimension
     "b/momentum": torch.randn(3),
 }
+SHAPES = {name: tuple(tensor.shape) for name, tensor in WHOLE.items()}
 
 
 def write_shards(folder: Path, whole: dict[str, torch.Tensor] = WHOLE, n_rank: int = 2) -> list[Path]:
@@ -58,6 +59,7 @@ def test_the_rows_of_all_ranks_make_the_whole_tensors(n_rank: int, tmp_path: Pat
     assert reader.names == sorted(WHOLE)
     for name, tensor in WHOLE.items():
         assert torch.equal(reader.read(name), tensor)
+    assert reader.shapes == SHAPES
 
 
 def test_any_rows_can_be_read(tmp_path: Path) -> None:
@@ -74,6 +76,7 @@ def test_rows_of_whole_files_are_read_too(tmp_path: Path) -> None:
     write_tensors(path, WHOLE)
     reader = TensorReader([path])
     assert torch.equal(reader.read("c", slice(1, 3)), WHOLE["c"][1:3])
+    assert reader.shapes == SHAPES
     assert torch.equal(reader.read("a/step"), WHOLE["a/step"])
 
 

@@ -215,12 +215,14 @@ def test_blocks_that_nobody_sees_are_not_visited(monkeypatch):
         ({"dtype": torch.bfloat16}, "interpreter computes bf16 wrongly"),
         ({"dtype": torch.float64}, "computes in fp32, fp16 and bf16, got torch.float64"),
         ({"width": 264}, "largest head width is 256, got 264"),
+        ({"width_of_value": 272}, "largest head width is 256, got 272"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(change, reason):
     tensor = torch.randn(1, 1, 3, change.get("width", 16), dtype=change.get("dtype", torch.float32))
+    value = tensor.new_zeros(1, 1, 3, change.get("width_of_value", tensor.shape[-1]))
     with pytest.raises(ValueError, match=f"implementation='triton' cannot be used here: .*{reason}"):
-        attend(tensor, tensor, tensor, compatibility=ScaledDotProduct(), implementation="triton")
+        attend(tensor, tensor, value, compatibility=ScaledDotProduct(), implementation="triton")
 
 
 def test_without_a_card_it_is_refused(monkeypatch):
