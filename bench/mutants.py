@@ -45,6 +45,7 @@ KINDS = {  # of tests, by their marks; untraced ones are too slow to be followed
     "untraced": "not slow and untraced",
     "slow": "slow and not untraced",
 }
+LINES_PER_SECOND = 30.0  # of a test file that is not mapped: a guess, which puts short files first
 LEAST_LIMIT_S, TIMES_AS_LONG, LIMIT_OF_A_FILE_S = 60.0, 5.0, 200.0
 
 
@@ -93,9 +94,11 @@ class Map:
                     yield near, name, seconds
         module = Path(mutant.file).with_suffix("").as_posix().replace("/", ".")
         for file, text in self.unmapped.items():
-            near = 0 if re.search(rf"\b{re.escape(module)}\b", text) else nearness(mutant.file, file)
-            if near < 3:
-                yield near, file, 1.0
+            near, seconds = nearness(mutant.file, file), text.count("\n") / LINES_PER_SECOND
+            if near == 0 or re.search(rf"\b{re.escape(module)}\b", text):
+                yield 0, file, 0.0 if near == 0 else seconds
+            elif near < 3:
+                yield near, file, seconds
 
 
 def nearness(mutated: str, test_file: str) -> int:
