@@ -36,6 +36,7 @@ with contextlib.suppress(ImportError):  # an extra
     import torchao.float8  # noqa: F401
 
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+WAITING = 5
 MEMORY_BYTES, FILE_BYTES = 12 << 30, 4 << 30  # of one process, which a mutant may ask for without end
 
 
@@ -72,7 +73,7 @@ class Tree:
 class Fork:
     """Tests that run in a fork, in a tree. names: files or tests, in order.
 
-    limit_s: the fork is ended after so many seconds. stop: at the first failure. marks: pytest's -m.
+    limit_s: the fork is ended after so many seconds of processor time, or WAITING times as long. stop: at the first failure. marks: pytest's -m.
     ended: "passed", "failed", "time", or what else ended the process. report: passed (seconds of each test), failed,
     error, and with `trace` lines (by file of andrea, then line: the tests that execute it).
     """
@@ -132,8 +133,9 @@ class Fork:
     def has_ended(self) -> bool:
         """Whether the fork is over; then all that it started is ended too."""
         self.seconds = time.monotonic() - self.started
+        busy_s = busy_seconds(self.pid)
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-        is_late = not pid and self.seconds > self.limit_s
+        is_late = not pid and (busy_s > self.limit_s or self.seconds > WAITING * self.limit_s)
         if not (pid or is_late):
             return False
         code = os.waitstatus_to_exitcode(status) if pid else None
@@ -204,6 +206,12 @@ class Reporter:
 
     def save(self) -> None:
         (self.place / "report.json").write_text(json.dumps(self.report))
+
+
+def busy_seconds(pid: int) -> float:
+    """Processor time of a process and of the children that it has waited for. Other load doesn't change it."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def unit_of(test_file: str, kind: str) -> str:
