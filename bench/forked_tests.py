@@ -73,7 +73,8 @@ class Tree:
 class Fork:
     """Tests that run in a fork, in a tree. names: files or tests, in order.
 
-    limit_s: the fork is ended after so many seconds of processor time, or WAITING times as long. stop: at the first failure. marks: pytest's -m.
+    limit_s: the fork is ended after so many seconds of processor time, or WAITING times as long.
+    stop: at the first failure. marks: pytest's -m.
     ended: "passed", "failed", "time", or what else ended the process. report: passed (seconds of each test), failed,
     error, and with `trace` lines (by file of andrea, then line: the tests that execute it).
     """
