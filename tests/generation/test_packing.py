@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def test_linear(dtype, bias, shape):
     judge(layer(x), functional.linear(x, weight, added), exact)
     judge(layer(x[None, :, None])[0, :, 0], functional.linear(x, weight, added), exact)
     judge(layer.rows(1, n_out)(x), functional.linear(x, weight, added)[:, 1:], exact[:, 1:])
+
+
+@pytest.mark.parametrize("lead", [(1,), (1, 1), (FEW_ROWS,), (1, FEW_ROWS), (FEW_ROWS + 1,), (2, FEW_ROWS)])
+def test_the_kernel_reads_few_rows_and_torch_reads_more(lead):
+    layer, read = NativeLinear(draw(5, 3), None), []
+    kernel, layer.kernel = layer.kernel, lambda *inputs: (read.append(inputs[-1]), kernel(*inputs))
+    layer(draw(*lead, 3))
+    n_row = math.prod(lead)
+    assert read == ([n_row] if n_row <= FEW_ROWS else [])
 
 
 def test_int8_is_the_nearest_of_255_steps_of_each_row():
