@@ -160,7 +160,8 @@ class Reporter:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         def place(item: pytest.Item) -> int:
-            return self.chosen.get(item.nodeid, self.chosen.get(item.nodeid.partition("::")[0], -1))
+            names = (item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0])
+            return next((self.chosen[name] for name in names if name in self.chosen), -1)
 
         items[:] = sorted((item for item in items if place(item) >= 0), key=place)
 

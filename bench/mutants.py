@@ -195,7 +195,10 @@ class Trial:
         self.number, self.mutant, self.tree, self.source = number, mutant, tree, mutant.source()
         self.stages: list[list[str]] = []
         self.left_out, self.seconds, self.met, spent_s = 0, 0.0, 0, 0.0
-        self.usual_s: dict[str, float] = {}
+        self.usual_s: dict[str, float] = dict.fromkeys(chosen.tests.get(number, ()), LEAST_LIMIT_S)
+        if self.usual_s:
+            self.stages = [list(self.usual_s)]
+            return
         for near in ((0,), (1, 2), (3,)):  # within a stage, quick tests first
             stage = sorted((seconds, name) for rank, name, seconds in tests.tests_of(mutant) if rank in near)
             for seconds, name in stage:
@@ -259,8 +262,8 @@ def try_all(chosen: argparse.Namespace, record: dict[str, Any], tests: Map, tree
 
 
 def is_due(chosen: argparse.Namespace, number: int, row: dict[str, Any]) -> bool:
-    if chosen.only:
-        return number in chosen.only
+    if chosen.only or chosen.tests:
+        return number in chosen.only or number in chosen.tests
     if chosen.folders and row["file"].split("/")[1] not in chosen.folders:
         return False
     return "outcome" not in row or (chosen.again and row["outcome"] == "survived" and "why" not in row)
@@ -339,12 +342,17 @@ def main() -> None:
     parser.add_argument("--folders", nargs="*", help="these alone: mutants, and tests")
     parser.add_argument("--no-map", action="store_true", help="of test files not yet mapped, run the near ones whole")
     parser.add_argument("--again", action="store_true", help="try the survivors that are not explained once more")
-    parser.add_argument("--only", type=int, nargs="*", help="try these mutants, by number")
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="try these mutants, by number")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], metavar="NUMBER=TEST", help="try a mutant with this test alone"
+    )
     parser.add_argument("--explain", nargs=2, metavar=("NUMBER", "WHY"), help="say why a mutant survives")
     parser.add_argument("--confirm", action="store_true", help="run the tests that killed on the unchanged code")
     parser.add_argument("--output", type=Path, default=RECORD, help="the record")
     parser.add_argument("--summary", action="store_true", help="only print the record")
     chosen = parser.parse_args()
+    pairs = [pair.partition("=") for pair in chosen.tests]
+    chosen.tests = {int(number): [each for one, _, each in pairs if one == number] for number, _, _ in pairs}
     deadline = time.monotonic() + chosen.seconds
     record = sampled(chosen)
     if chosen.explain:
