@@ -125,7 +125,7 @@ class Command:
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for the condition. Returns whether the command still runs."""
         while (running := self.is_running()) and not condition():
-            time.sleep(0.001)
+            time.sleep(0.003)
         return running
 
     def processes(self, having: str = "") -> list[int]:

@@ -73,7 +73,7 @@ def edited(tree: Any, name: str, new: list[Any], rng: random.Random) -> Any:
         tree = replaced(tree, value, rng)
     if isinstance(tree, dict) and "torch_random" not in tree and rng.random() < 0.97:
         if rng.random() < 0.05:
-            bytes_of_random[rng.randrange(len(bytes_of_random))] = new[0]
+            bytes_of_random[rng.randrange(len(bytes_of_random))] = copy.deepcopy(new[0])  # it may be the whole tree
         tree["torch_random"] = bytes_of_random
     return tree
 
