@@ -42,8 +42,8 @@ ENDINGS = {
 }
 # What a life may wait for before its end: short parts of a command, in which few moments fall by chance. The end comes
 # up to so many seconds later.
-WAITS_S = {"text being prepared": 0.05, "a save": 0.01, "the last checkpoint": 0.2}
-WAIT_WEIGHTS = {None: 10, "text being prepared": 3, "a save": 4, "the last checkpoint": 3}
+WAITS_S = {"text being prepared": 0.1, "a save": 0.01, "the last checkpoint": 0.2, "consolidation": 0.02}
+WAIT_WEIGHTS = {None: 10, "text being prepared": 3, "a save": 4, "the last checkpoint": 3, "consolidation": 3}
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,8 @@ def live(setting: Setting, length_s: float, moment: random.Random) -> dict[str, 
     draw, left_bytes = moment.random(), moment.choice([0, 0, 1, 2, 8]) * 4096
     if waits_for == "text being prepared" and any(setting.disk.glob("data/*/meta.json")):
         waits_for = None
+    if waits_for == "consolidation" and "parallel=fsdp" not in setting.words:
+        waits_for = None
     before, _ = whole_checkpoints(setting)
     command = Command(setting, has_reader=kind == "closed output")
     if waits_for is None or waits_for == "a save":
@@ -255,7 +257,9 @@ def live(setting: Setting, length_s: float, moment: random.Random) -> dict[str, 
 
 def has_come(what: str, setting: Setting) -> bool:
     if what == "text being prepared":
-        return any(setting.disk.glob("data/*.partial"))
+        return (setting.disk / "data" / ".lock").exists()
+    if what == "consolidation":
+        return any(setting.run.glob("checkpoints/step-*/.writing-*"))
     if what == "a save":
         return any(setting.run.glob("checkpoints/.writing-*"))
     return setting.last_checkpoint.exists()
