@@ -131,7 +131,7 @@ def hint_for_text(kind: type, word: str) -> str:
     """A hint for a word without a key: the key of a prompt, or the keys of a text to train on; '' if no hint fits."""
     keys = key_types(kind)
     if "prompt" in keys:
-        return "; a text is given as prompt=…"
+        return "; a text is given as prompt=…, a run as checkpoint=…"
     return "; your own text is given as data=text data.path=…" if "data" in keys and os.path.exists(word) else ""
 
 

@@ -7,8 +7,10 @@ checks its own values. Each run is a separate process, so a run that fails does 
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from andrea.cli.command_line import hydra_errors, with_current_names
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
 from andrea.config.keys import not_key_value, type_of_key
-from andrea.runtime.program import module_command, module_environment
+from andrea.runtime.program import module_command, module_environment, typed_command
 
 SWITCHES = ("-m", "--multirun")
 INTERRUPTED = (129, 130, 143)
@@ -61,6 +63,8 @@ def sweep(argv: list[str]) -> int:
     runs = [SweepRun(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
     if not runs:
         raise UserError(f"the sweep makes no run: {' '.join(f'{key}={typed[key]}' for key in varied)} has no values")
+    for line in result_lines(Path(typed.get("runs_dir", "runs")), group, varied):
+        print(line)
     return report(runs)
 
 
@@ -152,6 +156,24 @@ def run_name(own: list[str], group: str) -> str:
     parts = [word.partition("=") for word in own]
     others = [f"{key.rpartition('.')[2]}={value}" for key, _, value in parts if key not in ("model", "seed")]
     return "-".join(["{model}", "{tokens}", "seed{seed}", *others, group]).replace("/", "_")
+
+
+def result_lines(runs_dir: Path, group: str, varied: list[str]) -> list[str]:
+    """The best run of a sweep, if all runs were judged on the same text, and the command that compares the runs."""
+    from andrea.insight.runs import read_row
+    from andrea.training.records.recognise import is_run_folder
+
+    folders = sorted(runs_dir.glob(f"*-{glob.escape(group)}"))  # run_name ends every name so
+    rows = [read_row(folder) for folder in folders if is_run_folder(folder)]
+    figures = {row.name: row.bits_per_byte for row in rows if row.bits_per_byte is not None}
+    if len(figures) < 2:
+        return []
+    lines = []
+    if not any(key.split(".")[0] in ("data", "tokenizer") for key in varied):
+        best = min(figures, key=lambda name: figures[name])
+        lines.append(f"sweep: fewest bits per byte: {best}, {figures[best]:.4f}")
+    place = f"{shlex.quote(str(runs_dir))}/*-{shlex.quote(group)}"
+    return [*lines, f"sweep: compare the runs: {typed_command('compare')} {place}"]
 
 
 def report(runs: list[SweepRun]) -> int:

@@ -5,7 +5,7 @@ from andrea.config.errors import UserError
 from andrea.config.group_files import CONFIGS, group_config, group_values
 from andrea.config.keys import lay_over, nearest, with_current_keys, with_missing_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
-from andrea.config.parse import parse, to_plain
+from andrea.config.parse import as_typed, parse, to_plain
 from andrea.config.schema import (
     AttentionConfig,
     CompareConfig,
@@ -50,6 +50,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "UserError",
+    "as_typed",
     "folder_name",
     "group_config",
     "group_values",

@@ -203,6 +203,10 @@ def check_sample(config: SampleConfig, path: str) -> None:
         raise UserError(
             "prompts=FILE writes one text for each line of the file; leave out prompt, num_samples and interactive"
         )
+    if config.out is not None and config.interactive:
+        raise UserError(
+            "out=FILE holds the texts of prompt or prompts; leave out interactive, or redirect its output: > FILE"
+        )
     if config.top_p == 0:
         raise UserError(
             "top_p=0 leaves no token to choose; use a number above 0, or temperature=0 for the likeliest token"

@@ -7,6 +7,7 @@ choices inherit its values (`defaults: [NAME, _self_]`) and hold only what diffe
 from __future__ import annotations
 
 import importlib.resources
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def check_choice(group: str, choice: str) -> None:
     """Raises UserError if GROUP=CHOICE names no file."""
     names = choices(group)
     if choice not in names:
-        raise UserError(f"{group}={choice} is not known; allowed: {', '.join(names)}{nearest(choice, names)}")
+        own = "; your own text is given as data=text data.path=…" if group == "data" and os.path.exists(choice) else ""
+        raise UserError(f"{group}={choice} is not known; allowed: {', '.join(names)}{own or nearest(choice, names)}")
 
 
 def own_values(group: str, choice: str) -> dict[str, Any]:

@@ -175,6 +175,11 @@ def describe(hint: Any) -> str:
     return names.get(hint, "a group of keys" if dataclasses.is_dataclass(hint) else "a list")
 
 
+def as_typed(value: Any) -> str:
+    """A value of the configuration, written as on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def to_plain(config: Any) -> dict:
     """The dataclass as plain mappings, lists and numbers, as config.yaml and wandb hold it.
 

@@ -243,6 +243,7 @@ class SampleConfig:
     runs_dir: PathText
     prompt: Text
     prompts: PathText | None
+    out: PathText | None
     max_new_tokens: PositiveInteger
     temperature: NonNegativeNumber
     top_k: PositiveInteger | None

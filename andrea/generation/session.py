@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.kernels.decode_cpp import library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
-from andrea.runtime.files import lines_of
+from andrea.runtime.files import check_writable, lines_of, replace_text, storing
 from andrea.runtime.own_parts import allowing
 from andrea.runtime.streams import raise_output_failure
 from andrea.text.tokenizer import Tokenizer
@@ -35,6 +36,9 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
 
     Ctrl-C ends the text that is being written, and the command. An interactive session ends at a second Ctrl-C.
     """
+    out = None if config.out is None else Path(config.out)
+    if out is not None:
+        check_writable(out)
     prompt = read_prompt(config.prompt)
     checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
     tokenizer = checkpoint.tokenizer()
@@ -48,11 +52,11 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     request = request_of(config)
     with contextlib.suppress(ReaderEnded):
         if config.prompts is not None:
-            show_texts(prompts, engine.stream_all(tokens, request))
+            show_texts(prompts, engine.stream_all(tokens, request), out)
         elif config.interactive:
             answer_lines(engine, prompt, request)
         else:
-            show_samples(engine, prompt, tokens[0], request)
+            show_samples(engine, prompt, tokens[0], request, out)
     return 0
 
 
@@ -143,37 +147,42 @@ def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: st
     quality = "not validated yet" if bits_per_byte is None else f"validation {bits_per_byte:.4f} bits per byte"
     return (
         f"{checkpoint.path}\n"
-        f"{model.config.name}, {n_parameter / 1e6:.1f}M parameters · step {checkpoint.step} · {quality} · "
+        f"{model.config.name}, {n_parameter:,} parameters · step {checkpoint.step} · {quality} · "
         f"tokenizer {tokenizer.identity} · {where}"
     )
 
 
-def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Request) -> None:
-    show_texts([prompt] * request.num_samples, engine.stream(tokens, request))
+def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Request, out: Path | None = None) -> None:
+    show_texts([prompt] * request.num_samples, engine.stream(tokens, request), out)
 
 
-def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken]) -> None:
+def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path | None = None) -> None:
     """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
 
     After Ctrl-C, the generated part of every text is shown. Then KeyboardInterrupt is raised again.
+    out: a file that receives the texts too.
     """
     is_labelled = len(prompts) > 1
-    waiting = [""] * len(prompts)
+    texts = [""] * len(prompts)
     interrupt = None
     tell(label(0) if is_labelled else "")
     show(prompts[0])
     try:
         for token in tokens:
+            texts[token.sample] += token.text
             if token.sample == 0:
                 show(token.text)
-            else:
-                waiting[token.sample] += token.text
     except KeyboardInterrupt as raised:
         interrupt = raised
     show("\n")
     for index in range(1, len(prompts)):
         tell(label(index))
-        show(prompts[index] + waiting[index] + "\n")
+        show(prompts[index] + texts[index] + "\n")
+    if out is not None:
+        records = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in zip(prompts, texts, strict=True)]
+        with storing(out, of_run=False):
+            replace_text(out, "".join(record + "\n" for record in records))
+        tell(f"written: {out}\n")
     if interrupt is not None:
         raise interrupt
 

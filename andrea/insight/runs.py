@@ -11,7 +11,7 @@ from typing import Any
 
 from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.config import RunsConfig, UserError
-from andrea.insight.compare.runs import is_number, result_of, stored_numbers
+from andrea.insight.compare.runs import NOT_RUNS, is_number, result_of, stored_numbers
 from andrea.insight.compare.table import NO_FIGURE, terminal_table
 from andrea.runtime.files import is_locked
 from andrea.runtime.program import typed_command
@@ -21,7 +21,6 @@ from andrea.training.records.recognise import config_of, is_run_folder
 from andrea.training.records.run_folder import read_lines
 
 HEADS = ["run", "model", "params", "step", "bits/byte", "state", "last record"]
-NOT_RUNS = ("wandb", "sweeps")  # folders that training itself makes beside the runs
 ANY_WIDTH = sys.maxsize  # of the terminal: a name stays whole, because other commands take it
 
 

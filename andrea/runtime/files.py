@@ -21,6 +21,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
+from andrea.config.errors import UserError
+
 UNFINISHED = ".writing-"  # the first characters of every staging name
 
 
@@ -104,6 +106,15 @@ def replace_text(path: Path, text: str) -> None:
     """Replace the content of `path` atomically by `text` in UTF-8. Raises OSError."""
     with replacing(path) as staging:
         staging.write_text(text, encoding="utf-8")
+
+
+def check_writable(out: Path) -> None:
+    """Raises UserError if `out` cannot be written. Called before anything is computed."""
+    folder = out.parent
+    if not folder.is_dir():
+        raise UserError(f"out={out}: there is no folder {str(folder)!r}; create it, or name another file with out=…")
+    if out.is_dir() or not os.access(out if out.exists() else folder, os.W_OK):
+        raise UserError(f"out={out} cannot be written; name another file with out=…")
 
 
 def flush_to_disk(path: Path) -> None:

@@ -65,6 +65,8 @@ def prepare(
             meta_of_shards[folder.path] = verify_shards(source, existing, report)
         elif not folder.path.exists():
             report(f"{source.name}: reading {source.summary()}")
+            if source.reads_only_python:
+                report(f"{source.name}: only Python files are read; data=text reads all text files of {source.root}")
             usable_bytes[folder.path] = source.check(report)
     with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
         missing = [folder for folder in folders if not folder.path.exists()]  # another process may have made some

@@ -56,6 +56,7 @@ class Source:
         """key: the configuration key that messages name. Raises UserError if `path` does not exist or has no text file."""
         self.name, self.kind, self.key, self.selection = name, kind, key, selection
         self.root = path if path is not None else Path(sysconfig.get_paths()["stdlib"])
+        self.reads_only_python = kind == "pystdlib" and path is not None and path.is_dir()  # of a folder of the user
         if not os.path.exists(self.root):
             raise UserError(f"{key}={self.root} does not exist; name a file or a folder")
         try:

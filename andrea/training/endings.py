@@ -10,6 +10,7 @@ import torch
 from andrea.checkpoint import checkpoints_of, result_path, step_of
 from andrea.config import RunConfig
 from andrea.runtime.device import peak_memory_bytes
+from andrea.runtime.own_parts import is_own
 from andrea.runtime.program import typed_command, typed_words
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
@@ -62,10 +63,15 @@ class Endings:
         if step.ranks.is_rank_0:
             self.show_result(result)
         train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
-        resume = f"{train} {typed_words(name=checkpoints.folder.name, resume='auto')}"
-        sample = f"{typed_command('sample')} {typed_words(checkpoint=result)}"
+        resume = f"{train} {typed_words(name=checkpoints.folder.name, resume='auto', **self.trust())}"
+        sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **self.trust())}"
         console.say(f"next: {sample}" if done else f"continue with: {resume}")
         return 0 if done else self.stopping.exit_code
+
+    def trust(self) -> dict[str, str]:
+        """The word that a command needs to import the user's own classes that this run uses."""
+        named = self.config.attention.compatibility, self.config.model.mlp
+        return {"trust": "true"} if any(map(is_own, named)) else {}
 
     def reason(self, done: bool) -> str:
         """The words on train.max_minutes in the run's last line; empty if it did not decide when the run ended."""
@@ -119,6 +125,6 @@ class Endings:
         self.records.log({"event": "failed", "health/failed": names, "val/bpb": progress.val_bpb, "checkpoint": path})
         console.stop()
         console.say(f"error: stopped at step {progress.step} of {progress.planned_steps}: {names} · {path}")
-        words = typed_words(name=checkpoints.folder.name, resume="auto")
+        words = typed_words(name=checkpoints.folder.name, resume="auto", **self.trust())
         console.say(f"continue anyway: {typed_command('train')} {words} health.on_failure=warn")
         return 4

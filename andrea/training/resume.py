@@ -28,6 +28,7 @@ from andrea.config import (
     RunConfig,
     TokenizerConfig,
     UserError,
+    as_typed,
     lay_over,
     parse,
     to_plain,
@@ -41,6 +42,7 @@ from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import saved_shapes
 from andrea.training.parallel.saver import Saver
 from andrea.training.planning.settle import (
+    INTERVALS,
     describe_rate,
     remembered_auto,
     settle_again,
@@ -51,8 +53,9 @@ from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
 from andrea.training.records.run_folder import read_lines
 
-# Keys that a resumed run may not change: with other values it would be a different run.
-FIXED = ("model", "attention.compatibility", "data.kind", "data.path", "data.sources", "data.files", "data.include",
+# Keys that a resumed run may not change: with other values it would be a different run. The paths of the text may change,
+# because text is recognised by its fingerprint: a run may continue on a machine where the same text has another path.
+FIXED = ("model", "attention.compatibility", "data.kind", "data.sources", "data.files", "data.include",
          "data.exclude", "data.field", "tokenizer", "seed", "optimizer.kind", "train.tokens_per_step")  # fmt: skip
 # Settings of the command, not of the run: never taken from the saved configuration.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
@@ -144,7 +147,9 @@ def is_done(checkpoint: Checkpoint, steps: int) -> bool:
 
 def show_done(checkpoint: Checkpoint, steps: int) -> None:
     consolidate(checkpoint.path)  # in case the run was interrupted at its very end
-    print(f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}")
+    print(
+        f"already done: {checkpoint.path} is step {checkpoint.step} of {steps}; a larger train.steps=N extends the run"
+    )
 
 
 def show_resume(
@@ -240,7 +245,7 @@ def merge(
 
     A typed group replaces the saved group key by key, with two exceptions. If a key is `auto` in the typed group, the
     saved value stays. If the saved configuration is older than a key, that key gets the value that matches the old
-    behaviour.
+    behaviour. An interval that becomes `auto` again gets no line, because show_resume prints its new value.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     left_auto: keys that become `auto` again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
@@ -265,12 +270,18 @@ def merge(
     merged, before = lay_over({}, after), newer | before
     changed = differing(before, after)
     for key in sorted(changed):
-        if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
+        if is_fixed(key):
             raise UserError(
                 f"{key}={after[key]} cannot replace {key}={before.get(key)} of the run to resume; leave {key} out, "
                 f"or start a new run from its weights with init_from=…"
             )
-    return merged, [f"{key}: {before.get(key)} → {after[key]}" for key in sorted(changed)]
+    told = sorted(changed - {key for key in INTERVALS if key in again})  # show_resume has a line for the intervals
+    return merged, [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
+
+
+def is_fixed(key: str) -> bool:
+    is_path = key == "data.path" or (key.startswith("data.sources.") and key.endswith(".path"))
+    return not is_path and any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:

@@ -35,7 +35,7 @@ from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
 from andrea.training.planning.pace.time_budget import describe_length, make_time_budget
-from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text
+from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text, planned_epochs
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
@@ -113,6 +113,8 @@ def start(
         console.say(line)
     set_up_process(resolved.config, machine, console)
     weights = ranks.rank_0_first(lambda: starting_weights(resolved.config, corpus, checkpoint))
+    if weights is not None:
+        console.say(f"weights: {config.init_from} (init_from)")
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
@@ -183,7 +185,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     if setup.run_page and ranks.is_rank_0:
         loggers.append(setup.run_page(folder))
     records = Records(loggers, console, RunLog(folder), progress, setup.watchdog)
-    health = make_health(config, corpus, loader, checkpoint)
+    health = make_health(config, corpus, loader, checkpoint, planned_epochs(config, setup.left_auto, corpus))
     step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)
     trainer = Trainer(

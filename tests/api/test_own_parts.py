@@ -116,6 +116,7 @@ def state_of(place: Path, step: int) -> dict:
 
 def test_trained_saved_resumed_sampled_and_in_the_lens(train, place: Path, script, capsys) -> None:
     assert train(*SHORT, *OWN) == 0
+    assert capsys.readouterr().out.rstrip().endswith("trust=true")  # the printed command works as it stands
     state = state_of(place, 2)
     sha256 = file_sha256(place / "my_module.py")
     assert state["own_parts"] == {"my_module.Tempered": sha256, "my_module.Gated": sha256}

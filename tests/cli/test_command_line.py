@@ -123,6 +123,7 @@ def test_a_bug_keeps_its_traceback() -> None:
         ("batch_size", r"did you mean train.tokens_per_step=… or train.micro_batch=…\?$"),
         ("zzz", "key=value; --help lists the keys$"),
         (__file__, "your own text is given as data=text data.path=…"),
+        (f"data={__file__}", "your own text is given as data=text data.path=…"),
     ],
 )
 def test_words_that_are_refused(word: str, message: str) -> None:
@@ -166,7 +167,9 @@ def test_a_key_without_an_equals_sign_is_shown_with_it(word: str) -> None:
 
 
 def test_a_text_without_its_key_is_told_the_key() -> None:
-    with pytest.raises(UserError, match="'once upon' is not of the form key=value; a text is given as prompt=…"):
+    with pytest.raises(
+        UserError, match="'once upon' is not of the form key=value; a text is given as prompt=…, a run as checkpoint=…"
+    ):
         read(SampleConfig, ["once upon"])
 
 

@@ -24,6 +24,9 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     words = tiny_words(tmp_path, notes, "train.steps=1,0,2", "seed=7", "logger.group=mine", "train.sample_tokens=0")
     code, out, _ = run_script(script("train"), ["-m", *words], capfd)
     assert code == 2 and out.splitlines()[-1] == "sweep: 2 of 3 runs done; failed: train.steps=0 (exit code 2)"
+    best = "sweep: fewest bits per byte: andrea-nano-512-seed7-steps=2-mine, "
+    assert out.splitlines()[-3].startswith(best)
+    assert out.splitlines()[-2].endswith(f" compare {tmp_path / 'runs'}/*-mine")
     runs = {path.parent.name: yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/config.yaml")}
     assert sorted(runs) == [f"andrea-nano-{tokens}-seed7-steps={n}-mine" for tokens, n in ((256, 1), (512, 2))]
     assert {config["logger"]["group"] for config in runs.values()} == {"mine"}

@@ -87,10 +87,10 @@ def test_names_of_other_programs_lead_to_keys_and_are_no_keys(kind: type) -> Non
 @pytest.mark.parametrize(
     ("kind", "typed", "meant"),
     [
-        (RunConfig, "optimizer.lr", "optimizer.learning_rate"),
-        (RunConfig, "train.learning_rate", "optimizer.learning_rate"),
-        (RunConfig, "--learning-rate", "optimizer.learning_rate"),
-        (RunConfig, "--lr", "optimizer.learning_rate"),
+        (RunConfig, "optimizer.lr", "optimizer.learning_rate or optimizer.matrix_learning_rate"),
+        (RunConfig, "train.learning_rate", "optimizer.learning_rate or optimizer.matrix_learning_rate"),
+        (RunConfig, "--learning-rate", "optimizer.learning_rate or optimizer.matrix_learning_rate"),
+        (RunConfig, "--lr", "optimizer.learning_rate or optimizer.matrix_learning_rate"),
         (RunConfig, "batch_size", "train.tokens_per_step or train.micro_batch"),
         (RunConfig, "train.global_batch_size", "train.tokens_per_step"),
         (RunConfig, "eval.interval", "train.eval_every"),
@@ -98,7 +98,10 @@ def test_names_of_other_programs_lead_to_keys_and_are_no_keys(kind: type) -> Non
         (RunConfig, "path", "data.path or tokenizer.path"),
         (RunConfig, "train.setps", "train.steps"),
         (SampleConfig, "--prompt", "prompt"),
+        (RunConfig, "finetune", "init_from"),
+        (RunConfig, "minutes", "train.max_minutes"),
         (SampleConfig, "model", "checkpoint"),
+        (SampleConfig, "greedy", "temperature"),
         (LensConfig, "--prompt", "prompt"),
     ],
 )

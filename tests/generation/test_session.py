@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import re
 import signal
 import subprocess
@@ -37,7 +38,7 @@ def write(runs: Path, **state) -> Path:
 def config_of(runs: Path, **changes) -> SampleConfig:
     defaults = SampleConfig(
         checkpoint=None, runs_dir=Text(runs), prompt=Text("def "), max_new_tokens=5, temperature=0.0, top_k=None,
-        top_p=None, min_p=None, repetition_penalty=1.0, prompts=None, lookahead=0, num_samples=1, seed=1, stop=[],
+        top_p=None, min_p=None, repetition_penalty=1.0, prompts=None, out=None, lookahead=0, num_samples=1, seed=1, stop=[],
         interactive=False, device="cpu",
         threads=1, precision="fp32", compile="off",
     )  # fmt: skip
@@ -99,6 +100,31 @@ def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
     for lookahead in (0, 3):
         text, told = output(dataclasses.replace(config, lookahead=lookahead), capsys)
         assert text == "def aaaaa\nclass A:aaaaa\n" and told.endswith("\n\n--- sample 1 ---\n--- sample 2 ---\n")
+
+
+@pytest.mark.parametrize("given", ["prompts", "samples"])
+def test_the_texts_are_also_written_to_a_file(tmp_path, capsys, given):
+    """Each text stands apart there, also one of several lines."""
+    write(tmp_path)
+    (tmp_path / "prompts.txt").write_text("one\nzwölf\n")
+    out = tmp_path / "texts.jsonl"
+    more = {"prompts": Text(tmp_path / "prompts.txt"), "prompt": Text("")} if given == "prompts" else {"num_samples": 2}
+    shown, _ = output(config_of(tmp_path, out=Text(out), max_new_tokens=3, **more), capsys)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    begun = ["one", "zwölf"] if given == "prompts" else ["def ", "def "]
+    assert records == [{"prompt": prompt, "text": "aaa"} for prompt in begun]
+    assert shown == "".join(prompt + "aaa\n" for prompt in begun)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(UserError, match="out=.*there is no folder"):
+        sample(
+            config_of(tmp_path / "no-runs", out=Text(tmp_path / "absent" / "x.jsonl")),
+            torch.device("cpu"),
+            torch.float32,
+        )
+    with pytest.raises(UserError, match="out=FILE.*leave out interactive"):
+        parse(SampleConfig, to_plain(config_of(tmp_path, out=Text("x"), interactive=True)))
 
 
 def test_a_prompt_ends_at_a_newline_alone(tmp_path, capsys, monkeypatch):

@@ -148,6 +148,7 @@ def test_weights_bring_their_model_and_their_tokenizer(notes: Path, tmp_path: Pa
     run = tmp_path / "runs" / "a"
     for number, named in enumerate(("a", str(run), str(run / "checkpoints" / "best"), str(checkpoints_of(run)[-1]))):
         assert train([*words, f"name=b{number}", f"init_from={named}"]) == 0
+    assert f"\nweights: {checkpoints_of(run)[-1]} (init_from)\n" in capsys.readouterr().out
     before, after = (newest_whole(path).state for path in (run, tmp_path / "runs" / "b1"))
     for group, key in (("model", "n_layer"), ("model", "sequence_length"), ("attention", "window")):
         assert before["config"][group][key] == after["config"][group][key]

@@ -42,6 +42,14 @@ def test_the_split_of_the_standard_library_is_the_documented_one() -> None:
     assert megabytes[0] > 5 * megabytes[1] > 0
 
 
+def test_pystdlib_says_that_it_reads_only_the_python_files_of_a_folder_of_the_user(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"a.py": b"a = 1\n" * 90, "b.md": b"# b\n" * 90})
+    assert Source("pystdlib", "pystdlib", folder).reads_only_python
+    assert not Source("text", "text", folder).reads_only_python
+    assert not Source("pystdlib", "pystdlib", folder / "a.py").reads_only_python
+    assert not Source("pystdlib", "pystdlib", None).reads_only_python
+
+
 def test_the_hash_of_the_relative_path_decides(tmp_path: Path) -> None:
     source = Source("s", "text", folder_of(tmp_path, many(60)))
     val = {name for name in many(60) if hashlib.sha256(name.encode()).digest()[0] < 26}

@@ -204,6 +204,36 @@ def test_the_data_are_named_before_they_are_prepared(run: Path, tmp_path: Path, 
     assert f"  data: text {elsewhere}\n" in capsys.readouterr().out
 
 
+def test_a_run_continues_where_the_same_text_has_another_path(tmp_path: Path, notes: Path, tiny_run, capsys) -> None:
+    """As on another machine: run folder, text and prepared tokens are all somewhere else."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(notes, here)
+    words = ["data=text", "train.steps=4"]
+    assert tiny_run("name=a", f"data.path={here}", *words) == 0
+    here.rename(there)
+    assert tiny_run("name=a", "resume=auto", "train.steps=6", f"data.path={there}") == 0
+    assert f"changed data.path: {here} → {there}" in capsys.readouterr().out
+    (there / "more.txt").write_text("another text " * 500)
+    with pytest.raises(UserError, match="the data differ"):
+        tiny_run("name=a", "resume=auto", "train.steps=8", f"data.path={there}")
+
+
+def test_the_paths_of_a_mixture_may_change_and_nothing_else_of_it() -> None:
+    mixture = {"kind": "mixture", "path": None, "sources": {"a": {"kind": "text", "path": "old", "weight": 1}}}
+    saved, moved = SAVED | {"data": mixture}, {"kind": "text", "path": "new", "weight": 1}
+    composed = COMPOSED | {"data": mixture | {"sources": {"a": moved}}}
+    assert merge(saved, composed, {}, {"data.sources": {"a": moved}})[1] == ["data.sources.a.path: old → new"]
+    composed["data"]["sources"]["a"]["weight"] = 2
+    with pytest.raises(UserError, match="data.sources.a.weight=2 cannot replace"):
+        merge(saved, composed, {}, {"data.sources": {"a": moved}})
+
+
+def test_a_finished_run_says_how_it_is_extended(tiny_run, capsys) -> None:
+    assert tiny_run("name=a", "train.steps=4") == 0
+    assert tiny_run("name=a", "resume=auto") == 0
+    assert capsys.readouterr().out.endswith("is step 4 of 4; a larger train.steps=N extends the run\n")
+
+
 # -------------------------------------------------------------------------------------------- restarts by torchrun
 
 

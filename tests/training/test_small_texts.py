@@ -123,7 +123,7 @@ def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeyp
     monkeypatch.setattr(small_text_module, "FEWEST_JUDGED_TOKENS", 50)
     lines = planned("a")
     plan = next(line for line in lines if line.startswith("small text: "))
-    assert "which the 700 steps of andrea-nano would read" in plan and "planned 17 steps, 2.5 epochs" in plan
+    assert "which the 700 steps of andrea-nano would read" in plan and "planned 17 steps, 2.5" in plan
     records = read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")
     evaluations = {record["step"]: record for record in records if "val/loss" in record and "event" not in record}
     assert list(evaluations) == [2, 4, 6, 8, 10, 12, 14, 16, 17]
@@ -157,6 +157,16 @@ def test_the_planned_length_by_hand() -> None:
     assert planned_steps(n, tokens_per_step=2048) == pytest.approx(5.25 * n / 2048, abs=1.01)
     assert planned_steps(n, tokens_per_step=16 * 1024) == pytest.approx(2 * 5.25 * n / (16 * 1024), abs=1.01)
     assert [planned_steps(9, warmup_steps) for warmup_steps in (0, 1, 5, 40)] == [1, 2, 10, 80]
+
+
+def test_the_epochs_that_the_program_plans_are_no_finding(planned, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(small_text_module, "EPOCHS", 15.0)
+    lines = planned("a")
+    assert float(re.search(r", ([\d.]+) epochs", next(line for line in lines if "of 256 tokens" in line))[1]) > 4
+    assert "many_epochs" not in "\n".join(lines)
+    planned("b", "train.steps=40", "train.eval_every=20")
+    found = [each["finding"] for each in read_lines(tmp_path / "runs" / "b" / "health.jsonl")]
+    assert "many_epochs" in found
 
 
 def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.config import ModelConfig
-from andrea.insight.compare.differences import as_typed, comparability_warnings, differences
+from andrea.config import ModelConfig, as_typed
+from andrea.insight.compare.differences import comparability_warnings, differences
 from andrea.insight.compare.line_styles import LineStyle, line_styles
 from andrea.insight.compare.runs import Run
 from andrea.insight.compare.scaling.fit import count
@@ -43,12 +43,24 @@ class Comparison:
     @property
     def notes(self) -> list[str]:
         """Lines on unfinished runs, which the table marks with '*', and on runs whose best evaluation is not the last."""
-        return [f"* {run.name}: {run.progress}" for run in self.runs if not run.finished] + [
-            f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last evaluation, at "
-            f"step {run.validation[-1]['step']:,}, has {run.validation[-1]['val/bpb']:.4f} bits per byte"
-            for run in self.runs
-            if run.result["step"] != run.validation[-1]["step"]
-        ]
+        return (
+            [f"* {run.name}: {run.progress}" for run in self.runs if not run.finished]
+            + [
+                f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last evaluation, at "
+                f"step {run.validation[-1]['step']:,}, has {run.validation[-1]['val/bpb']:.4f} bits per byte"
+                for run in self.runs
+                if run.result["step"] != run.validation[-1]["step"]
+            ]
+            + self.best
+        )
+
+    @property
+    def best(self) -> list[str]:
+        """A line that names the run with the fewest bits per byte; none if there is one run, or if the texts differ."""
+        if len(self.runs) == 1 or len({run.checkpoint.fingerprint for run in self.runs}) > 1:
+            return []
+        best = min(self.runs, key=lambda run: run.bpb)
+        return [f"fewest bits per byte: {best.name}, {best.bpb:.4f}"]
 
     @property
     def difference_rows(self) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from andrea.config import as_typed
 from andrea.insight.compare.runs import Run
 
 # Configuration keys that do not affect training.
@@ -30,11 +31,6 @@ def flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             found.append((prefix + str(key), value))
     return found
-
-
-def as_typed(value: Any) -> str:
-    """A value of the configuration, written as on the command line."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def comparability_warnings(runs: list[Run]) -> list[str]:

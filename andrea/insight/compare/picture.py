@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from andrea.insight.compare.line_styles import LineStyle
 from andrea.insight.compare.runs import Run
+from andrea.insight.compare.table import shorten_names
 from andrea.runtime.files import replacing, storing
 from andrea.runtime.streams import printable
 from andrea.training.records.format import format_number
@@ -19,6 +20,8 @@ AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of tr
 METRICS = {"val/loss": "loss, nats per token", "val/bpb": "validation, bits per byte"}
 MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}  # matplotlib's names
 LEGEND_ENTRY_PIXELS = 420
+LEGEND_CHARACTERS = 54  # that fit into LEGEND_ENTRY_PIXELS
+LEAST_NAME = 12  # characters of a run's name in the legend
 
 
 def draw_picture(path: Path, runs: list[Run], styles: list[LineStyle], width: int, height: int) -> None:
@@ -36,16 +39,24 @@ def draw_picture(path: Path, runs: list[Run], styles: list[LineStyle], width: in
     n_columns = max(1, width // LEGEND_ENTRY_PIXELS)
     numbers = [str(number) for number in range(len(runs))]  # replaced: a label that begins with "_" would be left out
     legend = figure.legend(lines, numbers, loc="outside lower center", ncols=n_columns, fontsize=9, frameon=False)
-    for text, run in zip(legend.get_texts(), runs, strict=True):
+    for text, entry in zip(legend.get_texts(), legend_texts(runs), strict=True):
         text.set_parse_math(False)  # a name is not a formula
-        text.set_text(legend_text(run))
+        text.set_text(entry)
     with storing(path, of_run=False), replacing(path) as staging:
         FigureCanvasAgg(figure).print_png(str(staging))
 
 
-def legend_text(run: Run) -> str:
-    name = f"{printable(run.name)} · {printable(run.model)}"
-    return f"{name}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens"
+def legend_texts(runs: list[Run]) -> list[str]:
+    """One line for each run. Long names are shortened, so that the legend fits into the picture."""
+    facts = [
+        f" · {printable(run.model)}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens"
+        for run in runs
+    ]
+    width = max(LEAST_NAME, LEGEND_CHARACTERS - max(map(len, facts)))
+    return [
+        name + fact
+        for name, fact in zip(shorten_names([printable(run.name) for run in runs], width), facts, strict=True)
+    ]
 
 
 def draw_panel(panel, runs: list[Run], styles: list[LineStyle], metric: str, axis: str) -> list[Line2D]:

@@ -118,6 +118,9 @@ class Run:
         return f"at step {self.step:,} of {self.config['train']['steps']:,}{behind}"
 
 
+NOT_RUNS = ("wandb", "sweeps")  # folders that training itself makes beside the runs
+
+
 def find_run_folders(paths: list[str], runs_dir: str = "runs") -> list[Path]:
     """The run folders among `paths` and directly inside `paths`, each once. A path may be a run's name in `runs_dir`.
 
@@ -125,6 +128,8 @@ def find_run_folders(paths: list[str], runs_dir: str = "runs") -> list[Path]:
     """
     found: list[Path] = []
     for typed in paths:
+        if len(paths) > 1 and Path(typed).name in NOT_RUNS:  # a glob such as runs/* names them too
+            continue
         path = next((path for path in (Path(typed), Path(runs_dir) / typed) if path.is_dir()), None)
         if path is None:
             names = [child.name for child in runs_inside(Path(runs_dir))]

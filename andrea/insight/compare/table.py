@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,12 +56,35 @@ def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(heads) - 1)))
 
+    names = shorten_names([row[0] for row in rows], widths[0])
+    widths[0] = max([widths[0], *map(len, names)])
+    rows = [[name, *row[1:]] for name, row in zip(names, rows, strict=True)]
+
     def line(cells: list[str]) -> str:
-        first = f"{shorten_in_middle(cells[0], widths[0]):<{widths[0]}}"
+        first = f"{cells[0]:<{widths[0]}}"
         rest = [f"{cell:>{size}}" for cell, size in zip(cells[1:], widths[1:], strict=True)]
         return "  ".join([first, *rest]).rstrip()
 
     return "\n".join([line(heads), *(line(row) for row in rows)])
+
+
+def shorten_names(names: list[str], width: int) -> list[str]:
+    """The names in at most `width` characters each. Names that would look alike show the part in which they differ.
+
+    Names that still look alike stay whole.
+    """
+    shown = [shorten_in_middle(name, width) for name in names]
+    alike = [name for name, short in zip(names, shown, strict=True) if shown.count(short) > names.count(name)]
+    if not alike:
+        return shown
+    start = len(os.path.commonprefix(alike))
+    end = min(len(os.path.commonprefix([name[::-1] for name in alike])), min(map(len, alike)) - start)
+    parts = {name: name[: len(name) - end][-(width - 2) :] for name in alike}
+    is_distinct = len(set(parts.values())) == len(parts)
+    return [
+        short if name not in parts else f"…{parts[name]}…" if is_distinct else name
+        for name, short in zip(names, shown, strict=True)
+    ]
 
 
 def shorten_in_middle(text: str, width: int) -> str:

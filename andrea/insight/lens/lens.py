@@ -6,7 +6,6 @@ T tokens, L layers, H heads.
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from andrea.insight.lens.scores import score_layer, stack_layers, targets_of
 from andrea.insight.lens.token_text import token_texts
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
-from andrea.runtime.files import replacing
+from andrea.runtime.files import check_writable, replacing
 from andrea.runtime.own_parts import allowing
 from andrea.text.tokenizer import Tokenizer
 
@@ -62,15 +61,6 @@ def lens(config: LensConfig, device: torch.device) -> int:
         summary = write_page(out, model, tokenizer, tokens, chosen, source)
     print(summary)
     return 0
-
-
-def check_writable(out: Path) -> None:
-    """Raises UserError if `out` cannot be written. Called before anything is computed."""
-    folder = out.parent
-    if not folder.is_dir():
-        raise UserError(f"out={out}: there is no folder {str(folder)!r}; create it, or name another file with out=…")
-    if out.is_dir() or not os.access(out if out.exists() else folder, os.W_OK):
-        raise UserError(f"out={out} cannot be written; name another file with out=…")
 
 
 def choose_heads(patterns: list[str], n_layer: int, n_head: int) -> list[Head]:
@@ -123,7 +113,7 @@ def named_heads(measurements: Measurements) -> str:
         f"{layer}.{head} {', '.join(titles[score] for score in scores)}"
         for (layer, head), scores in measurements.named.items()
     ]
-    return "; ".join(heads) or "none"
+    return "; ".join(heads) or "none reaches a threshold; the page shows the highest score of each pattern"
 
 
 def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int]) -> str:

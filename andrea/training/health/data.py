@@ -172,14 +172,16 @@ class DataCheck(Check):
             return {}
         steps = best["step"] if rises else int(evidence.step * min(1, self.config.epochs / epochs))
         decay = 2 * self.run.optimizer.weight_decay or 0.1
+        # A run as short as its warm-up would end before it has learned anything.
+        is_longer = steps > self.run.optimizer.warmup_steps
+        shorter = remedy_settings(f"train.steps={steps}") + " or " if is_longer else ""
         found = f"rose from {best['val']:.3f} at step {best['step']} to" if rises else "is"
         limit = "" if rises else f", not below ln V = {uniform:.3f}, the loss of a uniform guess,"
         return {
             "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: health.overfit_nats="
             f"{self.config.overfit_nats:g}) while the training loss fell to {train:.3f}, after {epochs:.1f} "
             f"epochs; the best evaluation is the result of the run (checkpoints/best). To end near the best "
-            f"evaluation, add text, or {remedy_settings(f'train.steps={max(1, steps)}')} or "
-            f"{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
+            f"evaluation, add text, or {shorter}{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
         }
 
     def state(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Each check is a class in its own module, which also lists its findings.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -87,8 +88,16 @@ class Health:
         }  # a version may drop one
 
 
-def make_health(run: RunConfig, corpus: Corpus, loader: Loader, checkpoint: Checkpoint | None) -> Health:
-    """The health of a run, with the state that `checkpoint` saved if one is given."""
+def make_health(
+    run: RunConfig, corpus: Corpus, loader: Loader, checkpoint: Checkpoint | None, planned_epochs: float = 0.0
+) -> Health:
+    """The health of a run, with the state that `checkpoint` saved if one is given.
+
+    planned_epochs: the epochs that the program itself has planned. To read the text so often is no finding.
+    """
+    run = dataclasses.replace(
+        run, health=dataclasses.replace(run.health, epochs=max(run.health.epochs, planned_epochs))
+    )
     reference = None
     if run.health.samples and run.train.sample_tokens:
         held_out = [source.val for source in corpus.sources]

@@ -12,13 +12,13 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision
 from andrea.training.float8 import check_float8
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.machine import CARD, CARD_BYTES, GIB, USABLE_SHARE, Placement, free_bytes
+from andrea.training.planning.machine import CARD, CARD_BYTES, USABLE_SHARE, Placement, free_bytes
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
 from andrea.training.planning.pace.measured_pace import Mode, Pace, measured_pace
 from andrea.training.planning.parallel import sharing_that_fits
 from andrea.training.progress import Progress
-from andrea.training.records.format import format_duration
+from andrea.training.records.format import format_duration, format_memory
 
 SIMILAR_SIZE = 10.0  # largest ratio of FLOPs per token at which the speed of another model is a good estimate
 
@@ -47,10 +47,10 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
         ("FLOPs per token", f"{per_token:,} (forward and backward)"),
         (
             "memory",
-            f"{memory.total / GIB:.2f} GiB at the peak, micro-batch: {micro_batch} of {config.sequences_per_step} sequences",
+            f"{format_memory(memory.total)} at the peak, micro-batch: {micro_batch} of {config.sequences_per_step} sequences",
         ),
-        *((f"  {part}", f"{gib:.2f} GiB") for part, gib in parts_in_gib(memory).items()),
-        ("free memory", f"{free / GIB:.2f} GiB on {device}, {precision.value} ({precision.why})"),
+        *((f"  {part}", format_memory(n_byte)) for part, n_byte in bytes_of_parts(memory).items()),
+        ("free memory", f"{format_memory(free)} on {device}, {precision.value} ({precision.why})"),
         ("on 1 GPU of 80 GB", on_cards(config, n_vocab, 1)),
         ("on 8 GPUs of 80 GB", on_cards(config, n_vocab, 8)),
         ("tokens per step", f"{config.tokens_per_step:,}"),
@@ -130,7 +130,7 @@ def roughness(pace: Pace, flops_per_token: float) -> str:
 
 
 def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
-    """The layout of the run on `ranks` GPUs of 80 GB: sharing, micro-batch, and GiB per GPU by part."""
+    """The layout of the run on `ranks` GPUs of 80 GB: sharing, micro-batch, and memory per GPU by part."""
     precision = "bf16" if config.precision == "auto" else config.precision
     sharing = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks), CARD_BYTES)
     placement = Placement(CARD, precision, ranks, sharing.value == "fsdp" and ranks > 1)
@@ -138,15 +138,15 @@ def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
     memory = memory_of(config, n_vocab, micro_batch, placement)
     if memory.total > USABLE_SHARE * CARD_BYTES:
         return f"does not fit: {sharing.why}; train.activation_checkpointing=true needs less memory"
-    parts = " · ".join(f"{part} {gib:.1f}" for part, gib in parts_in_gib(memory).items())
+    parts = " · ".join(f"{part} {format_memory(n_byte)}" for part, n_byte in bytes_of_parts(memory).items())
     how = f"{sharing.value}, " if ranks > 1 else ""
-    return f"{how}{precision}, micro-batch: {micro_batch} sequences, {memory.total / GIB:.1f} GiB per GPU ({parts})"
+    return f"{how}{precision}, micro-batch: {micro_batch} sequences, {format_memory(memory.total)} per GPU ({parts})"
 
 
-def parts_in_gib(memory: Memory) -> dict[str, float]:
-    """GiB of each part that is not empty.
+def bytes_of_parts(memory: Memory) -> dict[str, int]:
+    """Bytes of each part that is not empty.
 
     The parts add up to more than the peak: activations and the optimizer step are not in memory at the same time.
     """
     parts = dataclasses.asdict(memory)
-    return {name.replace("_", " "): n_byte / GIB for name, n_byte in parts.items() if n_byte}
+    return {name.replace("_", " "): n_byte for name, n_byte in parts.items() if n_byte}

@@ -6,8 +6,9 @@ from andrea.config import RunConfig, UserError
 from andrea.runtime.device import Choice
 from andrea.runtime.program import typed_command
 from andrea.training.parallel.ranks import Ranks
-from andrea.training.planning.machine import CARD, GIB, USABLE_SHARE, Placement
+from andrea.training.planning.machine import CARD, USABLE_SHARE, Placement
 from andrea.training.planning.micro_batch import memory_of
+from andrea.training.records.format import format_memory
 
 
 def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
@@ -36,10 +37,12 @@ def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, fre
     """
     capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
     alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total
-    why = f"the whole model with one sequence needs {alone / GIB:.1f} GiB, and a rank may use {capacity / GIB:.1f} GiB"
+    why = (
+        f"the whole model with one sequence needs {format_memory(alone)}, and a rank may use {format_memory(capacity)}"
+    )
     if alone <= capacity:
         return Choice("ddp" if ranks > 1 else "none", why)
     sharded = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision, ranks, sharded=True)).total
     return Choice(
-        "fsdp", why + (f"; sharded over {ranks} ranks, it needs {sharded / GIB:.1f} GiB on each" if ranks > 1 else "")
+        "fsdp", why + (f"; sharded over {ranks} ranks, it needs {format_memory(sharded)} on each" if ranks > 1 else "")
     )

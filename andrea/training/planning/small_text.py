@@ -72,6 +72,13 @@ def is_planned_for_text(config: RunConfig, left_auto: Collection[str], corpus: C
     return is_length_auto(config, left_auto) and is_small
 
 
+def planned_epochs(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> float:
+    """The epochs of the length that the program itself chooses; 0 if the user gave the run a length."""
+    if not is_length_auto(config, left_auto):
+        return 0.0
+    return epochs_of(steps_for_text(config, corpus), config, corpus)
+
+
 def chooses_on_a_part(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> bool:
     """Whether the best evaluation is chosen on the first half of the held-out text, and judged on the rest."""
     held_out = sum(len(source.val) for source in corpus.sources)
@@ -86,7 +93,7 @@ def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[st
     if is_planned_now_for_text(asked, config, corpus):
         return [
             f"small text: {n_token:,} training tokens, which the {recipe} steps of {config.model.name} would read "
-            f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.1f} epochs; the best "
+            f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.2f} epochs; the best "
             f"evaluation is the result (train.steps=N sets another length)"
         ]
     if epochs > config.health.epochs:

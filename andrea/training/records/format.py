@@ -27,3 +27,10 @@ def format_duration(seconds: float) -> str:
     if seconds < 86400:
         return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
     return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+
+
+def format_memory(n_byte: float) -> str:
+    """0.85 MiB, 12.5 MiB, 3.27 GiB: three digits, in GiB from 1 GiB on."""
+    size, unit = (n_byte / 2**30, "GiB") if n_byte >= 2**30 else (n_byte / 2**20, "MiB")
+    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{digits}f} {unit}"

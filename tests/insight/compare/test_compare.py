@@ -12,6 +12,7 @@ from andrea.cli.command_line import configure
 from andrea.cli.key_value import to_key_value
 from andrea.config import CompareConfig, RunConfig, UserError
 from andrea.insight.compare.command import compare
+from andrea.insight.compare.runs import find_run_folders, read_runs
 
 
 @pytest.fixture
@@ -66,13 +67,21 @@ def test_fewer_than_four_finished_runs_are_no_fit(tmp_path: Path) -> None:
         make_run(tmp_path / f"r{index}", size, 20 * size)
     make_run(tmp_path / "cut", 9000, 90_000, step=50)
     text = output_of(str(tmp_path), f"out={tmp_path / 'p.html'}")
-    assert "no fit: 3 finished runs" in text and "\n* cut: at step 50 of 100\n" in text
+    assert "no scaling fit: 3 finished runs" in text and "\n* cut: at step 50 of 100\n" in text
+
+
+def test_the_run_with_the_fewest_bits_per_byte_is_named_if_the_texts_are_equal(runs: Path, tmp_path: Path) -> None:
+    best = min(read_runs(find_run_folders([str(runs)]))[0], key=lambda run: run.bpb)
+    words = (str(runs), f"out={tmp_path / 'p.html'}")
+    assert f"\nfewest bits per byte: {best.name}, {best.bpb:.4f}\n" in output_of(*words)
+    make_run(runs / "elsewhere", 5000, 50_000, data="bb")
+    assert "fewest bits" not in output_of(*words)
 
 
 def test_runs_on_different_data_are_not_fitted(runs: Path, tmp_path: Path) -> None:
     make_run(runs / "elsewhere", 5000, 50_000, data="bb")
     text = output_of(str(runs), f"out={tmp_path / 'p.html'}")
-    assert "no fit: the runs were trained on different data" in text and "warning: data differ" in text
+    assert "no scaling fit: the runs were trained on different data" in text and "warning: data differ" in text
 
 
 def test_a_fit_over_two_recipes_has_a_caution(runs: Path, tmp_path: Path) -> None:

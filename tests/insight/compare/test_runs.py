@@ -77,6 +77,14 @@ def test_paths_that_hold_no_run_are_errors(tmp_path: Path) -> None:
         find_run_folders([str(tmp_path)])
 
 
+def test_a_glob_may_name_the_folders_that_training_makes_beside_the_runs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    (tmp_path / "sweeps" / "mine").mkdir(parents=True)
+    assert find_run_folders([str(run), str(tmp_path / "sweeps")]) == [run]
+    with pytest.raises(UserError, match="holds no run"):
+        find_run_folders([str(tmp_path / "sweeps")])
+
+
 def test_a_run_is_found_by_its_name(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "kept" / "one")
     assert find_run_folders(["one"], str(tmp_path / "kept")) == [folder]

@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
 
 def test_fewer_than_four_runs_are_no_fit() -> None:
-    with pytest.raises(NoFit, match="no fit: 3 finished runs"):
+    with pytest.raises(NoFit, match="no scaling fit: 3 finished runs"):
         fit(SIZES[:3], 20 * SIZES[:3], true_loss(SIZES[:3], 20 * SIZES[:3]))
 
 
@@ -125,7 +125,7 @@ def test_a_term_that_cannot_be_determined_is_named(parameters, tokens, reason) -
 
 def test_runs_of_equal_cost_are_no_fit() -> None:
     parameters = np.full(5, 1e7)
-    with pytest.raises(NoFit, match="no fit: 1 run on the compute frontier, 4 needed"):
+    with pytest.raises(NoFit, match="no scaling fit: 1 run on the compute frontier, 4 needed"):
         fit(parameters, np.full(5, 1e8), np.array([3.0, 3.1, 3.2, 3.3, 3.4]))
 
 

@@ -8,7 +8,7 @@ from run_folders import make_eight_runs
 
 from andrea.insight.compare.line_styles import colour_at, line_styles
 from andrea.insight.compare.runs import find_run_folders, read_runs
-from andrea.insight.compare.table import make_table, shorten_in_middle, terminal_table
+from andrea.insight.compare.table import make_table, shorten_in_middle, shorten_names, terminal_table
 
 
 def test_the_table_is_aligned_within_a_hundred_columns(tmp_path: Path) -> None:
@@ -26,6 +26,19 @@ def test_a_name_keeps_its_end() -> None:
     name = "andrea-nano-pystdlib-20261122-122957"
     assert shorten_in_middle(name, 25) == "andrea-n…-20261122-122957"
     assert shorten_in_middle(name, len(name)) == name
+
+
+def test_names_that_would_look_alike_show_where_they_differ() -> None:
+    sweep = [
+        f"andrea-nano-10.2k-seed1337-matrix_learning_rate={rate}-sweep-20261123-030959" for rate in ("0.01", "0.2")
+    ]
+    assert shorten_names([*sweep, "two"], 24) == ["…rix_learning_rate=0.01…", "…trix_learning_rate=0.2…", "two"]
+    assert shorten_names(sweep, 200) == sweep
+    ends = ["x" * 40 + "1" + "y" * 30, "x" * 40 + "11" + "y" * 30]
+    assert shorten_names(ends, 12) == ["…xxxxxxxxx1…", "…xxxxxxxx11…"]
+    whole = ["a" + "x" * 40 + "y" * 9, "b" + "x" * 40 + "y" * 9]
+    assert len(set(shorten_names(whole, 12))) == 2
+    assert shorten_names([sweep[0], sweep[0]], 24)[0] == shorten_in_middle(sweep[0], 24)  # one name twice
 
 
 def test_colours_order_runs_by_lightness_and_each_has_one_of_its_own(tmp_path: Path) -> None:

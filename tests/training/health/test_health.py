@@ -240,6 +240,14 @@ def test_overfitting_is_seen_from_the_first_steps() -> None:
     assert "overfitting" in found(noted(health, losses[12:24]), seen(24, {"code": 3.3, "notes": 3.3}, tokens=2800))
 
 
+def test_no_remedy_is_a_run_as_short_as_its_warm_up() -> None:
+    losses = [4.0 * math.exp(-step / 8) + 0.2 for step in range(60)]
+    health = noted(make("optimizer.warmup_steps=12"), losses[:12])
+    found(health, seen(12, {"code": 3.0, "notes": 3.0}, tokens=1400))
+    message = found(noted(health, losses[12:24]), seen(24, {"code": 3.3, "notes": 3.3}, tokens=2800))["overfitting"]
+    assert "train.steps" not in message and "optimizer.weight_decay=" in message
+
+
 def test_the_most_read_source_counts_for_epochs() -> None:
     health = noted(make(), steady(60))
     figures, begun, _ = health.judge(seen(60, tokens=4000))

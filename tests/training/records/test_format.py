@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from andrea.training.records.format import format_duration, format_number
+from andrea.training.records.format import format_duration, format_memory, format_number
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,12 @@ def test_numbers_are_short(number: float, text: str) -> None:
 )
 def test_durations_in_words(seconds: float, words: str) -> None:
     assert format_duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("n_byte", "text"),
+    [(0, "0.00 MiB"), (10_000_000, "9.54 MiB"), (10.4e6, "9.92 MiB"), (5e7, "47.7 MiB"), (2**30 - 1, "1024 MiB"),
+     (2**30, "1.00 GiB"), (78 * 2**30, "78.0 GiB")],
+)  # fmt: skip
+def test_memory_has_three_digits(n_byte: float, text: str) -> None:
+    assert format_memory(n_byte) == text

@@ -49,17 +49,19 @@ def fit_scaling(
     """
     n_run = len(loss)
     if n_run < FEWEST_RUNS:
-        raise NoFit(f"no fit: {count(n_run, 'finished run')}, {FEWEST_RUNS} needed")
+        raise NoFit(f"no scaling fit: {count(n_run, 'finished run')}, {FEWEST_RUNS} needed")
     obstacle = obstacle_to_full_law(parameters, tokens)
     if not obstacle:
         fit = fit_law(("N", "D"), np.stack([parameters, tokens], 1), loss, seed)
         return fit, f"the full law L(N, D), fitted to {n_run} runs"
     frontier = compute_frontier(flops, loss)
     if len(frontier) < FEWEST_RUNS:
-        raise NoFit(f"no fit: {count(len(frontier), 'run')} on the compute frontier, {FEWEST_RUNS} needed; {obstacle}")
+        raise NoFit(
+            f"no scaling fit: {count(len(frontier), 'run')} on the compute frontier, {FEWEST_RUNS} needed; {obstacle}"
+        )
     if span(flops[frontier]) < LEAST_SPAN:
         raise NoFit(
-            f"no fit: FLOPs on the compute frontier span a factor of {span(flops[frontier]):.2g}, "
+            f"no scaling fit: FLOPs on the compute frontier span a factor of {span(flops[frontier]):.2g}, "
             f"at least {LEAST_SPAN:g} is needed; {obstacle}"
         )
     fit = fit_law(("C",), flops[frontier, None], loss[frontier], seed)

@@ -55,7 +55,7 @@ def scaling_lines(runs: list[Run], target: Target | None, seed: int) -> list[str
     """The scaling law of the finished runs as lines of text, or one line that says why no law can be fitted."""
     finished = [run for run in runs if run.finished]
     if len({run.checkpoint.fingerprint for run in finished}) > 1:
-        return ["no fit: the runs were trained on different data or with different tokenizers"]
+        return ["no scaling fit: the runs were trained on different data or with different tokenizers"]
     parameters, tokens, flops, loss = (
         np.array([getattr(run, name) for run in finished], dtype=float)
         for name in ("parameters", "tokens", "flops", "loss")

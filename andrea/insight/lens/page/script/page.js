@@ -189,7 +189,7 @@ const FUNCTION_NAMES = {
 function writeFacts() {
   const shared = facts.kv_heads === H ? "" : ` (${facts.kv_heads} for keys and values)`;
   const parts = [
-    `${(facts.parameters / 1e6).toFixed(1)}M parameters`,
+    `${facts.parameters.toLocaleString("en-US")} parameters`,
     `${L} layers × ${H} heads${shared} of width ${D}`,
     FUNCTION_NAMES[facts.compatibility] ?? facts.compatibility,
     `${T} of at most ${facts.sequence_length} tokens`,
