@@ -7,6 +7,7 @@ from pathlib import Path
 from andrea.cli.command_line import configure
 from andrea.cli.key_value import to_key_value
 from andrea.config import CompareConfig, ConsolidateConfig, DashboardConfig, LensConfig, RunConfig, RunsConfig
+from andrea.runtime.program import typed_words
 
 
 def prepare(argv: list[str]) -> int:
@@ -20,6 +21,9 @@ def prepare(argv: list[str]) -> int:
         held_out = f"{len(source.val):,} held out ({source.val_bytes:,} bytes)"
         print(f"{source.name}: {len(source.train):,} training tokens, {held_out}")
     print(f"tokenizer {corpus.tokenizer.identity}, fingerprint {corpus.fingerprint[:12]}")
+    if config.tokenizer.kind == "bpe":
+        words = typed_words(**{"tokenizer.path": corpus.sources[0].folder})
+        print(f"to use this vocabulary for another text, set {words}")
     return 0
 
 

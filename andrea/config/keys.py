@@ -59,7 +59,7 @@ TRAINING_NAMES = {
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
     "optimizer.epsilon": "adam_epsilon eps",
-    "optimizer.weight_decay": "wd",
+    "optimizer.weight_decay": "wd dropout",
     "optimizer.clip_norm": "grad_clip max_grad_norm max_norm gradient_clip_val",
     "optimizer.schedule": "decay_lr lr_scheduler_type",
     "optimizer.warmup_steps": "warmup warmup_iters warmup_ratio lr_warmup_steps",

@@ -167,9 +167,8 @@ def test_a_key_without_an_equals_sign_is_shown_with_it(word: str) -> None:
 
 
 def test_a_text_without_its_key_is_told_the_key() -> None:
-    with pytest.raises(
-        UserError, match="'once upon' is not of the form key=value; a text is given as prompt=…, a run as checkpoint=…"
-    ):
+    hint = "a text is given as prompt=…, a run as checkpoint=…"
+    with pytest.raises(UserError, match=f"'once upon' is not of the form key=value; {hint}"):
         read(SampleConfig, ["once upon"])
 
 

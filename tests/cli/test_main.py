@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from andrea.__main__ import COMMANDS, main
 from andrea.config import UserError
+from andrea.text.tokenizer import load_tokenizer
 
 
 def test_commands_are_listed_and_misspelt_ones_refused(capsys: pytest.CaptureFixture) -> None:
@@ -48,3 +50,14 @@ def test_the_scripts_of_a_clone_are_the_commands(name: str, script, capsys: pyte
 def test_prepare_writes_shards(notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["prepare", "data=text", f"data.path={notes}", "tokenizer=byte", f"data_dir={tmp_path}"]) == 0
     assert "training tokens" in capsys.readouterr().out and list(tmp_path.rglob("*.bin"))
+
+
+def test_the_vocabulary_that_prepare_names_serves_another_text(notes: Path, tmp_path: Path, capsys) -> None:
+    data = ["prepare", "data=text", f"data_dir={tmp_path / 'data'}"]
+    assert main([*data, f"data.path={notes}", "tokenizer.vocab_size=300"]) == 0
+    named = re.search("set (tokenizer.path=.*)", capsys.readouterr().out)
+    assert named
+    (tmp_path / "other.txt").write_text("quite another text\n" * 200)
+    assert main([*data, f"data.path={tmp_path / 'other.txt'}", named[1]]) == 0
+    first, second = (load_tokenizer(path) for path in (tmp_path / "data").iterdir() if path.is_dir())
+    assert first.identity == second.identity
