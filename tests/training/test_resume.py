@@ -222,15 +222,15 @@ def test_the_paths_of_a_mixture_may_change_and_nothing_else_of_it() -> None:
     mixture = {"kind": "mixture", "path": None, "sources": {"a": {"kind": "text", "path": "old", "weight": 1}}}
     saved, moved = SAVED | {"data": mixture}, {"kind": "text", "path": "new", "weight": 1}
     composed = COMPOSED | {"data": mixture | {"sources": {"a": moved}}}
-    assert merge(saved, composed, {}, {"data.sources": {"a": moved}})[1] == ["data.sources.a.path: old → new"]
+    assert merge(saved, composed, {"data": "mixture"}, {"data.sources": {"a": moved}})[1] == ["data.sources.a.path: old → new"]
     composed["data"]["sources"]["a"]["weight"] = 2
     with pytest.raises(UserError, match="data.sources.a.weight=2 cannot replace"):
-        merge(saved, composed, {}, {"data.sources": {"a": moved}})
+        merge(saved, composed, {"data": "mixture"}, {"data.sources": {"a": moved}})
 
 
 def test_a_finished_run_says_how_it_is_extended(tiny_run, capsys) -> None:
     assert tiny_run("name=a", "train.steps=4") == 0
-    assert tiny_run("name=a", "resume=auto") == 0
+    assert tiny_run("name=a", "resume=auto", "train.steps=4") == 0
     assert capsys.readouterr().out.endswith("is step 4 of 4; a larger train.steps=N extends the run\n")
 
 
