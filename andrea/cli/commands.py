@@ -22,7 +22,8 @@ def prepare(argv: list[str]) -> int:
         print(f"{source.name}: {len(source.train):,} training tokens, {held_out}")
     print(f"tokenizer {corpus.tokenizer.identity}, fingerprint {corpus.fingerprint[:12]}")
     if config.tokenizer.kind == "bpe":
-        words = typed_words(**{"tokenizer.path": corpus.sources[0].folder})
+        names = {"tokenizer.path": corpus.sources[0].folder, "tokenizer.vocab_size": corpus.tokenizer.n_vocab}
+        words = typed_words(**names)
         print(f"to use this vocabulary for another text, set {words}")
     return 0
 

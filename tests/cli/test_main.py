@@ -58,6 +58,6 @@ def test_the_vocabulary_that_prepare_names_serves_another_text(notes: Path, tmp_
     named = re.search("set (tokenizer.path=.*)", capsys.readouterr().out)
     assert named
     (tmp_path / "other.txt").write_text("quite another text\n" * 200)
-    assert main([*data, f"data.path={tmp_path / 'other.txt'}", named[1]]) == 0
+    assert main([*data, f"data.path={tmp_path / 'other.txt'}", *named[1].split()]) == 0
     first, second = (load_tokenizer(path) for path in (tmp_path / "data").iterdir() if path.is_dir())
     assert first.identity == second.identity
