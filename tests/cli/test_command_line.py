@@ -119,7 +119,7 @@ def test_a_bug_keeps_its_traceback() -> None:
         ("model=../gpt2", "not known"),
         ("seed.x=3", "unknown key"),
         ("optimizer.lr=1", "unknown key optimizer.lr; did you mean optimizer.learning_rate"),
-        ("--lr", r"key=value; did you mean optimizer.learning_rate=…\?$"),
+        ("--lr", r"key=value; did you mean optimizer.learning_rate=… or optimizer.matrix_learning_rate=…\?$"),
         ("batch_size", r"did you mean train.tokens_per_step=… or train.micro_batch=…\?$"),
         ("zzz", "key=value; --help lists the keys$"),
         (__file__, "your own text is given as data=text data.path=…"),
