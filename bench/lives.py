@@ -42,7 +42,7 @@ ENDINGS = {
 }
 # What a life may wait for before its end: short parts of a command, in which few moments fall by chance. The end comes
 # up to so many seconds later.
-WAITS_S = {"text being prepared": 0.1, "a save": 0.01, "the last checkpoint": 0.2, "consolidation": 0.02}
+WAITS_S = {"text being prepared": 0.1, "a save": 0.01, "the last checkpoint": 0.2, "consolidation": 0.008}
 WAIT_WEIGHTS = {None: 10, "text being prepared": 3, "a save": 4, "the last checkpoint": 3, "consolidation": 3}
 
 
@@ -329,7 +329,9 @@ def phase(setting: Setting, command: Command) -> str:
     """What the command is doing, judged by its files, locks and output; a fork tells it."""
     data, run = setting.disk / "data", setting.run
     if is_locked(run / ".lock"):
-        if any(run.glob("checkpoints/step-*/.writing-*")):
+        if any(run.glob("checkpoints/step-*/.writing-*")) or (
+            setting.doing.exists() and setting.doing.read_text() == "writing the last checkpoint to the disk"
+        ):
             return "consolidating"
         if any(run.glob("checkpoints/.writing-*")):
             return "saving"
