@@ -155,7 +155,7 @@ class TokenStream:
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, step = span.indices(len(self))
-        assert step == 1, "a stream has no steps"
+        assert step == 1, "a token stream supports only slices with step 1"
         start, stop = start + self.start, stop + self.start
         read = np.empty(max(0, stop - start), dtype=np.int64)
         first = int(np.searchsorted(self.ends, start, side="right")) - 1

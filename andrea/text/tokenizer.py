@@ -338,7 +338,8 @@ def download_gpt2() -> Tokenizer:
     except (OSError, ValueError, requests.RequestException) as error:
         names = " and ".join(cached for cached, _ in GPT2_FILES.values())
         raise UserError(
-            f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); put "
-            f"vocab.bpe and encoder.json (named {names} in the cache) into a folder and set tokenizer.path=FOLDER"
+            f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); copy "
+            f"vocab.bpe and encoder.json into a folder, under these names or under those of the cache ({names}), and set "
+            f"tokenizer.path=FOLDER"
         ) from error
     return RankTokenizer("gpt2", ranks)
