@@ -380,6 +380,7 @@ def test_a_dry_run_of_a_run_to_resume_shows_what_remains(tiny_run, tmp_path: Pat
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
 
 
+@pytest.mark.slow
 def test_the_time_is_expected_from_a_run_in_the_same_mode_and_by_flops(tiny_run, tmp_path: Path, capsys) -> None:
     """A run of the same model name, but of another depth or precision, has another speed."""
 
@@ -498,7 +499,7 @@ def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, 
     )
 
 
-@pytest.mark.parametrize("mode", ["on", "blocks"])
+@pytest.mark.parametrize("mode", [pytest.param("on", marks=pytest.mark.slow), "blocks"])
 def test_compiling_that_was_asked_for_and_fails_is_one_line(
     mode: str, tmp_path: Path, notes: Path, script, capsys
 ) -> None:
