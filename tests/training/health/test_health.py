@@ -205,6 +205,23 @@ def test_a_source_that_rises_while_the_others_fall_is_named() -> None:
     assert not found(health, seen(90, {"code": 2.4, "notes": 2.71}))  # by too little
 
 
+@pytest.mark.parametrize(
+    ("code", "notes", "proposed"),
+    [
+        (3.0, 1.0, 1.5),  # weights of any sum
+        (None, 0.4, 0.6),  # what the weights leave belongs to the source without one: here 0.6, of which 0.2
+        (None, 0.8, 0.9),  # half of what is left
+    ],
+)
+def test_the_proposed_weight_gives_the_source_a_larger_share(code: float | None, notes: float, proposed: float) -> None:
+    weight = "" if code is None else f", weight: {code}"
+    sources = f"{{code: {{kind: pystdlib{weight}}}, notes: {{kind: text, path: notes/, weight: {notes}}}}}"
+    health = noted(make("data=mixture", f"data.sources={sources}"), steady(60))
+    found(health, seen(60, {"code": 2.5, "notes": 2.5}))
+    message = found(health, seen(70, {"code": 2.4, "notes": 2.6}))["source_rising"]
+    assert message.endswith(f"set data.sources.notes.weight={proposed:g}")
+
+
 def test_overfitting_is_validation_up_training_down_after_an_epoch() -> None:
     late = 1500  # tokens: code is three quarters of them, and has 1000
     health = noted(make(), steady(50, 2.5))

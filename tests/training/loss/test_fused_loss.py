@@ -145,6 +145,13 @@ def test_rows_are_divided_into_the_fewest_chunks_that_are_small_enough(n_row: in
     assert n_chunk * chunk - n_row < n_chunk  # the last chunk is smaller than the others by less than a row for each
 
 
+def test_the_fewer_copies_of_the_logits_the_larger_a_chunk() -> None:
+    """The kernel holds one copy, compiled code two, eager code five; a chunk always has at least a row."""
+    limits = [LOGITS[f"LOGITS_{way}"] for way in ("EAGER", "COMPILED", "IN_KERNEL")]
+    rows = [fused.rows_in_chunk(1 << 14, 1 << 16, limit) for limit in limits]
+    assert 1 < rows[0] < rows[1] < rows[2] < 1 << 14
+
+
 def test_a_chunk_has_at_most_as_many_logits_as_are_allowed(monkeypatch) -> None:
     """On the device `meta`, whose tensors have no memory."""
     torch_loss, sizes = fused.torch_loss_of_chunk, []

@@ -75,6 +75,20 @@ def test_each_rate_goes_to_its_parameters_and_decay_is_only_for_matrices() -> No
     assert not any(name.startswith("blocks") and name.endswith(".weight") and "norm" not in name for name in peaks)
 
 
+@pytest.mark.parametrize("tuned_d_model", [6, 24])
+def test_adamw_shrinks_a_matrix_by_the_same_share_at_any_width(tuned_d_model: int) -> None:
+    """Its rate is divided by the width, relative to the tuned one, and its weight decay is multiplied. Gradients are 0."""
+    words = ["optimizer=adamw", f"optimizer.tuned_d_model={tuned_d_model}", "optimizer.tuned_n_layer=2"]
+    model, optimizer = make(*words, "optimizer.weight_decay=0.3", "optimizer.learning_rate=0.5")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0.1, torch.tensor(True))
+    for name in ("blocks.1.mlp.up.weight", "blocks.0.attention.key.weight", "embedding.weight"):
+        torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - 0.1 * 0.5 * 0.3))
+    assert torch.equal(model.get_parameter("final_norm.weight"), before["final_norm.weight"])
+
+
 def test_clipping_leaves_a_global_norm_of_at_most_the_limit() -> None:
     model, optimizer = make()
     random_gradients(model)

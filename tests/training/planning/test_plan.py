@@ -78,6 +78,7 @@ def test_ranks_hold_the_whole_model_where_it_fits_beside_a_sequence(ranks: int, 
     assert sharing_that_fits(run, V, replace(ON_CARD, ranks=ranks), needed + 1).value == enough
     choice = sharing_that_fits(run, V, replace(ON_CARD, ranks=ranks), needed - 1)
     assert choice.value == too_little and "MiB" in choice.why
+    assert ("sharded over 5 ranks, it needs" in choice.why) == (ranks == 5)  # one rank cannot share the model
 
 
 def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> None:

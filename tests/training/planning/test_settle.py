@@ -16,7 +16,7 @@ from andrea.checkpoint.folder import Checkpoint
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, group_config
 from andrea.training.optimizer.schedule import rate_at, rewarmed
-from andrea.training.planning.settle import remembered_auto, settle_again
+from andrea.training.planning.settle import describe_rate, remembered_auto, settle_again
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import read_lines
 
@@ -145,6 +145,15 @@ def test_the_jump_of_the_rate_is_said(train, tmp_path: Path, capsys) -> None:
     before, after = rates(tmp_path / "runs" / "a")[8], rates(tmp_path / "runs" / "a")[9]
     line = next(line for line in capsys.readouterr().out.splitlines() if "learning rate: jumps" in line)
     assert f"jumps from {before:.0%} to {after:.0%} of its peak" in line and "optimizer.rewarm_steps=N" in line
+
+
+@pytest.mark.parametrize(("step", "is_said"), [(20, False), (40, False), (70, True)])
+def test_only_a_jump_of_the_rate_is_said(step: int, is_said: bool) -> None:
+    """The run is extended from 100 to 200 steps; its rate begins to fall after step 40."""
+    saved, longer = (configure(RunConfig, "train", [f"train.steps={steps}"]) for steps in (100, 200))
+    before, now = Progress(step=step, planned_steps=100), Progress(step=step, planned_steps=200)
+    assert (describe_rate(before, saved, now, longer) is not None) == is_said
+    assert describe_rate(before, saved, before, saved) is None  # no other length
 
 
 def test_the_rate_is_warmed_up_again_where_asked_for_and_an_interruption_changes_nothing(
