@@ -5,7 +5,6 @@ B batch, H query heads, G key/value heads (G divides H), T queries, S keys.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 
@@ -20,12 +19,7 @@ WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # kernels/attend_triton.py can compute dQ with or without atomic additions. bench/attention.py measures which way is faster.
 ATOMICS_ARE_FASTER = False
-
-
-@torch.compiler.assume_constant_result
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # a constant: torch.compile warns about a cached function
 
 
 def refusal(case: Case) -> str | None:
@@ -35,7 +29,7 @@ def refusal(case: Case) -> str | None:
         return reason
     query, key, value, mask = case.query, case.key, case.value, case.mask
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not has_triton():
+    if not HAS_TRITON:
         return "triton is not installed (a CUDA build of torch includes it; otherwise run: pip install triton)"
     if query.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA GPU, got device={query.device.type} (TRITON_INTERPRET=1 runs it slowly on any device)"
@@ -54,7 +48,7 @@ def refusal(case: Case) -> str | None:
 
 def kernel_errors() -> tuple[type[Exception], ...]:
     """The exceptions raised when a kernel does not compile or does not fit the GPU."""
-    if not has_triton():
+    if not HAS_TRITON:
         return ()
     from andrea.attention.kernels.attend_triton import KernelError
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andrea.attention.implementations.triton import has_triton
+from andrea.attention.implementations.triton import HAS_TRITON
 from andrea.model.layers import softcap
 from andrea.text.loader import IGNORED_TARGET
 
@@ -61,7 +61,7 @@ def cross_entropy_in_chunks(
     rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sum of nats and, with `gradients`, its gradients with respect to rows (N, d) and weight (V, d)."""
-    in_kernel = rows.is_cuda and has_triton()
+    in_kernel = rows.is_cuda and HAS_TRITON
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
     n_row = rows_in_chunk(len(rows), len(weight), n_logit)
     rows, weight = rows.to(dtype), weight.to(dtype)

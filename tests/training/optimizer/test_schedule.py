@@ -101,3 +101,4 @@ def test_the_length_is_free_in_the_constant_phase_and_fixed_afterwards() -> None
     assert relength(41, 100, 200, config) == 100
     cosine = schedule(warmup_steps=10, schedule="cosine")
     assert [may_change(step, 100, cosine) for step in (0, 10, 11)] == [True, True, False]
+    assert [relength(step, 100, 1, cosine) for step in (0, 9, 10)] == [1, 10, 11]  # the next step belongs to the run

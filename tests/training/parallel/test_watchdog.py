@@ -112,7 +112,19 @@ def test_a_rank_that_no_longer_answers_is_named_even_before_training(three) -> N
 def test_where_all_ranks_are_stuck_none_is_named(three) -> None:
     for dog in three:
         dog.at(3, "update")
-    assert all("all ranks are stuck" in line for line in messages_of(three))
+    lines = messages_of(three)
+    assert lines and all("all ranks are stuck" in line for line in lines)
+
+
+def test_a_step_within_the_limit_is_not_stuck() -> None:
+    """The limit is 2 s; a diagnosis takes 0.75 s."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dog = RecordingWatchdog(0, 1, server, 2 / 60)
+    dog.at(1, "update")
+    time.sleep(1.25)
+    dog.finish()
+    dog.thread.join()
+    assert dog.messages == []
 
 
 def test_ranks_that_make_progress_run_on(three) -> None:

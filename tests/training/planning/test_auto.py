@@ -1,0 +1,38 @@
+"""What becomes of `auto`. No GPU is needed: tensors on it are fake, and its measurement is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig
+from andrea.training.planning import auto
+from andrea.training.planning.auto import choose_attention
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "chosen", "why"),
+    [
+        ({"triton": 1.25, "cudnn": 2.5}, "triton", "fastest here, forward and backward: triton 1.25 ms, cudnn 2.50 ms"),
+        ({}, "auto", "sdpa"),  # nothing could be measured: each call chooses
+    ],
+)
+def test_on_a_gpu_auto_is_the_fastest_implementation(
+    milliseconds: dict[str, float], chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "measure", lambda case, n_batch: milliseconds)
+    run = configure(RunConfig, "train", ["compile=off", "precision=bf16", "train.micro_batch=2"])
+    with FakeTensorMode():
+        choice = choose_attention(run, torch.device("cuda"))
+    assert choice.value == chosen and why in choice.why
+
+
+def test_an_implementation_that_is_asked_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "measure", lambda case, n_batch: pytest.fail("it was measured"))
+    asked = ["compile=off", "precision=bf16", "train.micro_batch=2", "attention.implementation=reference"]
+    with FakeTensorMode():
+        assert choose_attention(configure(RunConfig, "train", asked), torch.device("cuda")).value == "reference"
+    on_cpu = configure(RunConfig, "train", ["precision=fp32", "train.micro_batch=2"])
+    assert choose_attention(on_cpu, torch.device("cpu")).value == "auto"
