@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from andrea.training.planning.pace.time_budget import TimeBudget
-from andrea.training.stop_requests import StopRequests
+from andrea.training.stop_requests import SIGNALS, StopRequests
 
 
 def agreed(*received: int | None, budget: TimeBudget | None = None, wanted_steps: int = 0) -> list[StopRequests]:
@@ -47,3 +47,20 @@ def test_all_ranks_take_the_length_of_rank_0() -> None:
     for ranks in (agreed(None, None, None, wanted_steps=914), agreed(None, signal.SIGTERM, wanted_steps=914)):
         assert {rank.take_wanted_steps() for rank in ranks} == {914}
         assert {rank.take_wanted_steps() for rank in ranks} == {0}
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_is_noted_and_a_ctrl_c_after_it_ends_the_process(first: signal.Signals) -> None:
+    said: list[str] = []
+    stopping = StopRequests(None, torch.device("cpu"), said.append)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests may ignore it
+    with stopping.signals_caught():
+        for number in (first, signal.SIGTERM):  # a second SIGTERM changes nothing
+            signal.raise_signal(number)
+            assert stopping.signal == first
+        assert [int(flag) for flag in stopping.flags(0)] == [*(number == first for number in SIGNALS), 0, 0]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGHUP, before[-1])
+    assert [signal.getsignal(number) for number in SIGNALS] == before and "interrupted" in said[0]
