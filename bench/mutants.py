@@ -155,7 +155,7 @@ def numbers_of(module: ast.Module, functions: list[Any], line: int) -> list[int]
 def make_map(chosen: argparse.Namespace, trees: list[Tree], deadline: float) -> Map:
     """The map, or as much of it as time allows."""
     tests = Map(chosen)
-    waiting, running = [] if chosen.no_map else tests.missing(), {}
+    waiting, running = [] if chosen.no_map or chosen.tests else tests.missing(), {}
     while (waiting and time.monotonic() < deadline) or running:
         while waiting and len(running) < chosen.jobs and time.monotonic() < deadline:
             file, kind = waiting.pop(0)
