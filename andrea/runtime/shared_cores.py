@@ -107,7 +107,7 @@ class Turns:
 
     def release(self) -> None:
         if self.files:
-            unlock(self.files[1])
+            unlock(self.files[1])  # also if Ctrl-C came between the lock and `holds`
         if self.holds:
             self.holds, self.until = False, 0.0
 

@@ -119,19 +119,9 @@ def start(
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
         setup = RunSetup(
-            asked,
-            started,
-            list(left_auto),
-            resolved,
-            machine,
-            corpus,
-            checkpoint,
-            folder,
-            console,
-            watchdog,
-            draw_lens,
-            run_page,
-        )
+            asked, started, list(left_auto), resolved, machine, corpus, checkpoint, folder, console, watchdog,
+            draw_lens, run_page,
+        )  # fmt: skip
         config, parallel, loss = make_model_and_loss(setup, weights)
         del weights  # the model has them
         trainer = make_trainer(setup, config, parallel, loss)
