@@ -51,12 +51,11 @@ def read_commented(name: str) -> CommentedFile:
 def keys_of_choice(group: str, choice: str) -> list[Key]:
     """All keys of GROUP=CHOICE with their values under this choice; an inherited key keeps its comment."""
     keys: dict[str, Key] = {}
-    parents = group_files.own_values(group, choice).get("defaults", [])
-    for parent in parents:
+    for parent in group_files.parents_of(group_files.own_values(group, choice)):
         own = read_commented(f"{group}/{choice}").keys if parent == "_self_" else keys_of_choice(group, parent)
         for key in own:
             keys[key.name] = Key(key.name, key.value, key.comment or keys[key.name].comment)
-    return list(keys.values()) or read_commented(f"{group}/{choice}").keys
+    return list(keys.values())
 
 
 def typed_choices(config_name: str, words: list[str]) -> list[Key]:
@@ -90,12 +89,13 @@ def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
     lines = [usage, "", file.description]
     if file.groups:
         lines += ["", "Groups of keys (GROUP=NAME chooses one):"]
-    for group in file.groups:
+    groups = sorted(file.groups, key=lambda group: group.name != "model")  # it is the last one in train.yaml
+    for group in groups:
         names = ", ".join(group_files.choices(group.name))
         lines.append(help_line(Key(group.name, group.value, f"{group.comment}; one of: {names}")))
     lines += ["", "Keys with their defaults:"]
     lines += map(help_line, file.keys)
-    for group in file.groups:
+    for group in groups:
         chosen = read_commented(f"{group.name}/{group.value}")
         lines += ["", f"{group.name}={group.value}: {chosen.description}"]
         lines += [help_line(Key(f"{group.name}.{key.name}", key.value, key.comment)) for key in chosen.keys]

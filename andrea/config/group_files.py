@@ -1,7 +1,10 @@
 """Reads the YAML files of configs/: the choices of each group, and the values of each choice.
 
 The default choice of each group, named in configs/train.yaml, holds every key of the group with a comment. The other
-choices inherit its values (`defaults: [NAME, _self_]`) and hold only what differs.
+choices inherit its values (`defaults: [NAME, _self_]`) and hold only what differs. Choices of an earlier recipe
+(NAME-2026-11) hold all values themselves; a key that is newer than they are has its default in schema.py, which is the
+old behaviour. A model may also choose other groups, as its defaults unless they are typed:
+`override /optimizer@_global_.optimizer: muon-2026-11`.
 """
 
 from __future__ import annotations
@@ -44,9 +47,16 @@ def group_values(group: str, choice: str) -> dict[str, Any]:
     """The values that GROUP=CHOICE stands for, inherited values included, as Hydra would compose them."""
     values: dict[str, Any] = {}
     own = own_values(group, choice)
-    for parent in own.pop("defaults", ["_self_"]):
+    parents = parents_of(own)
+    own.pop("defaults", None)
+    for parent in parents:
         values |= own if parent == "_self_" else group_values(group, parent)
     return values
+
+
+def parents_of(own: dict[str, Any]) -> list[str]:
+    """The choices that a file inherits from, and `_self_` for its own values. Choices of other groups are left out."""
+    return [parent for parent in own.get("defaults", ["_self_"]) if isinstance(parent, str)]
 
 
 def group_config(group: str, choice: str, **changes: Any) -> Any:
