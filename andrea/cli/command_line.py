@@ -118,7 +118,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
             groups[key] = value
         elif typing.get_origin(hint) is list:
             values.setdefault(key, []).extend(read_list(hint, key, value))
-        elif typing.get_origin(hint) is dict:
+        elif typing.get_origin(hint) is dict or (value.startswith("[") and may_be_list(hint)):
             values[key] = read_yaml(key, value)
         else:
             values[key] = value
@@ -179,6 +179,11 @@ def hydra_errors() -> tuple[type[Exception], ...]:
     from omegaconf.errors import OmegaConfBaseException
 
     return HydraException, OmegaConfBaseException
+
+
+def may_be_list(hint: Any) -> bool:
+    """Whether a value of the type `hint` may be a list, among others: number | list."""
+    return any(typing.get_origin(choice) is tuple for choice in typing.get_args(hint))
 
 
 def read_list(hint: Any, key: str, value: str) -> list:

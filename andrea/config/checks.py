@@ -51,6 +51,11 @@ def check_model(model: ModelConfig, path: str) -> None:
             f"{path}.position=rotary turns pairs of numbers and needs an even head width, got d_model / n_head = "
             f"{model.d_head}; change {path}.n_head or set {path}.position=learned"
         )
+    if model.position == "rotary" and 0 < model.rotary_share and round(model.rotary_share * model.d_head / 2) == 0:
+        raise UserError(
+            f"{path}.rotary_share={model.rotary_share:g} of a head width of {model.d_head} is less than one pair of "
+            f"numbers; the smallest share is {2 / model.d_head:g}; for no positions set {path}.position=none"
+        )
 
 
 def nearest_divisor(whole: int, wanted: int) -> int:
@@ -58,6 +63,10 @@ def nearest_divisor(whole: int, wanted: int) -> int:
 
 
 def check_attention(attention: AttentionConfig, path: str) -> None:
+    if attention.window == ():
+        raise UserError(
+            f"{path}.window=[] has no entry; write one for each layer, such as [64, 64, null], or {path}.window=null"
+        )
     if attention.qk_clip is not None and attention.compatibility in ("cosine", "additive"):
         raise UserError(
             f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys; this does not bound the logits of "

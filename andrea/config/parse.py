@@ -73,9 +73,9 @@ def convert(hint: Any, value: Any, where: str) -> Any:
             return value
         shown = ", ".join(map(str, arguments))
         raise WrongType(f"{where}={value} is not allowed; allowed: {shown}{nearest(str(value), map(str, arguments))}")
-    if origin is list:
+    if origin in (list, tuple):
         entries = value if isinstance(value, (list, tuple)) else [value]
-        return [convert(arguments[0], entry, where) for entry in entries]
+        return origin(convert(arguments[0], entry, where) for entry in entries)
     if origin is dict:
         if not isinstance(value, dict):
             raise WrongType(f"{where}={value!r} is not a mapping; write {where}='{{NAME: {{…}}}}'")
@@ -177,6 +177,8 @@ def describe(hint: Any) -> str:
 
 def as_typed(value: Any) -> str:
     """A value of the configuration, written as on the command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(as_typed, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -185,6 +187,13 @@ def to_plain(config: Any) -> dict:
 
     `trust` is left out: it holds for one command, and must never be read from a saved configuration.
     """
-    plain = dataclasses.asdict(config)
+    plain = with_lists(dataclasses.asdict(config))
     plain.pop("trust", None)
     return plain
+
+
+def with_lists(value: Any) -> Any:
+    """`value` with each tuple, at any depth, replaced by a list, as JSON and YAML read it back."""
+    if isinstance(value, dict):
+        return {key: with_lists(entry) for key, entry in value.items()}
+    return [with_lists(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -59,6 +59,7 @@ class ModelConfig:
     recipe_tokens_per_step: PositiveInteger
     n_kv_head: int | None = None
     value_residual: bool = False
+    rotary_share: Share = 1.0
 
     @property
     def d_head(self) -> int:
@@ -71,9 +72,14 @@ class AttentionConfig:
     implementation: Literal[
         "auto", "reference", "chunked", "native", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"
     ]
-    window: PositiveInteger | None = None
+    window: PositiveInteger | None | tuple[PositiveInteger | None, ...] = None
     across_documents: bool = True
     qk_clip: PositiveNumber | None = None
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer, counted from 0. A list of windows repeats over the layers."""
+        windows = self.window if isinstance(self.window, tuple) else (self.window,)
+        return windows[layer % len(windows)]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from andrea.attention import (
     ScaledDotProduct,
     SharedInputs,
 )
-from andrea.attention.mask import Causal
+from andrea.attention.mask import Causal, SlidingWindow
 from andrea.config import UserError
-from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Shape, function
+from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Scoring, Shape, function
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_native, has_onednn
 from andrea.model.gpt import GPT
 from andrea.model.layers import MLP, RMSNorm, SwiGLU, gelu, relu_squared, softcap
@@ -80,12 +80,14 @@ class NativeAttention(nn.Module):
         self.epsilon = -1.0 if attention.qk_norm_epsilon is None else attention.qk_norm_epsilon
         self.scale = attention.d_head**-0.5 if isinstance(attention.compatibility, ScaledDotProduct) else 1.0
         self.rotary_table = position.table_bits.view(torch.float32) if isinstance(position, RotaryPosition) else None
+        self.scoring = Scoring(window=attention.mask.width if isinstance(attention.mask, SlidingWindow) else 0)
         self.kernel = function("attend", weight.dtype)
 
     @staticmethod
     def serves(attention: MultiHeadAttention) -> bool:
         """Whether the kernel computes this attention."""
-        plain = type(attention.compatibility) in (DotProduct, ScaledDotProduct) and isinstance(attention.mask, Causal)
+        plain = type(attention.compatibility) in (DotProduct, ScaledDotProduct)
+        plain = plain and isinstance(attention.mask, (Causal, SlidingWindow))
         return plain and attention.d_head % 2 == 0 and attention.implementation != "reference"
 
     def forward(
@@ -114,7 +116,7 @@ class NativeAttention(nn.Module):
         position = None if self.rotary_table is None else address(self.rotary_table[cache.length])
         tensors = address(three), address(cache.keys), address(cache.values), position, address(retrieved)
         shape = n_batch, self.n_head, self.n_kv_head, d_head, capacity, cache.length
-        self.kernel(*tensors, *shape, self.epsilon, self.scale)
+        self.kernel(*tensors, *shape, self.epsilon, self.scale, self.scoring)
         return self.attention.output(retrieved)
 
 
@@ -148,6 +150,7 @@ class NativeBlocks:
             layer.attention_norm, layer.mlp_norm = block.attention_norm.weight_address, block.mlp_norm.weight_address
             layer.project, layer.output = block.attention.project.matrix, block.attention.attention.output.matrix
             layer.up, layer.down = block.mlp.up.matrix, block.mlp.down.matrix
+            layer.scoring = block.attention.scoring
             if config.value_residual:
                 layer.first_share = float(torch.sigmoid(block.attention.attention.value_mix))
             if isinstance(block.mlp, SwiGLU):

@@ -33,15 +33,20 @@ from andrea.model.positions import make_position
 BlockResult = tuple[Tensor, HeadStatistics | None]  # x (B, T, d_model); statistics (B, H) or None
 
 
-def make_mask(attention: AttentionConfig) -> Mask:
-    """The causal mask, limited to a sliding window if the config sets one."""
-    return causal() if attention.window is None else sliding_window(attention.window)
+@functools.lru_cache(maxsize=64)
+def make_mask(window: int | None) -> Mask:
+    """The causal mask, limited to a sliding window if one is given.
+
+    Layers of equal window share one mask, so that one compiled graph serves them all.
+    """
+    return causal() if window is None else sliding_window(window)
 
 
 class Block(nn.Module):
     """A pre-norm transformer block: attention, then an MLP. Each adds its output to its input."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionConfig) -> None:
+    def __init__(self, config: ModelConfig, attention: AttentionConfig, layer: int) -> None:
+        """layer: the block's number, counted from 0."""
         super().__init__()
         compatibility = make_compatibility(attention.compatibility, config.n_head, config.d_head)
         if config.position == "rotary" and not compatibility.lowers:
@@ -54,7 +59,7 @@ class Block(nn.Module):
             config.d_model,
             config.n_head,
             compatibility=compatibility,
-            mask=make_mask(attention),
+            mask=make_mask(attention.window_of(layer)),
             n_kv_head=config.n_kv_head,
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
@@ -84,7 +89,7 @@ CallBlock = Callable[[Block, Tensor, SharedInputs, LayerCache | None, bool], Blo
 def call_block(
     block: Block, x: Tensor, shared: SharedInputs, cache: LayerCache | None, statistics: bool
 ) -> BlockResult:
-    """Call a block. Training may compile this function; one graph then serves every block."""
+    """Call a block. Training may compile this function; one graph then serves all blocks of equal window."""
     return block(x, shared, cache, statistics)
 
 
@@ -118,7 +123,7 @@ class GPT(nn.Module):
         self.n_vocab = n_vocab
         self.embedding = nn.Embedding(n_vocab, config.d_model)
         self.position = make_position(config)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, attention, layer) for layer in range(config.n_layer))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_head else nn.Linear(config.d_model, n_vocab, bias=False)
 

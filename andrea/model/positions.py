@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from andrea.attention import Place
 from andrea.config import ModelConfig
@@ -52,16 +53,21 @@ class LearnedPosition(Position):
 
 
 class RotaryPosition(Position):
-    """Rotate pair p of a query or key at position t by the angle t · base^(-2p / D), in radians (RoPE).
+    """Rotate pair p of a query or key at position t by the angle t · base^(-2p / R), in radians (RoPE).
 
-    Entries p and p + D/2 form pair p. The dot product of a query and a key then depends on the distance between their
-    positions, not on the positions themselves (Su et al. 2021, arXiv 2104.09864, eq. 34).
+    Entries p and p + D/2 form pair p. R = share · D of the D entries are rotated: the pairs p < R/2. The other pairs
+    carry no position (partial rotary: Black et al. 2022, arXiv 2204.06745, section 2.1; there the rotated entries are
+    the first R ones, which is another order of the rows of W_Q and W_K). The dot product of a query and a key then
+    depends on the distance between their positions, not on the positions themselves (Su et al. 2021, arXiv 2104.09864,
+    eq. 34).
     """
 
-    def __init__(self, sequence_length: int, d_head: int, base: float) -> None:
+    def __init__(self, sequence_length: int, d_head: int, base: float, share: float = 1.0) -> None:
         super().__init__()
-        pair = torch.arange(0, d_head, 2, dtype=torch.float64, device="cpu") / d_head
-        angle = torch.arange(sequence_length, dtype=torch.float64, device="cpu")[:, None] * base**-pair  # (S, D/2)
+        n_rotated = 2 * round(share * d_head / 2)  # R
+        pair = torch.arange(0, n_rotated, 2, dtype=torch.float64, device="cpu") / max(1, n_rotated)
+        angle = torch.arange(sequence_length, dtype=torch.float64, device="cpu")[:, None] * base**-pair  # (S, R/2)
+        angle = pad(angle, (0, (d_head - n_rotated) // 2))  # (S, D/2)
         cosine = torch.cat((angle.cos(), angle.cos()), dim=-1)
         sine = torch.cat((-angle.sin(), angle.sin()), dim=-1)
         table = torch.stack((cosine, sine), dim=1).float()  # (S, 2, D)
@@ -84,7 +90,7 @@ class RotaryPosition(Position):
 
 def make_position(config: ModelConfig) -> Position:
     if config.position == "rotary":
-        return RotaryPosition(config.sequence_length, config.d_head, config.rotary_base)
+        return RotaryPosition(config.sequence_length, config.d_head, config.rotary_base, config.rotary_share)
     if config.position == "learned":
         return LearnedPosition(config.sequence_length, config.d_model)
     return NoPosition()

@@ -56,14 +56,18 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
     A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head is counted, tied or not; the
     embedding lookup is not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the scores and 2 d_model
     for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention term is half of
-    that in Kaplan et al. 2020, arXiv 2001.08361, table 1. With a sliding window even fewer keys are visible. The tanh
-    of additive scores is not counted.
+    that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are visible.
+    The tanh of additive scores is not counted.
     """
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
     matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() >= 2)
     head = n_vocab * config.d_model
-    length = config.sequence_length
-    window = min(attention.window or length, length)
-    visible = window - window * window / (2 * length)  # keys per query, on average
-    return 2 * (matrices + head) + round(4 * config.n_layer * config.d_model * visible)
+    visible = sum(mean_visible(attention.window_of(layer), config.sequence_length) for layer in range(config.n_layer))
+    return 2 * (matrices + head) + round(4 * config.d_model * visible)
+
+
+def mean_visible(window: int | None, length: int) -> float:
+    """Number of keys that a query of a full sequence sees, on average over the sequence."""
+    window = min(window or length, length)
+    return window - window * window / (2 * length)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andrea.cli.command_line import CommandLine, compose, configure, lay_over, read
-from andrea.config import CompareConfig, OptimizerConfig, RunConfig, SampleConfig, UserError, parse, to_plain
+from andrea.config import CompareConfig, OptimizerConfig, RunConfig, SampleConfig, UserError, as_typed, parse, to_plain
 from andrea.config.keys import dotted_keys
 from andrea.config.parse import convert
 
@@ -73,6 +73,17 @@ def test_the_nearest_spelling_is_suggested() -> None:
         make("model=andrea-nnao")
 
 
+def test_windows_by_layer_are_a_list_that_yaml_and_json_hold() -> None:
+    config = make("attention.window=[64, 64, null]")
+    assert config.attention.window == (64, 64, None)
+    assert to_plain(config)["attention"]["window"] == [64, 64, None]
+    assert parse(RunConfig, to_plain(config)) == config and hash(config.attention)
+    assert as_typed(config.attention.window) == "[64, 64, null]"
+    assert make("attention.window=64").attention.window == 64
+    with pytest.raises(UserError, match=r"attention.window=\[\] has no entry; write one for each layer"):
+        make("attention.window=[]")
+
+
 def test_a_head_width_that_is_not_whole_suggests_a_number_of_heads() -> None:
     with pytest.raises(UserError, match="n_head=5 does not divide .*d_model=256.*n_head=4"):
         make("model.d_model=256", "model.n_head=5")
@@ -111,6 +122,12 @@ def test_a_head_width_that_is_not_whole_suggests_a_number_of_heads() -> None:
         ["device=auto:1"],
         ["threads=0"],
         ["train.eval_tokens=0"],
+        ["attention.window=[]"],
+        ["attention.window=[64, 0]"],
+        ["attention.window=[64, wide]"],
+        ["attention.window=[[64], null]"],
+        ["model.rotary_share=1.5"],
+        ["model.rotary_share=0.01"],
     ],
 )
 def test_impossible_combinations_are_refused(words: list[str]) -> None:

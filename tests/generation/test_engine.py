@@ -36,8 +36,8 @@ ATTENTION = AttentionConfig("scaled_dot", "auto")
 TOKENIZER = ByteTokenizer()
 
 
-def make_model(config: ModelConfig = CONFIG) -> GPT:
-    model = GPT(config, ATTENTION, TOKENIZER.n_vocab)
+def make_model(config: ModelConfig = CONFIG, attention: AttentionConfig = ATTENTION) -> GPT:
+    model = GPT(config, attention, TOKENIZER.n_vocab)
     initialise(model, torch.Generator().manual_seed(7))
     with torch.no_grad():
         for parameter in model.parameters():

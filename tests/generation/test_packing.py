@@ -33,7 +33,11 @@ CONFIGS = {
     "swiglu": dataclasses.replace(SHARED_KEYS, mlp="swiglu", position="none", logit_softcap=None),
     "first layer's values": dataclasses.replace(SHARED_KEYS, n_layer=3, value_residual=True),
     "first layer's values, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3, value_residual=True),
+    "windows": dataclasses.replace(SHARED_KEYS, n_layer=3, rotary_share=0.5),
+    "windows, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3),
 }
+ATTENTIONS = dict.fromkeys(CONFIGS, ATTENTION)
+ATTENTIONS |= dict.fromkeys(("windows", "windows, layernorm"), dataclasses.replace(ATTENTION, window=(3, None, 7)))
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +164,7 @@ def rounded(model: GPT, int8: bool) -> GPT:
 @pytest.mark.parametrize("n_text", [1, 3])
 def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
     """The packed model errs no more than the plain one of the same precision does, over all steps."""
-    model = make_model(CONFIGS[name]).to(dtype)
+    model = make_model(CONFIGS[name], ATTENTIONS[name]).to(dtype)
     packed = pack(copy.deepcopy(model).requires_grad_(False), int8=False, compiled=False)
     assert isinstance(packed, PackedGPT) and isinstance(packed.model.blocks[0].attention, NativeAttention)
     tokens = torch.randint(0, 257, (n_text, 31), generator=torch.Generator().manual_seed(3))
@@ -180,7 +184,8 @@ def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
 @pytest.mark.parametrize(("n_text", "n_thread"), [(1, 1), (1, 3), (3, 1), (FEW_ROWS, 3)])
 def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_text, n_thread):
     """The same products and the same roundings, so the same numbers but for torch's own exponentials and sums."""
-    packed = pack(make_model(CONFIGS[name]).to(dtype).requires_grad_(False), int8=int8, compiled=False)
+    model = make_model(CONFIGS[name], ATTENTIONS[name]).to(dtype).requires_grad_(False)
+    packed = pack(model, int8=int8, compiled=False)
     if CONFIGS[name].norm == "layernorm":
         assert packed.blocks is None
         return
@@ -273,7 +278,6 @@ def test_compiled_int8_writes_what_the_kernel_writes():
 def test_attention_that_no_kernel_serves_keeps_torch_s():
     for changed in (
         dataclasses.replace(ATTENTION, implementation="reference"),
-        dataclasses.replace(ATTENTION, window=3),
         dataclasses.replace(ATTENTION, compatibility="bilinear"),
     ):
         model = GPT(CONFIG, changed, TOKENIZER.n_vocab)

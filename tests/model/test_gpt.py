@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
+from andrea.model.gpt import call_block
 
 ATTENTION = AttentionConfig("scaled_dot", "auto")
 B, V = 2, 37
@@ -29,6 +30,7 @@ VARIANTS = {
     "swiglu": replace(TINY, mlp="swiglu", bias=True, tied_head=False),
     "first layer's values": replace(TINY, n_layer=3, n_kv_head=1, value_residual=not TINY.value_residual),
 }
+WINDOWS = AttentionConfig("scaled_dot", "auto", window=(3, 5, None))
 COMPILED = {  # compiling takes seconds: what differs from nano is compiled together, as no two parts meet in one layer
     "nano": TINY,
     "gpt2": TINY_GPT2,
@@ -61,6 +63,38 @@ def test_shapes_and_causality_bitwise(variant):
     after = model(changed)
     assert torch.equal(after[:, :11], hidden[:, :11])
     assert not torch.equal(after[:, 11:], hidden[:, 11:])
+
+
+def test_a_list_of_windows_repeats_over_the_layers():
+    """The last hidden vector of one layer depends on the tokens of its window alone."""
+    config, tokens = replace(TINY, n_layer=5, value_residual=False), some_tokens()
+    model = make(config, WINDOWS)
+    shared = model.block_inputs(tokens)[1]
+    for block, window in zip(model.blocks, (3, 5, None, 3, 5), strict=True):
+        x = torch.randn(1, 17, 30, requires_grad=True)
+        block(x, shared)[0][0, -1].sum().backward()
+        seen = x.grad[0].abs().sum(-1) > 0
+        assert seen.tolist() == [window is None or 17 - position <= window for position in range(17)]
+
+
+def test_each_layer_s_window_in_the_cache():
+    for fixed_shapes in (False, True):
+        model, tokens = make(replace(TINY, n_layer=4), WINDOWS).double(), some_tokens()
+        cache = model.make_cache(B, 19, fixed_shapes=fixed_shapes)
+        pieces = [model.logits(model(chunk, cache)) for chunk in tokens.split([7, 1, 1, 3, 1, 4], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model.logits(model(tokens)))
+
+
+@pytest.mark.untraced
+def test_blocks_of_equal_window_share_one_compiled_graph():
+    graphs = []
+    compiled = torch.compile(
+        call_block, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=True, dynamic=False
+    )
+    model = make(replace(TINY, n_layer=7), WINDOWS)
+    for _ in range(2):
+        model(some_tokens(), call_block=compiled).sum().backward()
+    assert len(graphs) == 3
 
 
 @pytest.mark.parametrize("compatibility", ["scaled_dot", "dot"])

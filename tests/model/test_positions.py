@@ -47,6 +47,19 @@ def test_a_turn_keeps_length_and_dot_products_feel_distance_alone():
     assert not torch.allclose(products[0], products[0, :1].expand(LENGTH), atol=1e-2)
 
 
+@pytest.mark.parametrize(("share", "n_rotated"), [(0.0, 0), (0.4, 4), (0.5, 4), (0.6, 6), (1.0, 10)])
+def test_a_share_of_the_width_is_rotated_and_the_rest_keeps_its_numbers(share, n_rotated):
+    """5 pairs; 0.5 of them is rounded to 2, an even number. The rotated pairs have the angles of a head of their width."""
+    turn, x = RotaryPosition(LENGTH, D, 100.0, share).placer(7, 4), torch.randn(2, 3, 7, D)
+    rotated = [p + half for half in (0, D // 2) for p in range(n_rotated // 2)]
+    rest = [c for c in range(D) if c not in rotated]
+    turned = turn(x)
+    assert torch.equal(turned[..., rest], x[..., rest])
+    if rotated:
+        alone = RotaryPosition(LENGTH, n_rotated, 100.0).placer(7, 4)(x[..., rotated])
+        torch.testing.assert_close(turned[..., rotated], alone, atol=0, rtol=0)
+
+
 def test_low_precision_weights_do_not_round_the_angles():
     exact, low = rotary(), rotary().to(torch.bfloat16)
     x = torch.randn(5, D, dtype=torch.bfloat16)

@@ -87,6 +87,17 @@ def test_flops_are_what_torch_counts(mlp):
     assert flops_per_token(config, REFERENCE, V) == 3 * per_token
 
 
+def test_flops_add_up_the_windows_of_the_layers():
+    """23 tokens. The mean over the sequence counts half of each diagonal key, with a window as without one."""
+    config = replace(TINY, n_layer=3)
+    wide, narrow, mixed = (
+        forward_flops_per_token(config, replace(ATTENTION, window=window), V) for window in (None, (3,), (3, None))
+    )
+    assert replace(ATTENTION, window=3).window_of(2) == replace(ATTENTION, window=(3,)).window_of(2) == 3
+    saved = 4 * 30 * (23 / 2 - (3 - 9 / 46))  # in one layer
+    assert (wide - narrow, wide - mixed) == pytest.approx((3 * saved, 2 * saved), abs=1)
+
+
 def test_optimizer_state_is_what_torch_allocates():
     model = GPT(TINY, ATTENTION, V)
     optimizer = torch.optim.AdamW(model.parameters())

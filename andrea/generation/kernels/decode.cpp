@@ -198,13 +198,19 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, con
     return head;
 }
 
+// How a layer's scores become weights. window: the number of keys that a query sees, or 0 for all up to its own.
+struct Scoring {
+    int64_t window;
+};
+
 // Attention of one new token for each of B texts of equal length: qkv (B, (H + 2G) D) -> out (B, H D). The first `length`
 // tokens of the cache (B, G, capacity, D) are filled; the new key and value are appended.
 template <typename T>
 void attend_by_team(
     const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,
-    int64_t d, int64_t capacity, int64_t length, float epsilon, float scale) {
+    int64_t d, int64_t capacity, int64_t length, float epsilon, float scale, const Scoring& scoring) {
     const int64_t shared = n_head / n_kv_head, width = (n_head + 2 * n_kv_head) * d;
+    const int64_t first = scoring.window ? std::max<int64_t>(0, length + 1 - scoring.window) : 0;  // visible key
 #pragma omp for schedule(static)
     for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
         const int64_t b = each / n_kv_head, g = each % n_kv_head;
@@ -217,13 +223,13 @@ void attend_by_team(
         for (int64_t h = g * shared; h < (g + 1) * shared; ++h) {
             const std::vector<float> query = placed(qkv + b * width + h * d, d, epsilon, scale, turn);
             float largest = -INFINITY, total = 0;
-            for (int64_t s = 0; s <= length; ++s) {
+            for (int64_t s = first; s <= length; ++s) {
                 weights[s] = dot(key + s * d, query.data(), d);
                 largest = std::max(largest, weights[s]);
             }
-            for (int64_t s = 0; s <= length; ++s) total += weights[s] = std::exp(weights[s] - largest);
+            for (int64_t s = first; s <= length; ++s) total += weights[s] = std::exp(weights[s] - largest);
             std::fill(retrieved.begin(), retrieved.end(), 0.0f);
-            for (int64_t s = 0; s <= length; ++s)
+            for (int64_t s = first; s <= length; ++s)
                 for (int64_t k = 0; k < d; ++k) retrieved[k] += weights[s] * number(value[s * d + k]);
             for (int64_t k = 0; k < d; ++k) store(out + (b * n_head + h) * d + k, retrieved[k] / total);
         }
@@ -244,6 +250,7 @@ struct Layer {
     const float* mlp_norm;
     Matrix<T> gate, up, down;  // gate is used by SwiGLU alone
     float first_share;         // with value_residual: the share of the first layer's values in this layer's values
+    Scoring scoring;
 };
 
 // Value residuals. In qkv (n_row, (H + 2G) D) the values come after the queries and keys. The first layer's values are copied
@@ -290,7 +297,7 @@ void decode(
             if (shape.value_residual) mix_values_by_team(qkv.data(), first_value.data(), shape, l == 0, layer.first_share);
             attend_by_team(
                 qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
-                shape.capacity, shape.length, shape.qk_epsilon, shape.scale);
+                shape.capacity, shape.length, shape.qk_epsilon, shape.scale, layer.scoring);
             linear_by_team(layer.output, retrieved.data(), x, n_row, true);
             rms_norm(x, layer.mlp_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
             const Rows rows = rows_for(layer.up, normed.data(), n_row);
@@ -319,9 +326,10 @@ void decode(
     }                                                                                                                      \
     extern "C" void attend_##NAME(                                                                                         \
         const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,   \
-        int64_t d, int64_t capacity, int64_t length, float epsilon, float scale) {                                           \
+        int64_t d, int64_t capacity, int64_t length, float epsilon, float scale, const Scoring* scoring) {                   \
         _Pragma("omp parallel")                                                                                            \
-        attend_by_team(qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, capacity, length, epsilon, scale);       \
+        attend_by_team(                                                                                                    \
+            qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, capacity, length, epsilon, scale, *scoring);        \
     }                                                                                                                      \
     extern "C" void decode_##NAME(                                                                                         \
         const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,  \

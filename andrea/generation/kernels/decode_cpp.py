@@ -26,15 +26,20 @@ class Shape(ctypes.Structure):
     _fields_ += [(name, NUMBER) for name in ("norm_epsilon", "qk_epsilon", "scale")]
 
 
+class Scoring(ctypes.Structure):
+    _fields_ = [("window", COUNT)]
+
+
 class Layer(ctypes.Structure):
     _fields_ = [("attention_norm", POINTER), ("project", Matrix), ("output", Matrix)]
     _fields_ += [("mlp_norm", POINTER), ("gate", Matrix), ("up", Matrix), ("down", Matrix), ("first_share", NUMBER)]
+    _fields_ += [("scoring", Scoring)]
 
 
 ARGUMENTS = {
     "linear": [ctypes.POINTER(Matrix), POINTER, POINTER, COUNT],
     "rms_norm": [POINTER] * 3 + [COUNT] * 2 + [NUMBER],
-    "attend": [POINTER] * 5 + [COUNT] * 6 + [NUMBER] * 2,
+    "attend": [POINTER] * 5 + [COUNT] * 6 + [NUMBER] * 2 + [ctypes.POINTER(Scoring)],
     "decode": [POINTER] * 7 + [ctypes.POINTER(Shape)],
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from andrea.attention import Mask
 from andrea.insight.lens.scores import score_model
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
@@ -64,19 +65,24 @@ NAMES = (
 def repetition(model: GPT, tokenizer: Tokenizer) -> Tensor:
     """The text `repeat`, (N_REPETITION, 1 + 2 n) int64: end-of-text, n different shuffled tokens, the same n again.
 
-    n is as large as the model's sequence length and sliding window allow, up to MOST_REPEATED_TOKENS. The tokens come
-    from `PASSAGE`, because its tokens are frequent in training. How a head treats rare tokens says little about
-    ordinary text.
+    n is as large as the model's sequence length and its narrowest sliding window allow, up to MOST_REPEATED_TOKENS, so
+    that every head sees the earlier copy of a token. The tokens come from `PASSAGE`, because its tokens are frequent in
+    training. How a head treats rare tokens says little about ordinary text.
     """
     length = model.config.sequence_length
-    first, stop = model.blocks[0].attention.mask.interval(torch.tensor([length - 1]), length)
-    n_visible = int((stop - first.clamp(min=0))[0])  # keys that the last position sees
+    n_visible = min(keys_seen_last(block.attention.mask, length) for block in model.blocks)
     ordinary = torch.tensor(tokenizer.encode(PASSAGE)).unique()
     n = min(MOST_REPEATED_TOKENS, (length - 1) // 2, n_visible, len(ordinary))
     generator = torch.Generator().manual_seed(REPETITION_SEED)
     half = torch.stack([ordinary[torch.randperm(len(ordinary), generator=generator)[:n]] for _ in range(N_REPETITION)])
     start = torch.full((N_REPETITION, 1), tokenizer.end_of_text)
     return torch.cat((start, half, half), 1).to(model.embedding.weight.device)
+
+
+def keys_seen_last(mask: Mask, length: int) -> int:
+    """The number of keys that the last of `length` positions sees."""
+    first, stop = mask.interval(torch.tensor([length - 1]), length)
+    return int((stop - first.clamp(min=0))[0])
 
 
 def passage(model: GPT, tokenizer: Tokenizer) -> Tensor:

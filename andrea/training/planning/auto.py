@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -128,29 +129,50 @@ def with_intervals(config: RunConfig, micro_batch: int, evaluations: int = QUART
 
 
 def choose_attention(config: RunConfig, device: torch.device) -> Choice:
-    """The attention implementation for training. On a GPU, `auto` becomes the fastest one in a measurement made now."""
+    """The attention implementation for training. On a GPU, `auto` becomes the fastest one in a measurement made now.
+
+    It must serve the windows of all layers.
+    """
     model, dtype, n_token = config.model, WEIGHT_DTYPE[config.precision], config.model.sequence_length
-    mask = make_mask(config.attention)
+    layers_of_window = Counter(map(config.attention.window_of, range(model.n_layer)))
+    masks = {window: make_mask(window) for window in layers_of_window}
     if not config.attention.across_documents:  # four documents, as an example
-        mask = mask & packed_documents(torch.arange(n_token, device=device)[None, None] * 4 // n_token)
+        packing = packed_documents(torch.arange(n_token, device=device)[None, None] * 4 // n_token)
+        masks = {window: mask & packing for window, mask in masks.items()}
     compatibility = make_compatibility(config.attention.compatibility, model.n_head, model.d_head)
     n_kv_head = model.n_kv_head or model.n_head
     shapes = [(1, n_head, n_token, model.d_head) for n_head in (model.n_head, n_kv_head)]
     query, key = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     asked, measured = config.attention.implementation, measures_every_step(config.attention)
     try:
-        case = Case(query, key, key, compatibility, mask, statistics=measured, compiled=config.compile != "off")
-        name, why = choose(asked, case)
+        compiled = config.compile != "off"
+        cases = {
+            window: Case(query, key, key, compatibility, mask, statistics=measured, compiled=compiled)
+            for window, mask in masks.items()
+        }
+        chosen = [choose(asked, case) for case in cases.values()]
     except ValueError as error:
         raise UserError(f"attention.{error}; choose another, or attention.implementation=auto") from None
+    reasons = "; ".join(dict.fromkeys(f"{name} ({why})" for name, why in chosen))
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
-        return Choice(asked, f"{name} ({why})")
-    times = measure(case, config.train.micro_batch)
+        return Choice(asked, reasons)
+    measured_times = [measure(case, config.train.micro_batch) for case in cases.values()]
+    times = milliseconds_a_layer(measured_times, list(layers_of_window.values()))
     if not times:
-        return Choice(asked, f"{name} ({why})")
+        return Choice(asked, reasons)
     fastest = next(iter(times))
     shown = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
     return Choice(fastest, f"{fastest} (fastest here, forward and backward: {shown})")
+
+
+def milliseconds_a_layer(times: list[dict[str, float]], layers: list[int]) -> dict[str, float]:
+    """The mean time of a layer by implementation, fastest first. Implementations that miss in one of `times` are left out.
+
+    times: the measurement of each window. layers: the number of layers that have this window.
+    """
+    served = [name for name in times[0] if all(name in each for each in times)]
+    mean = {name: sum(n * each[name] for n, each in zip(layers, times, strict=True)) / sum(layers) for name in served}
+    return dict(sorted(mean.items(), key=lambda item: item[1]))
 
 
 def describe_device(device: torch.device, threads: int) -> str:

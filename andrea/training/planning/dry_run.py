@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 from andrea.checkpoint import Checkpoint
@@ -45,6 +46,7 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
         ("model", f"{config.model.name}, {n_vocab:,} tokens in the vocabulary, T = {config.model.sequence_length}"),
         *parameter_rows(config, n_vocab),
         ("FLOPs per token", f"{per_token:,} (forward and backward)"),
+        *window_rows(config),
         (
             "memory",
             f"{format_memory(memory.total)} at the peak, micro-batch: {micro_batch} of {config.sequences_per_step} sequences",
@@ -82,6 +84,16 @@ def parameter_rows(config: RunConfig, n_vocab: int) -> list[tuple[str, str]]:
         ("  norm", f"{parameters.norm:,}"),
         ("  head", f"{parameters.head:,}{tied}"),
     ]
+
+
+def window_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """The keys that a query sees in each layer; no row without a window."""
+    windows = [config.attention.window_of(layer) for layer in range(config.model.n_layer)]
+    if not any(windows):
+        return []
+    runs = [(window, len(list(layers))) for window, layers in itertools.groupby(windows)]
+    shown = [f"{'all' if window is None else f'{window:,}'} in {n} layer{'s' * (n > 1)}" for window, n in runs]
+    return [("keys that a query sees", f"at most {', then '.join(shown)}")]
 
 
 def length_rows(

@@ -27,6 +27,7 @@ CASES = {
     "fewer key/value heads, biases": ({"n_kv_head": 1, "bias": True, "norm": "layernorm"}, {}),
     "first layer's values": ({"n_kv_head": 1, "value_residual": True}, {}),
     "sliding window": ({}, {"window": 7}),
+    "windows by layer": ({"rotary_share": 0.4}, {"window": (7, None)}),
     "packed documents": ({}, {"across_documents": False}),
     "gpt2-like": ({"position": "learned", "tied_head": True, "mlp": "gelu", "logit_softcap": None}, {}),
 }

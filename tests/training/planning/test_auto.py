@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from andrea.attention.mask import SlidingWindow
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning import auto
@@ -27,6 +28,16 @@ def test_on_a_gpu_auto_is_the_fastest_implementation(
     with FakeTensorMode():
         choice = choose_attention(run, torch.device("cuda"))
     assert choice.value == chosen and why in choice.why
+
+
+def test_the_windows_of_all_layers_are_measured_and_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers: three short ones and a long one, which sdpa cannot serve."""
+    times = {True: {"triton": 1.0, "flex": 2.0, "sdpa": 0.1}, False: {"flex": 3.0, "triton": 6.8}}
+    monkeypatch.setattr(auto, "measure", lambda case, n_batch: times[isinstance(case.mask, SlidingWindow)])
+    words = ["compile=off", "precision=bf16", "train.micro_batch=2", "attention.window=[64, 64, 64, null]"]
+    with FakeTensorMode():
+        choice = choose_attention(configure(RunConfig, "train", words), torch.device("cuda"))
+    assert choice.value == "flex" and "flex 2.25 ms, triton 2.45 ms" in choice.why
 
 
 def test_an_implementation_that_is_asked_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -91,6 +92,14 @@ def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> 
 
 
 @pytest.mark.slow  # forty blocks, differentiated without memory: Python all through
+def test_a_dry_run_names_the_windows() -> None:
+    words = [f"runs_dir=/none{os.getpid()}", "tokenizer=byte"]
+    assert "keys that a query" not in describe(tiny_run(*words))
+    lines = describe(tiny_run(*words, "attention.window=[4, 4, null]")).splitlines()
+    (line,) = [line for line in lines if line.startswith("keys that a query sees")]
+    assert line.endswith(" at most 4 in 2 layers, then all in 1 layer")
+
+
 def test_a_dry_run_says_where_a_model_does_not_fit() -> None:
     words = ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"]
     run = configure(RunConfig, "train", words)

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from andrea.attention import BUILT_IN, Additive, Cosine
-from andrea.attention.mask import visible_interval
+from andrea.attention.mask import Mask, visible_interval
 from andrea.insight.lens.head_names import NAMES
 from andrea.insight.lens.page.head_data import COMPONENTS
 from andrea.insight.lens.page.measurements import Measurements
-from andrea.model.gpt import GPT
+from andrea.model.gpt import GPT, Block
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
     function = type(attention.compatibility)
     name = function.__name__ if function in BUILT_IN.values() else f"{function.__module__}.{function.__name__}"
     functions = [block.attention.compatibility for block in model.blocks]
-    first, stop = visible_keys(model, tokens)
+    visible = [visible_keys(block, model.document_mask(tokens), tokens) for block in model.blocks]
+    distinct = list(dict.fromkeys(visible))
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": config.n_layer,
@@ -47,19 +48,18 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
         "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "tokens": tokens[0].tolist(),
-        "visible_first": first,
-        "visible_stop": stop,
+        "visible": [{"first": first, "stop": stop} for first, stop in distinct],
+        "visible_of_layer": [distinct.index(each) for each in visible],
         "names": [vars(name) for name in NAMES],
         "components": COMPONENTS,
     }
 
 
-def visible_keys(model: GPT, tokens: Tensor) -> tuple[list[int], list[int]]:
-    """tokens (1, T) -> for each query, the index of the first visible key, and one past the last."""
-    mask = model.blocks[0].attention.mask_with(model.document_mask(tokens))
+def visible_keys(block: Block, packing: Mask | None, tokens: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """tokens (1, T) -> for each query of the block, the index of the first visible key, and one past the last."""
     n_token = tokens.shape[1]
-    first, stop = visible_interval(mask, n_token, n_token, 0, tokens.device)
-    return first.flatten().tolist(), stop.flatten().tolist()
+    first, stop = visible_interval(block.attention.mask_with(packing), n_token, n_token, 0, tokens.device)
+    return tuple(first.flatten().tolist()), tuple(stop.flatten().tolist())
 
 
 def head_facts(measurements: Measurements) -> list[dict[str, Any]]:

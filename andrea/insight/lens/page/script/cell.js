@@ -155,7 +155,7 @@ function additiveStep(query, key, score, mixing) {
 function weightSteps(head) {
   const { head: n, i, j } = state;
   const softmax = softmaxRow(head, n, i);
-  const masked = isVisible(i, j) ? scoreOf(head, n, i, j) : -Infinity;
+  const masked = isVisible(n, i, j) ? scoreOf(head, n, i, j) : -Infinity;
   const exponential = softmax.exponentials[j];
   const largest = formatNumber(softmax.largest);
   const exponent = `${formatNumber(masked)} − ${softmax.largest < 0 ? `(${largest})` : largest}`;
@@ -164,7 +164,7 @@ function weightSteps(head) {
     {
       title: "mask",
       detail: first > 0 ? `query ${i} sees keys ${first} to ${i}` : "a query sees itself and earlier tokens",
-      formula: [maskText(i, j)],
+      formula: [maskText(n, i, j)],
       result: masked,
       id: "cell-masked",
     },
@@ -191,8 +191,8 @@ function weightSteps(head) {
   ];
 }
 
-function maskText(i, j) {
-  if (isVisible(i, j)) return `key ${j} ≤ query ${i}: visible, the score is kept`;
+function maskText(n, i, j) {
+  if (isVisible(n, i, j)) return `key ${j} ≤ query ${i}: visible, the score is kept`;
   return j > i
     ? `key ${j} > query ${i}: later than the query, the score becomes −∞`
     : `key ${j} is too far back for query ${i}: the score becomes −∞`;
@@ -224,7 +224,7 @@ function outputSteps(head) {
       detail: "what this key adds to the residual stream",
       formula: [
         line("weight · W", sub("O"), " v = ", formatVector(weighted(keyWrite), true)),
-        head.key_logits && isVisible(i, j) ? attributionLine(head.key_logits_ids, head.key_logits, j, weight) : null,
+        head.key_logits && isVisible(n, i, j) ? attributionLine(head.key_logits_ids, head.key_logits, j, weight) : null,
       ],
       result: weight * keyNorm,
       unit: "norm",

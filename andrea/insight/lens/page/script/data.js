@@ -41,13 +41,19 @@ function tokenText(i) {
   return textOf(facts.tokens[i]);
 }
 
-function isVisible(i, j) {
-  return facts.visible_first[i] <= j && j < facts.visible_stop[i];
+// The first key that each query of head n sees, and one past the last.
+function intervalsOf(n) {
+  return facts.visible[facts.visible_of_layer[layerOf(n)]];
 }
 
-function visibleKeys(i) {
-  const first = Math.max(0, facts.visible_first[i]);
-  return Array.from({ length: Math.max(0, facts.visible_stop[i] - first) }, (_, index) => first + index);
+function isVisible(n, i, j) {
+  const { first, stop } = intervalsOf(n);
+  return first[i] <= j && j < stop[i];
+}
+
+function visibleKeys(n, i) {
+  const { first, stop } = intervalsOf(n);
+  return Array.from({ length: Math.max(0, stop[i] - first[i]) }, (_, index) => first[i] + index);
 }
 
 function isPresent(x) {
@@ -103,7 +109,7 @@ function withWeights(head, n) {
 
 // The softmax of query i: the largest score and its key, e^(score - largest) of each visible key, and their sum.
 function softmaxRow(head, n, i) {
-  const keys = visibleKeys(i);
+  const keys = visibleKeys(n, i);
   const exponentials = new Float64Array(T);
   const scores = keys.map((j) => scoreOf(head, n, i, j));
   const largest = scores.reduce((most, score) => Math.max(most, score), -Infinity);

@@ -34,12 +34,12 @@ function shadeTokens() {
   const { weights } = openHead(state.head);
   const i = shownQuery();
   options.forEach((option, j) => {
-    const colour = weights && isVisible(i, j) ? shadeAt(strength(weights, i, j)) : null;
+    const colour = weights && isVisible(state.head, i, j) ? shadeAt(strength(weights, i, j)) : null;
     option.style.background = colour ? cssColour(colour) : "";
     option.style.color = colour ? (isDark(colour) ? "#fff" : "#16181a") : "";
     option.classList.toggle("is-query", j === i);
     option.classList.toggle("is-key", j === shownKey());
-    option.classList.toggle("is-masked", !isVisible(i, j));
+    option.classList.toggle("is-masked", !isVisible(state.head, i, j));
     option.setAttribute("aria-selected", j === state.i);
   });
   byId("tokens").setAttribute("aria-activedescendant", `token-${state.i}`);
@@ -107,7 +107,7 @@ function drawCells(context, weights) {
   const gap = cell > 9 ? 1 : 0;
   for (let y = 0; y < count; y++) {
     for (let x = 0; x < count; x++) {
-      if (!isVisible(row + y, column + x)) continue;
+      if (!isVisible(state.head, row + y, column + x)) continue;
       context.fillStyle = cssColour(shadeAt(strength(weights, row + y, column + x)));
       context.fillRect(left + x * cell, top + y * cell, cell - gap, cell - gap);
     }
@@ -191,7 +191,7 @@ function drawReducedMap(canvas, weights) {
   const strongest = new Float32Array(side * side).fill(-1); // -1 where nothing is visible
   for (let i = 0; i < T; i++) {
     const y = Math.floor((i * side) / T) * side;
-    for (const j of visibleKeys(i)) {
+    for (const j of visibleKeys(state.head, i)) {
       const at = y + Math.floor((j * side) / T);
       strongest[at] = Math.max(strongest[at], 0, strength(weights, i, j));
     }
@@ -227,7 +227,7 @@ function writeReadout() {
   const [i, j] = [shownQuery(), shownKey()];
   if (!weights || j === null) return byId("readout").replaceChildren();
   const number = formatNumber(weights[i * T + j], isApproximate ? 2 : 5);
-  const weight = isVisible(i, j)
+  const weight = isVisible(state.head, i, j)
     ? [isApproximate ? "about " : "", newElement("b", { class: "num", id: "weight-shown" }, number)]
     : ["masked: ", newElement("b", {}, "0")];
   byId("readout").replaceChildren(...queryAndKey(i, j, "query ", "key "), newElement("br"), "weight ", ...weight);
@@ -240,7 +240,7 @@ function writeTopKeys() {
   if (!weights) return byId("top-keys").replaceChildren();
   const weightOf = (j) => weights[i * T + j];
   const sum = (keys) => keys.reduce((total, j) => total + weightOf(j), 0);
-  const inOrder = visibleKeys(i);
+  const inOrder = visibleKeys(state.head, i);
   const keys = [...inOrder].sort((one, other) => weightOf(other) - weightOf(one) || one - other);
   const rows = keys.slice(0, TOP_KEYS).map((j) => topKeyRow(i, j, weightOf(j), isApproximate ? 2 : 5));
   const totalRow = (title, number) =>

@@ -46,8 +46,8 @@ function writeAddress() {
 function strongestKey(i) {
   const { weights } = openHead(state.head);
   if (!weights) return Math.max(0, i - 1);
-  let best = Math.max(0, facts.visible_first[i]);
-  for (const j of visibleKeys(i)) {
+  let best = Math.max(0, intervalsOf(state.head).first[i]);
+  for (const j of visibleKeys(state.head, i)) {
     if (weights[i * T + j] > weights[i * T + best] && !(state.hide && j === 0)) best = j;
   }
   return best;
