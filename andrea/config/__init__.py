@@ -2,6 +2,7 @@
 
 from andrea.config.checks import MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
+from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
 from andrea.config.group_files import CONFIGS, group_config, group_values
 from andrea.config.keys import lay_over, nearest, with_current_keys, with_missing_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
@@ -51,6 +52,7 @@ __all__ = [
     "TrainConfig",
     "UserError",
     "as_typed",
+    "digest",
     "folder_name",
     "group_config",
     "group_values",
@@ -58,6 +60,8 @@ __all__ = [
     "nearest",
     "parse",
     "readable_path",
+    "recipe_fingerprint",
+    "recipe_values",
     "to_plain",
     "with_current_keys",
     "with_missing_keys",
