@@ -15,7 +15,15 @@ from andrea.attention.compatibility import (
 )
 from andrea.attention.implementations.case import Case
 from andrea.attention.implementations.reference import Intermediates, attend_reference
-from andrea.attention.mask import Mask, causal, documents_of, key_padding, packed_documents, sliding_window
+from andrea.attention.mask import (
+    Mask,
+    causal,
+    documents_of,
+    key_padding,
+    packed_documents,
+    places_in_documents,
+    sliding_window,
+)
 from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 
@@ -48,6 +56,7 @@ __all__ = [
     "key_padding",
     "make_compatibility",
     "packed_documents",
+    "places_in_documents",
     "refusal",
     "sliding_window",
 ]

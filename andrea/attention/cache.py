@@ -19,12 +19,14 @@ class LayerCache:
 
     length: an int or a 0-d tensor for all sequences, or a tensor (B,) with the length of each sequence.
     filled: the largest length of any sequence, used if `length` is a tensor; None if only the device knows this number.
+    projected: queries, keys and values before the convolution, (B, H + 2G, S, D), filled as far; None without one.
     """
 
     keys: Tensor
     values: Tensor
     length: int | Tensor
     filled: int | None = None
+    projected: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write T new keys and values (B, H, T, D) after the filled ones; return the keys and values to attend to.
@@ -33,25 +35,43 @@ class LayerCache:
         the whole capacity, so that the shape is constant. The unfilled part comes after every query, so the causal mask
         hides it.
         """
-        n_new = key.shape[2]
+        self.write(self.keys, key)
+        self.write(self.values, value)
+        if isinstance(self.length, int):
+            stop = self.length + key.shape[2]
+        else:
+            stop = self.keys.shape[2] if self.filled is None else self.filled + key.shape[2]
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def append_projected(self, projected: Tensor, n_before: int) -> Tensor:
+        """Write T new rows (B, H + 2G, T, D) after the filled ones; return the n_before rows in front of them.
+
+        A row in front of the first token is zero.
+        """
+        self.write(self.projected, projected)
+        start = self.length if isinstance(self.length, int) else self.length[..., None]
+        position = start + torch.arange(-n_before, 0, device=projected.device)  # (n_before,), or (B, n_before)
+        if position.ndim == 1:
+            before = self.projected[:, :, position.clamp(min=0)]
+            return before.masked_fill((position < 0)[:, None], 0.0)
+        sequence = torch.arange(len(projected), device=projected.device)[:, None]
+        before = self.projected[sequence, :, position.clamp(min=0)]  # (B, n_before, H + 2G, D)
+        return before.masked_fill((position < 0)[..., None, None], 0.0).transpose(1, 2)
+
+    def write(self, kept: Tensor, new: Tensor) -> None:
+        """Write T new rows (B, H, T, D) into `kept` (B, H, S, D), after the filled ones."""
+        n_new = new.shape[2]
         if isinstance(self.length, int):
             stop = self.length + n_new
-            assert stop <= self.keys.shape[2], (
-                f"{stop} tokens do not fit a cache with a capacity of {self.keys.shape[2]} tokens"
-            )
-            self.keys[:, :, self.length : stop] = key
-            self.values[:, :, self.length : stop] = value
-            return self.keys[:, :, :stop], self.values[:, :, :stop]
-        position = self.length[..., None] + torch.arange(n_new, device=key.device)
+            assert stop <= kept.shape[2], f"{stop} tokens do not fit a cache with a capacity of {kept.shape[2]} tokens"
+            kept[:, :, self.length : stop] = new
+            return
+        position = self.length[..., None] + torch.arange(n_new, device=new.device)
         if position.ndim == 1:
-            self.keys.index_copy_(2, position, key)
-            self.values.index_copy_(2, position, value)
+            kept.index_copy_(2, position, new)
         else:
-            sequence = torch.arange(len(key), device=key.device)[:, None]
-            self.keys[sequence, :, position] = key.transpose(1, 2)  # (B, T) positions of (H, D) each
-            self.values[sequence, :, position] = value.transpose(1, 2)
-        stop = self.keys.shape[2] if self.filled is None else self.filled + n_new
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+            sequence = torch.arange(len(new), device=new.device)[:, None]
+            kept[sequence, :, position] = new.transpose(1, 2)  # (B, T) positions of (H, D) each
 
 
 class KeyValueCache:
@@ -73,11 +93,15 @@ class KeyValueCache:
         device: torch.device | str = "cpu",
         fixed_shapes: bool = False,
         ragged: bool = False,
+        n_projected: int = 0,
     ) -> None:
+        """n_projected: H + 2G, for a model with a convolution, which needs `LayerCache.projected`; otherwise 0."""
         shape = (n_batch, n_head, capacity, d_head)
         # Zeros, because uninitialised memory may hold NaN, and NaN times a masked weight of zero is NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        wide = (n_batch, n_projected, capacity, d_head)
+        self.projected = [torch.zeros(wide, dtype=dtype, device=device) for _ in range(n_layer if n_projected else 0)]
         self.length: int | Tensor = 0
         if fixed_shapes or ragged:
             self.length = torch.zeros((n_batch,) if ragged else (), dtype=torch.int64, device=device)
@@ -88,7 +112,8 @@ class KeyValueCache:
         return self.keys[0].shape[2]
 
     def layer(self, index: int) -> LayerCache:
-        return LayerCache(self.keys[index], self.values[index], self.length, self.filled)
+        projected = self.projected[index] if self.projected else None
+        return LayerCache(self.keys[index], self.values[index], self.length, self.filled, projected)
 
     def advance(self, n_new: int) -> None:
         """Add n_new to the length, after n_new tokens have been appended to every layer."""
@@ -113,10 +138,11 @@ class KeyValueCache:
         part = object.__new__(KeyValueCache)
         part.keys = [keys[index : index + 1] for keys in self.keys]
         part.values = [values[index : index + 1] for values in self.values]
+        part.projected = [rows[index : index + 1] for rows in self.projected]
         part.length, part.filled = 0, None
         return part
 
     def copy_sequence(self, source: int, n_token: int) -> None:
         """Copy the first n_token keys and values of sequence `source` to all sequences."""
-        for kept in (*self.keys, *self.values):
+        for kept in (*self.keys, *self.values, *self.projected):
             kept[:, :, :n_token] = kept[source : source + 1, :, :n_token].clone()

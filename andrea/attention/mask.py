@@ -177,6 +177,12 @@ def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
     return (tokens == end_of_text).cumsum(-1)
 
 
+def places_in_documents(tokens: Tensor, end_of_text: int) -> Tensor:
+    """The place of each token in its document, (..., S): 0 for the first, which is end_of_text or the row's first token."""
+    position = torch.arange(tokens.shape[-1], device=tokens.device)
+    return position - torch.where(tokens == end_of_text, position, 0).cummax(-1).values
+
+
 def positions(n_query: int, start: int | Tensor, device: torch.device) -> Tensor:
     """Positions (..., T) of the queries among the keys. start: an int, or a tensor (..., 1) with one number per sequence."""
     return start + torch.arange(n_query, device=device)

@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm
 from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
+from andrea.attention.convolution import convolve
 from andrea.attention.mask import Mask
 from andrea.attention.statistics import HeadStatistics, head_statistics
 
@@ -34,6 +35,7 @@ class SharedInputs(NamedTuple):
     first_value: Tensor | None = None  # (B, G, S, D): the first layer's values, for value_residual
     place: Place | None = None  # encodes rotary positions in the lowered query and key
     packing: Mask | None = None  # a mask of this batch, combined with the module's own
+    document_place: Tensor | None = None  # (B, T): each token's place in its document, for a convolution with `packing`
 
 
 NOTHING_SHARED = SharedInputs()
@@ -51,6 +53,7 @@ class MultiHeadAttention(nn.Module):
     norm if None.
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
     2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(x_of_first_layer)))`.
+    convolution: the number of tokens that each query, key and value mixes (`convolution.py`); none if None.
     implementation: as in `attend`.
     Raises ValueError if n_head does not divide d_model, or if n_kv_head does not divide n_head.
     """
@@ -67,6 +70,7 @@ class MultiHeadAttention(nn.Module):
         bias: bool = False,
         qk_norm_epsilon: float | None = None,
         value_residual: bool = False,
+        convolution: int | None = None,
         implementation: str = "auto",
     ) -> None:
         super().__init__()
@@ -84,6 +88,9 @@ class MultiHeadAttention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias)
         # The logistic function of this number is the first layer's share. It starts at one half.
         self.value_mix = nn.Parameter(torch.zeros(1)) if value_residual else None
+        # For the heads of queries, keys and values, in this order. Zeros mix nothing.
+        n_heads = n_head + 2 * n_kv_head
+        self.taps = nn.Parameter(torch.zeros(n_heads, self.d_head, convolution)) if convolution else None
         self.compatibility = compatibility
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
@@ -124,7 +131,7 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, context: Tensor | None, shared: SharedInputs, cache: LayerCache | None, statistics: bool
     ) -> tuple[Tensor, HeadStatistics | None]:
         """The result of `retrieve`, and the statistics of the heads, which are None if `statistics` is False."""
-        query, key, value, compatibility = self.project(x, context, shared)
+        query, key, value, compatibility = self.project(x, context, shared, cache)
         mask, start, implementation = self.mask_with(shared.packing), None, self.implementation
         if cache is not None:
             key, value, start = *cache.append(key, value), cache.length
@@ -147,7 +154,11 @@ class MultiHeadAttention(nn.Module):
         return self.mask & packing
 
     def project(
-        self, x: Tensor, context: Tensor | None = None, shared: SharedInputs = NOTHING_SHARED
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        shared: SharedInputs = NOTHING_SHARED,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Compatibility]:
         """Query (B, H, T, D), key and value (B, G, S, D), and the function that scores query and key.
 
@@ -158,6 +169,8 @@ class MultiHeadAttention(nn.Module):
         context = x if context is None else context
         query, key = self.heads(self.query(x)), self.heads(self.key(context))
         value = self.mixed(self.values(context), shared.first_value)
+        if self.taps is not None:
+            query, key, value = self.convolved(query, key, value, shared.document_place, cache)
         if self.qk_norm_epsilon is not None:
             query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon) for each in (query, key))
         place = shared.place
@@ -176,6 +189,17 @@ class MultiHeadAttention(nn.Module):
     def values(self, context: Tensor) -> Tensor:
         """context (B, S, d_context) -> this layer's own values (B, G, S, D)."""
         return self.heads(self.value(context))
+
+    def convolved(
+        self, query: Tensor, key: Tensor, value: Tensor, document_place: Tensor | None, cache: LayerCache | None
+    ) -> list[Tensor]:
+        """query (B, H, T, D), key and value (B, G, S, D), each mixed with the tokens before it. A cache needs T = S."""
+        n_heads, before = [each.shape[1] for each in (query, key, value)], (None, None, None)
+        if cache is not None:
+            n_before = self.taps.shape[-1] - 1
+            before = cache.append_projected(torch.cat([query, key, value], dim=1), n_before).split(n_heads, dim=1)
+        mixed = zip((query, key, value), self.taps.split(n_heads), before, strict=True)
+        return [convolve(x, taps, earlier, document_place) for x, taps, earlier in mixed]
 
     def mixed(self, value: Tensor, first_value: Tensor | None) -> Tensor:
         """Value and first_value (B, G, S, D) -> the mixture of both with value_residual, else `value` itself."""

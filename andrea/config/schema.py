@@ -60,6 +60,7 @@ class ModelConfig:
     n_kv_head: int | None = None
     value_residual: bool = False
     rotary_share: Share = 1.0
+    qkv_convolution: PositiveInteger | None = None
 
     @property
     def d_head(self) -> int:

@@ -81,6 +81,8 @@ class NativeAttention(nn.Module):
         self.scale = attention.d_head**-0.5 if isinstance(attention.compatibility, ScaledDotProduct) else 1.0
         self.rotary_table = position.table_bits.view(torch.float32) if isinstance(position, RotaryPosition) else None
         self.scoring = Scoring(window=attention.mask.width if isinstance(attention.mask, SlidingWindow) else 0)
+        self.taps = None if attention.taps is None else attention.taps.detach().float().contiguous()
+        self.convolve = function("convolve", weight.dtype)
         self.kernel = function("attend", weight.dtype)
 
     @staticmethod
@@ -113,6 +115,10 @@ class NativeAttention(nn.Module):
             value.copy_(
                 self.attention.mixed(self.attention.heads(value), shared.first_value).transpose(1, 2).flatten(2)
             )
+        if self.taps is not None:
+            n_heads, n_mixed = self.taps.shape[0], self.taps.shape[2]
+            rows = address(three), address(cache.projected), address(self.taps)
+            self.convolve(*rows, n_batch, n_heads, d_head, capacity, cache.length, n_mixed)
         position = None if self.rotary_table is None else address(self.rotary_table[cache.length])
         tensors = address(three), address(cache.keys), address(cache.values), position, address(retrieved)
         shape = n_batch, self.n_head, self.n_kv_head, d_head, capacity, cache.length
@@ -141,6 +147,7 @@ class NativeBlocks:
             d_head=config.d_head,
             activation=ACTIVATIONS.index(activation_of(mlp)),
             value_residual=config.value_residual,
+            n_mixed=config.qkv_convolution or 0,
             norm_epsilon=model.final_norm.epsilon,
             qk_epsilon=first.epsilon,
             scale=first.scale,
@@ -153,6 +160,8 @@ class NativeBlocks:
             layer.scoring = block.attention.scoring
             if config.value_residual:
                 layer.first_share = float(torch.sigmoid(block.attention.attention.value_mix))
+            if config.qkv_convolution:
+                layer.taps = block.attention.taps.data_ptr()
             if isinstance(block.mlp, SwiGLU):
                 layer.gate = block.mlp.gate.matrix
 
@@ -180,7 +189,9 @@ class NativeBlocks:
         capacity = cache.capacity
         assert cache.length < capacity, f"{cache.length + 1} tokens do not fit a cache with a capacity of {capacity}"
         assert kept.dtype == x.dtype and len(kept) == len(x), (kept.dtype, x.dtype, kept.shape, x.shape)
-        assert all(each.is_contiguous() for each in (*cache.keys, *cache.values))
+        assert all(each.is_contiguous() for each in (*cache.keys, *cache.values, *cache.projected))
+        for layer, projected in zip(self.layers, cache.projected, strict=False):  # none without a convolution
+            layer.projected = projected.data_ptr()
         shape = self.shape(n_row=len(x), capacity=capacity, length=cache.length)
         keys, values = (addresses(each) for each in (cache.keys, cache.values))
         position = None if self.rotary_table is None else self.rotary_table[cache.length].data_ptr()

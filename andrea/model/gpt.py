@@ -24,6 +24,7 @@ from andrea.attention import (
     documents_of,
     make_compatibility,
     packed_documents,
+    places_in_documents,
     sliding_window,
 )
 from andrea.config import AttentionConfig, ModelConfig, UserError
@@ -64,6 +65,7 @@ class Block(nn.Module):
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
             value_residual=config.value_residual,
+            convolution=config.qkv_convolution,
             implementation=attention.implementation,
         )
         self.mlp_norm = make_norm(config)
@@ -160,10 +162,14 @@ class GPT(nn.Module):
     def block_inputs(self, tokens: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, SharedInputs]:
         """The inputs of the first block for tokens (B, T): x (B, T, d_model), and the inputs that all blocks share."""
         start = 0 if cache is None else cache.length
+        has_documents = self.end_of_text is not None and cache is None  # a generated text is one document
         x = self.position.add(self.embedding(tokens), start)
         return x, SharedInputs(
             place=self.position.placer(tokens.shape[1], start),
-            packing=self.document_mask(tokens) if cache is None else None,  # a generated text is one document
+            packing=self.document_mask(tokens) if has_documents else None,
+            document_place=places_in_documents(tokens, self.end_of_text)
+            if has_documents and self.config.qkv_convolution
+            else None,
             # The first block computes these values again and mixes them with themselves. All blocks then have equal
             # inputs, so one compiled graph serves all of them.
             first_value=self.blocks[0].values(x) if self.config.value_residual else None,
@@ -192,15 +198,16 @@ class GPT(nn.Module):
 
         fixed_shapes, ragged: as in `KeyValueCache`.
         """
-        weight = self.embedding.weight
+        weight, n_kv_head = self.embedding.weight, self.config.n_kv_head or self.config.n_head
         return KeyValueCache(
             self.config.n_layer,
             n_batch,
-            self.config.n_kv_head or self.config.n_head,
+            n_kv_head,
             capacity,
             self.config.d_head,
             dtype=weight.dtype,
             device=weight.device,
             fixed_shapes=fixed_shapes,
             ragged=ragged,
+            n_projected=self.config.n_head + 2 * n_kv_head if self.config.qkv_convolution else 0,
         )

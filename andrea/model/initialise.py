@@ -23,6 +23,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | these matrices and an untied head        | zero, with zero_init_projections: each block starts as identity   |
     | norm weights, biases                     | one, zero                                                         |
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
+    | taps of a convolution                    | zero: queries, keys and values begin unmixed                      |
     | compatibility function                   | by its own `Compatibility.initialise`                             |
     | MLP of the user's own                    | by its `initialise(generator)` if it has one, else as above       |
 
@@ -37,6 +38,9 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
             block.mlp.initialise(generator)
     for name, parameter in model.named_parameters():
         if ".compatibility." in name or (draws_itself and ".mlp." in name):
+            continue
+        if name.endswith(".taps"):
+            parameter.zero_()
             continue
         if parameter.dim() <= 1:
             parameter.fill_(transfer.factors(name).initial if name.endswith("norm.weight") else 0.0)

@@ -32,6 +32,8 @@ CONFIGS = {
     "gelu": dataclasses.replace(CONFIG, mlp="gelu", bias=True, qk_norm=False),
     "swiglu": dataclasses.replace(SHARED_KEYS, mlp="swiglu", position="none", logit_softcap=None),
     "first layer's values": dataclasses.replace(SHARED_KEYS, n_layer=3, value_residual=True),
+    "convolution": dataclasses.replace(SHARED_KEYS, value_residual=True, qkv_convolution=3),
+    "convolution, layernorm": dataclasses.replace(LIKE_GPT2, qkv_convolution=2),
     "first layer's values, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3, value_residual=True),
     "windows": dataclasses.replace(SHARED_KEYS, n_layer=3, rotary_share=0.5),
     "windows, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3),

@@ -239,7 +239,7 @@ void attend_by_team(
 enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of ACTIVATIONS in decode_cpp.py
 
 struct Shape {
-    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual;
+    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual, n_mixed;
     float norm_epsilon, qk_epsilon, scale;
 };
 
@@ -251,6 +251,8 @@ struct Layer {
     Matrix<T> gate, up, down;  // gate is used by SwiGLU alone
     float first_share;         // with value_residual: the share of the first layer's values in this layer's values
     Scoring scoring;
+    const float* taps;         // (H + 2G, D, n_mixed), with a convolution
+    T* projected;              // (n_row, H + 2G, capacity, D): queries, keys and values before the convolution
 };
 
 // Value residuals. In qkv (n_row, (H + 2G) D) the values come after the queries and keys. The first layer's values are copied
@@ -266,6 +268,28 @@ void mix_values_by_team(T* qkv, T* first, const Shape& shape, bool is_first, flo
             const float own = number(value[k]), more = number(kept[k]) - own;
             if (is_first) kept[k] = value[k];
             else store(value + k, share < 0.5f ? own + share * more : number(kept[k]) - (1 - share) * more);  // as torch.lerp
+        }
+    }
+}
+
+// The convolution over tokens (attention/convolution.py) of qkv (n_row, (H + 2G) D), which is also kept in `projected`
+// (n_row, H + 2G, capacity, D) at `length`, where the earlier tokens are.
+template <typename T>
+void convolve_by_team(
+    T* qkv, T* projected, const float* taps, int64_t n_row, int64_t n_heads, int64_t d, int64_t capacity, int64_t length,
+    int64_t n_mixed) {
+#pragma omp for schedule(static)
+    for (int64_t each = 0; each < n_row * n_heads; ++each) {
+        T *x = qkv + each * d, *kept = projected + (each * capacity + length) * d;
+        const float* weights = taps + each % n_heads * d * n_mixed;
+        std::memcpy(kept, x, d * sizeof(T));
+        for (int64_t k = 0; k < d; ++k) {
+            float y = number(x[k]);
+            for (int64_t i = 0; i < n_mixed; ++i) {  // zeros come before the first token
+                float earlier = i <= length ? number(kept[k - i * d]) : 0;
+                y = rounded<T>(y + rounded<T>(earlier * rounded<T>(weights[k * n_mixed + i])));
+            }
+            store(x + k, y);
         }
     }
 }
@@ -295,6 +319,10 @@ void decode(
             rms_norm(x, layer.attention_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
             linear_by_team(layer.project, normed.data(), qkv.data(), n_row);
             if (shape.value_residual) mix_values_by_team(qkv.data(), first_value.data(), shape, l == 0, layer.first_share);
+            if (shape.n_mixed)
+                convolve_by_team(
+                    qkv.data(), layer.projected, layer.taps, n_row, shape.n_head + 2 * shape.n_kv_head, shape.d_head,
+                    shape.capacity, shape.length, shape.n_mixed);
             attend_by_team(
                 qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
                 shape.capacity, shape.length, shape.qk_epsilon, shape.scale, layer.scoring);
@@ -330,6 +358,11 @@ void decode(
         _Pragma("omp parallel")                                                                                            \
         attend_by_team(                                                                                                    \
             qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, capacity, length, epsilon, scale, *scoring);        \
+    }                                                                                                                      \
+    extern "C" void convolve_##NAME(                                                                                       \
+        T* qkv, T* projected, const float* taps, int64_t n_row, int64_t n_heads, int64_t d, int64_t capacity,              \
+        int64_t length, int64_t n_mixed) {                                                                                 \
+        _Pragma("omp parallel") convolve_by_team(qkv, projected, taps, n_row, n_heads, d, capacity, length, n_mixed);      \
     }                                                                                                                      \
     extern "C" void decode_##NAME(                                                                                         \
         const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,  \

@@ -22,7 +22,7 @@ class Matrix(ctypes.Structure):
 
 class Shape(ctypes.Structure):
     _fields_ = [(name, COUNT) for name in ("n_layer", "n_row", "d_model", "d_mlp", "n_head", "n_kv_head", "d_head")]
-    _fields_ += [(name, COUNT) for name in ("capacity", "length", "activation", "value_residual")]
+    _fields_ += [(name, COUNT) for name in ("capacity", "length", "activation", "value_residual", "n_mixed")]
     _fields_ += [(name, NUMBER) for name in ("norm_epsilon", "qk_epsilon", "scale")]
 
 
@@ -34,12 +34,14 @@ class Layer(ctypes.Structure):
     _fields_ = [("attention_norm", POINTER), ("project", Matrix), ("output", Matrix)]
     _fields_ += [("mlp_norm", POINTER), ("gate", Matrix), ("up", Matrix), ("down", Matrix), ("first_share", NUMBER)]
     _fields_ += [("scoring", Scoring)]
+    _fields_ += [("taps", POINTER), ("projected", POINTER)]
 
 
 ARGUMENTS = {
     "linear": [ctypes.POINTER(Matrix), POINTER, POINTER, COUNT],
     "rms_norm": [POINTER] * 3 + [COUNT] * 2 + [NUMBER],
     "attend": [POINTER] * 5 + [COUNT] * 6 + [NUMBER] * 2 + [ctypes.POINTER(Scoring)],
+    "convolve": [POINTER] * 3 + [COUNT] * 6,
     "decode": [POINTER] * 7 + [ctypes.POINTER(Shape)],
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -27,6 +27,7 @@ GROUP_OF_NAME = (
     (re.compile(r"position\.weight"), "head"),
     (re.compile(r"blocks\.\d+\.attention\.\w+\.weight"), "matrix"),
     (re.compile(r".*(norm\.weight|\.bias|\.value_mix)"), "vector"),
+    (re.compile(r"blocks\.\d+\.attention\.taps"), "vector"),  # one row per channel: not a matrix for Muon
     (re.compile(r"blocks\.\d+\.attention\.compatibility\..+"), "vector"),  # one entry per head: not a matrix for Muon
 )
 OF_MLP = re.compile(r"blocks\.\d+\.mlp\..+")  # a user's own MLP may use any names: its 2-dim parameters are matrices
@@ -41,14 +42,15 @@ def group_of(name: str, parameter: nn.Parameter) -> str | None:
 def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
     """Parameters by group and name. Each parameter is in exactly one group.
 
-    1-dim parameters are in "vector", matrices in the other groups. All parameters of a compatibility function are in
-    "vector" too, and so are the parameters of a user's own MLP that are not 2-dim.
+    1-dim parameters are in "vector", matrices in the other groups. A convolution's taps and all parameters of a
+    compatibility function are in "vector" too, and so are the parameters of a user's own MLP that are not 2-dim.
     """
     groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in ("embedding", "head", "matrix", "vector")}
     for name, parameter in parameters.items():
         group = group_of(name, parameter)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
-        assert (parameter.ndim == 1) == (group == "vector") or ".compatibility." in name or OF_MLP.fullmatch(name), (
+        other = name.endswith(".taps") or ".compatibility." in name or OF_MLP.fullmatch(name)
+        assert (parameter.ndim == 1) == (group == "vector") or other, (
             f"{name} of shape {tuple(parameter.shape)} is in group {group}"
         )
         groups[group][name] = parameter
