@@ -30,6 +30,7 @@ PositiveNumber = Annotated[float, Positive()]
 NonNegativeNumber = Annotated[float, AtLeast(0)]
 Share = Annotated[float, Between(0, 1)]
 Decay = Annotated[float, Between(0, 1, upper_open=True)]  # of a running mean, per step
+Dropped = Annotated[float, Between(0, 1, upper_open=True)]  # share of what a layer adds
 Seed = Annotated[int, Between(0, LARGEST_SEED)]
 Threads = Annotated[int, Between(1, 1024)]
 Device = Annotated[str, device_name]
@@ -61,10 +62,17 @@ class ModelConfig:
     value_residual: bool = False
     rotary_share: Share = 1.0
     qkv_convolution: PositiveInteger | None = None
+    dropout: Dropped = 0.0
+    stochastic_depth: Dropped = 0.0
 
     @property
     def d_head(self) -> int:
         return self.d_model // self.n_head
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        return self.dropout > 0 or self.stochastic_depth > 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -28,6 +29,7 @@ from andrea.attention import (
     sliding_window,
 )
 from andrea.config import AttentionConfig, ModelConfig, UserError
+from andrea.model.dropout import BlockDropout, block_dropouts
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
 
@@ -72,39 +74,47 @@ class Block(nn.Module):
         self.mlp = make_mlp(config)
 
     def forward(
-        self, x: Tensor, shared: SharedInputs, cache: LayerCache | None = None, statistics: bool = False
+        self,
+        x: Tensor,
+        shared: SharedInputs,
+        cache: LayerCache | None = None,
+        statistics: bool = False,
+        dropout: BlockDropout | None = None,
     ) -> BlockResult:
         """x (B, T, d_model) -> x (B, T, d_model), and the heads' statistics (B, H), or None without `statistics`."""
         attended = self.attention(self.attention_norm(x), shared=shared, cache=cache, statistics=statistics)
         attended, measured = attended if statistics else (attended, None)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), measured
+        x = x + (attended if dropout is None else dropout(attended, 0))
+        output = self.mlp(self.mlp_norm(x))
+        return x + (output if dropout is None else dropout(output, 1)), measured
 
     def values(self, x: Tensor) -> Tensor:
         """x (B, T, d_model) -> the values that the block's attention computes from x, (B, G, T, D)."""
         return self.attention.values(self.attention_norm(x))
 
 
-CallBlock = Callable[[Block, Tensor, SharedInputs, LayerCache | None, bool], BlockResult]
+CallBlock = Callable[[Block, Tensor, SharedInputs, LayerCache | None, bool, BlockDropout | None], BlockResult]
 
 
 def call_block(
-    block: Block, x: Tensor, shared: SharedInputs, cache: LayerCache | None, statistics: bool
+    block: Block,
+    x: Tensor,
+    shared: SharedInputs,
+    cache: LayerCache | None,
+    statistics: bool,
+    dropout: BlockDropout | None,
 ) -> BlockResult:
     """Call a block. Training may compile this function; one graph then serves all blocks of equal window."""
-    return block(x, shared, cache, statistics)
+    return block(x, shared, cache, statistics, dropout)
 
 
-def recomputed(
-    call_block: CallBlock, block: Block, x: Tensor, shared: SharedInputs, cache: LayerCache | None, statistics: bool
-) -> BlockResult:
-    """call_block(block, x, …) with activation checkpointing (Chen et al. 2016, arXiv 1604.06174).
+def recomputed(call_block: CallBlock, *inputs: Any) -> BlockResult:
+    """call_block(*inputs) with activation checkpointing (Chen et al. 2016, arXiv 1604.06174).
 
     Only the block's input is kept for the backward pass, which computes the block's activations again. The second
     computation's statistics are discarded.
     """
-    # preserve_rng_state=False: a block draws no random numbers.
-    inputs = (block, x, shared, cache, statistics)
+    # preserve_rng_state=False: a block draws no random numbers. Dropout is computed from its inputs.
     return checkpoint(call_block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -136,6 +146,7 @@ class GPT(nn.Module):
         *,
         statistics: bool = False,
         recompute: bool = False,
+        dropout_seeds: Tensor | None = None,
         call_block: CallBlock = call_block,
     ) -> Tensor | tuple[Tensor, list[HeadStatistics]]:
         """tokens (B, T) int64 -> hidden (B, T, d_model), after the final norm.
@@ -144,15 +155,18 @@ class GPT(nn.Module):
         values are appended to the cache, in place.
         statistics: return (hidden, statistics of each layer's heads).
         recompute: use activation checkpointing for each block.
+        dropout_seeds: (B,) int64, for training: see `block_dropouts`. Nothing is dropped without them.
         call_block: the function that calls a block: `call_block` itself, or its compiled form.
         """
         assert cache is None or not recompute, "generation has no backward pass"
         if recompute:
             call_block = functools.partial(recomputed, call_block)
         x, shared = self.block_inputs(tokens, cache)
+        dropouts = [None] * len(self.blocks) if dropout_seeds is None else block_dropouts(dropout_seeds, self.config)
         layers = []
-        for index, block in enumerate(self.blocks):
-            x, measured = call_block(block, x, shared, None if cache is None else cache.layer(index), statistics)
+        for index, (block, dropout) in enumerate(zip(self.blocks, dropouts, strict=True)):
+            layer_cache = None if cache is None else cache.layer(index)
+            x, measured = call_block(block, x, shared, layer_cache, statistics, dropout)
             layers.append(measured)
         if cache is not None:
             cache.advance(tokens.shape[1])

@@ -67,6 +67,12 @@ class Loader:
         lengths = np.array([len(stream) for stream in self.streams])
         return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())
 
+    def sample_seeds(self, first_sample: int, count: int) -> Tensor:
+        """(count,) int64 from 0 to 2^30 - 1: a random number for each sample, from which the model derives its dropout."""
+        key = np.frombuffer(hashlib.sha512(f"{self.seed} dropout".encode()).digest(), dtype="<u8")[0]
+        samples = np.arange(first_sample, first_sample + count).astype(np.uint64)
+        return torch.from_numpy((mix(mix(samples) + key) >> np.uint64(34)).astype(np.int64))
+
     def source_shares(self) -> np.ndarray:
         """(sources,) float64: each source's share of the samples, in the order of `sources`; sums to 1."""
         if self.slots is None:

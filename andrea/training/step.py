@@ -32,6 +32,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # (n, T) int64
     targets: Tensor  # (n, T) int64
     n_target: int
+    dropout_seeds: Tensor  # (n,) int64
 
 
 class Update(NamedTuple):
@@ -49,12 +50,13 @@ class Update(NamedTuple):
 class TrainingStep:
     """One optimizer step over all ranks: `update(batch(step), rate)`.
 
-    loss_sum: tokens and targets (B, T) -> loss in nats, 0-dim, and the heads' statistics if every step measures them.
+    loss_sum: tokens and targets (B, T), seeds of dropout (B,) -> loss in nats, 0-dim, and the heads' statistics if every step
+    measures them.
     """
 
     config: RunConfig
     parallel: Parallel
-    loss_sum: Callable[[Tensor, Tensor], tuple[Tensor, HeadStatistics | None]]
+    loss_sum: Callable[..., tuple[Tensor, HeadStatistics | None]]
     optimizer: Optimizer
     scale: LossScale
     loader: Loader
@@ -75,7 +77,8 @@ class TrainingStep:
         tokens, targets = self.loader.batch(step * n + first, count)
         if self.device.type == "cuda":  # from pinned memory, the copy to the GPU is asynchronous
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        return Batch(tokens, targets, self.loader.count_targets(step * n, n))
+        seeds = self.loader.sample_seeds(step * n + first, count)
+        return Batch(tokens, targets, self.loader.count_targets(step * n, n), seeds)
 
     def update(self, batch: Batch, rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool) -> Update:
         """Forward pass, backward pass, and the optimizer step at `rate` times the peak learning rates.
@@ -112,7 +115,7 @@ class TrainingStep:
         while True:
             try:
                 nats, heads = torch.zeros((), device=self.device), None
-                pieces = list(micro_batches(batch.tokens, batch.targets, self.micro_batch, self.most_rows))
+                pieces = list(micro_batches(batch, self.micro_batch, self.most_rows))
                 for index, piece in enumerate(pieces):
                     MACHINE.pass_on()
                     with self.parallel.sync_gradients(last=index == len(pieces) - 1):
@@ -151,15 +154,15 @@ class TrainingStep:
         return clipped
 
 
-def micro_batches(tokens: Tensor, targets: Tensor, size: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut tokens and targets (n, T) into pieces of exactly (size, T), enough for `rows` rows.
+def micro_batches(batch: Batch, size: int, rows: int) -> Iterator[list[Tensor]]:
+    """Cut tokens (n, T), targets (n, T) and seeds (n,) into pieces of exactly `size` rows, enough for `rows` rows.
 
     Rows that are added to fill a piece have no targets.
     """
     for start in range(0, rows, size):
-        micro_tokens, micro_targets = tokens[start : start + size], targets[start : start + size]
-        missing = (size - len(micro_tokens), tokens.shape[1])
-        if missing[0]:
-            micro_tokens = torch.cat([micro_tokens, micro_tokens.new_zeros(missing)])
-            micro_targets = torch.cat([micro_targets, micro_targets.new_full(missing, IGNORED_TARGET)])
-        yield micro_tokens, micro_targets
+        piece = []
+        for whole, filler in ((batch.tokens, 0), (batch.targets, IGNORED_TARGET), (batch.dropout_seeds, -1)):
+            part = whole[start : start + size]
+            missing = size - len(part)
+            piece.append(torch.cat([part, part.new_full((missing, *part.shape[1:]), filler)]) if missing else part)
+        yield piece

@@ -62,7 +62,8 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
 
 
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(tiny_run, tmp_path: Path) -> None:
-    tiny_run("name=whole")
+    words = ["model.dropout=0.1", "model.stochastic_depth=0.2"]
+    tiny_run("name=whole", *words)
     with pytest.MonkeyPatch.context() as patch:
         batch = TrainingStep.batch
 
@@ -72,7 +73,7 @@ def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(tiny_run, tmp_
             return batch(self, step)
 
         patch.setattr(TrainingStep, "batch", interrupted)
-        assert tiny_run("name=parts") == 143
+        assert tiny_run("name=parts", *words) == 143
     assert checkpoints_of(tmp_path / "runs" / "parts")[-1].name == "step-00000007"
     assert metrics(tmp_path / "runs" / "parts")[-1]["event"] == "interrupted"
     assert tiny_run("name=parts", "resume=auto") == 0
@@ -421,9 +422,11 @@ def test_help_lists_the_keys(script, capsys) -> None:
 
 def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
     tokens = torch.arange(21).view(7, 3)
-    pieces = list(micro_batches(tokens, tokens.clone(), 3, rows=7))
-    assert {len(part) for part, _ in pieces} == {3}
-    kept = torch.cat([targets for _, targets in pieces])
+    batch = Batch(tokens, tokens.clone(), n_target=21, dropout_seeds=torch.arange(7))
+    pieces = list(micro_batches(batch, 3, rows=7))
+    assert {len(part) for piece in pieces for part in piece} == {3}
+    assert torch.cat([seeds for _, _, seeds in pieces]).tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1]
+    kept = torch.cat([targets for _, targets, _ in pieces])
     assert torch.equal(kept[kept != IGNORED_TARGET], tokens.flatten())
 
 

@@ -40,13 +40,24 @@ class MicroBatchLoss(nn.Module):
         self.precision, self.observing, self.recompute = precision, observing, recompute
         self.autocast = autocast(device, precision)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
-        """tokens, targets (B, T) int64 -> sum of nats, fp32 scalar, and statistics (L, H) of the rows that have a target."""
-        with self.autocast:
-            return self.forward_in_precision(tokens, targets)
+    def forward(
+        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None = None
+    ) -> tuple[Tensor, HeadStatistics | None]:
+        """tokens, targets (B, T) int64 -> sum of nats, fp32 scalar, and statistics (L, H) of the rows that have a target.
 
-    def forward_in_precision(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, HeadStatistics | None]:
-        how = {"recompute": self.recompute, "call_block": self.call_block}
+        dropout_seeds: (B,) int64 in training; nothing is dropped without them.
+        """
+        if not self.model.config.drops:
+            dropout_seeds = None
+        elif dropout_seeds is None:  # an evaluation, which reuses the compiled code of training
+            dropout_seeds = torch.full_like(tokens[:, 0], -1)
+        with self.autocast:
+            return self.forward_in_precision(tokens, targets, dropout_seeds)
+
+    def forward_in_precision(
+        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None
+    ) -> tuple[Tensor, HeadStatistics | None]:
+        how = {"recompute": self.recompute, "dropout_seeds": dropout_seeds, "call_block": self.call_block}
         if not self.observing:
             return self.head_loss(self.model(tokens, **how), targets), None
         hidden, layers = self.model(tokens, **how, statistics=True)

@@ -173,7 +173,8 @@ def pass_bytes(
         existing = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
         with LiveBytes(existing) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
-                hidden = model(tokens, statistics=observing, recompute=recompute)
+                seeds = tokens[:, 0] if config.drops else None
+                hidden = model(tokens, statistics=observing, recompute=recompute, dropout_seeds=seeds)
                 hidden = hidden[0] if observing else hidden
                 loss = planned_nats(model, hidden, tokens, precision)
             del hidden

@@ -190,6 +190,7 @@ def test_validation_below_training_is_a_leak_only_beyond_chance() -> None:
     assert not found(noted(make(), losses), seen(60, {"code": 2.45, "notes": 2.45}))
     assert not found(noted(make("health.leak_nats=0.8"), losses), seen(60))
     assert not found(noted(make("health.leak_errors=99"), losses), seen(60))
+    assert not found(noted(make("model.dropout=0.1"), losses), seen(60))  # which raises the training loss
     falling = [2.9 - 0.02 * step for step in range(40)]  # their mean, 2.5, is above 2.12; the last is not
     assert not found(noted(make(), falling), seen(40, {"code": 2.1, "notes": 2.15}))
     # An easy source that is a quarter of the training tokens is no leak.
