@@ -1,6 +1,6 @@
 """Multi-head attention (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2).
 
-The steps are: project x to heads, encode positions, attend, and merge the heads.
+The steps are: project x to heads, encode positions, attend, gate the heads, and merge them.
 
 B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head; x (B, T, d_model).
 """
@@ -18,6 +18,7 @@ from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
 from andrea.attention.convolution import convolve
+from andrea.attention.head_options import GATES, gate_of_logits
 from andrea.attention.mask import Mask
 from andrea.attention.statistics import HeadStatistics, head_statistics
 
@@ -54,8 +55,10 @@ class MultiHeadAttention(nn.Module):
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
     2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(x_of_first_layer)))`.
     convolution: the number of tokens that each query, key and value mixes (`convolution.py`); none if None.
+    gate: multiply each head's retrieved vector by a gate computed from x (head_options.py): "scalar" is one gate per head
+    and token, "elementwise" one per channel of the head; no gate if None.
     implementation: as in `attend`.
-    Raises ValueError if n_head does not divide d_model, or if n_kv_head does not divide n_head.
+    Raises ValueError if n_head does not divide d_model, if n_kv_head does not divide n_head, or for an unknown gate.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class MultiHeadAttention(nn.Module):
         qk_norm_epsilon: float | None = None,
         value_residual: bool = False,
         convolution: int | None = None,
+        gate: str | None = None,
         implementation: str = "auto",
     ) -> None:
         super().__init__()
@@ -81,7 +85,10 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally"
             )
+        if gate not in (None, *GATES):
+            raise ValueError(f"gate={gate!r} is unknown; allowed: None, {', '.join(GATES)}")
         self.d_head = d_model // n_head
+        self.n_head = n_head
         self.query = nn.Linear(d_model, d_model, bias)
         self.key = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
         self.value = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
@@ -91,6 +98,8 @@ class MultiHeadAttention(nn.Module):
         # For the heads of queries, keys and values, in this order. Zeros mix nothing.
         n_heads = n_head + 2 * n_kv_head
         self.taps = nn.Parameter(torch.zeros(n_heads, self.d_head, convolution)) if convolution else None
+        n_gate = n_head if gate == "scalar" else d_model
+        self.gate = None if gate is None else nn.Linear(d_model, n_gate, bias=False)
         self.compatibility = compatibility
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
@@ -113,7 +122,7 @@ class MultiHeadAttention(nn.Module):
         chooses the implementation.
         """
         retrieved, measured = self.retrieve_and_measure(x, context, shared, cache, statistics)
-        output = self.output(retrieved.transpose(1, 2).flatten(2))
+        output = self.output(self.merged(retrieved))
         return (output, measured) if statistics else output
 
     def retrieve(
@@ -124,7 +133,7 @@ class MultiHeadAttention(nn.Module):
         shared: SharedInputs = NOTHING_SHARED,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """The weighted sums of the values, (B, H, T, D), before W_O."""
+        """What W_O is applied to, (B, H, T, D): the weighted sums of the values, times the heads' gates if there are any."""
         return self.retrieve_and_measure(x, context, shared, cache, statistics=False)[0]
 
     def retrieve_and_measure(
@@ -132,6 +141,7 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, HeadStatistics | None]:
         """The result of `retrieve`, and the statistics of the heads, which are None if `statistics` is False."""
         query, key, value, compatibility = self.project(x, context, shared, cache)
+        gate = self.gates(x)
         mask, start, implementation = self.mask_with(shared.packing), None, self.implementation
         if cache is not None:
             key, value, start = *cache.append(key, value), cache.length
@@ -142,10 +152,18 @@ class MultiHeadAttention(nn.Module):
             implementation = "auto"
         how = {"compatibility": compatibility, "mask": mask, "start": start, "implementation": implementation}
         if not statistics:
-            return attend(query, key, value, **how), None
+            return self.finish(attend(query, key, value, **how), gate), None
         retrieved, rows = attend(query, key, value, **how, statistics=True)
         start = key.shape[-2] - query.shape[-2] if start is None else start
-        return retrieved, head_statistics(rows, mask, start, key.shape[-2])
+        return self.finish(retrieved, gate), head_statistics(rows, mask, start, key.shape[-2], gate)
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """The heads' gates for x (B, T, d_model): (B, H, T, 1) or (B, H, T, D); None for a layer without gates."""
+        return None if self.gate is None else gate_of_logits(self.gate(x), self.n_head)
+
+    def finish(self, retrieved: Tensor, gate: Tensor | None) -> Tensor:
+        """The weighted sums (B, H, T, D) -> the vectors that W_O is applied to, (B, H, T, D)."""
+        return retrieved if gate is None else retrieved * gate
 
     def mask_with(self, packing: Mask | None) -> Mask | None:
         """The module's own mask combined with the batch's mask `packing`; either may be None."""
@@ -215,6 +233,10 @@ class MultiHeadAttention(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         """(B, T, H*D) -> (B, H, T, D)."""
         return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+
+    def merged(self, of_heads: Tensor) -> Tensor:
+        """(B, H, T, D) -> (B, T, H*D)."""
+        return of_heads.transpose(1, 2).flatten(2)
 
     @property
     def output_by_head(self) -> Tensor:

@@ -120,10 +120,13 @@ class HeadStatistics(NamedTuple):
     first_mass: Tensor  # Σ weight of key 0 over these queries
     previous_rows: Tensor  # number of queries that see the key one position before them
     previous_mass: Tensor  # Σ weight of that key over these queries
+    gate: Tensor | None = (
+        None  # Σ gate over the queries that see a key, mean over a head's channels; None without gates
+    )
 
     def merged(self, other: HeadStatistics) -> HeadStatistics:
         """The statistics of both sets of queries together."""
-        summed = HeadStatistics(*(one + two for one, two in zip(self, other, strict=True)))
+        summed = HeadStatistics(*(None if one is None else one + two for one, two in zip(self, other, strict=True)))
         return summed._replace(largest_logit=torch.maximum(self.largest_logit, other.largest_logit))
 
     @classmethod
@@ -132,27 +135,34 @@ class HeadStatistics(NamedTuple):
 
         counted (B,) bool: the sequences to include; all if None.
         """
-        stacked = cls(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+        stacked = cls(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*layers, strict=True)))
         if counted is None:
             counted = torch.ones(stacked.rows.shape[1], dtype=torch.bool, device=stacked.rows.device)
-        summed = cls(*(torch.where(counted[:, None], part, 0).sum(1) for part in stacked))
+        summed = cls(*(None if part is None else torch.where(counted[:, None], part, 0).sum(1) for part in stacked))
         largest = torch.where(counted[:, None], stacked.largest_logit, -torch.inf).amax(1)
         return summed._replace(largest_logit=largest)
 
     def figures(self) -> dict[str, Tensor]:
-        """The logged values of each head, fp32, in the shape of the sums; NaN where a head has no query to average over."""
+        """The logged values of each head, fp32, in the shape of the sums; NaN where a head has no query to average over.
+
+        `gate_mean`, from 0 (closed) to 2, is there for heads with gates only.
+        """
+        gate = {} if self.gate is None else {"gate_mean": self.gate / self.rows}
         return {
             "entropy_nats": self.entropy / self.rows,
             "entropy_share": self.entropy / self.most_entropy,
             "largest_logit": self.largest_logit,
             "first_token_mass": self.first_mass / self.first_rows,
             "previous_token_mass": self.previous_mass / self.previous_rows,
+            **gate,
         }
 
 
 @torch.no_grad()
-def head_statistics(rows: AttentionStatistics, mask: Mask | None, start: int | Tensor, n_key: int) -> HeadStatistics:
-    """Sum the statistics of rows (B, H, T) over T: (B, H)."""
+def head_statistics(
+    rows: AttentionStatistics, mask: Mask | None, start: int | Tensor, n_key: int, gate: Tensor | None = None
+) -> HeadStatistics:
+    """Sum the statistics of rows (B, H, T) over T: (B, H). gate: the heads' gates, (B, H, T, 1 or D)."""
     shape = rows.entropy_nats.shape
     position = positions(shape[-1], start, rows.entropy_nats.device)
 
@@ -170,6 +180,7 @@ def head_statistics(rows: AttentionStatistics, mask: Mask | None, start: int | T
         first_mass=of_heads(torch.where(sees_first, rows.first_token_mass, 0)),
         previous_rows=of_heads(sees_previous),
         previous_mass=of_heads(torch.where(sees_previous, rows.previous_token_mass, 0)),
+        gate=None if gate is None else of_heads(torch.where(rows.visible_keys > 0, gate.float().mean(-1), 0)),
     )
 
 

@@ -84,6 +84,7 @@ class AttentionConfig:
     window: PositiveInteger | None | tuple[PositiveInteger | None, ...] = None
     across_documents: bool = True
     qk_clip: PositiveNumber | None = None
+    gate: Literal["scalar", "elementwise"] | None = None
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer, counted from 0. A list of windows repeats over the layers."""
@@ -193,6 +194,7 @@ class HealthConfig:
     one_key_entropy: Share = 0.02  # a head attends to one key below this share of the largest possible entropy
     uniform_entropy: Share = 0.995  # a head attends uniformly above this share of the largest possible entropy
     largest_logit: PositiveNumber = 1000.0  # of attention, in nats
+    closed_gate: Share = 0.05  # a head is closed if its gate (attention.gate), which starts at 1, has a mean below this
     source_rise_nats: NonNegativeNumber = 0.02  # rise of a source's validation loss per token, while all others fall
     leak_nats: NonNegativeNumber = 0.1  # training loss minus validation loss, per token, that suggests a leak
     leak_errors: NonNegativeNumber = 4.0  # the same in standard errors of the training loss; a leak exceeds both

@@ -112,9 +112,7 @@ class NativeAttention(nn.Module):
         three, retrieved = self.project(x), torch.empty_like(x)
         if shared.first_value is not None:
             value = three[..., -self.n_kv_head * d_head :]
-            value.copy_(
-                self.attention.mixed(self.attention.heads(value), shared.first_value).transpose(1, 2).flatten(2)
-            )
+            value.copy_(self.attention.merged(self.attention.mixed(self.attention.heads(value), shared.first_value)))
         if self.taps is not None:
             n_heads, n_mixed = self.taps.shape[0], self.taps.shape[2]
             rows = address(three), address(cache.projected), address(self.taps)
@@ -123,6 +121,9 @@ class NativeAttention(nn.Module):
         tensors = address(three), address(cache.keys), address(cache.values), position, address(retrieved)
         shape = n_batch, self.n_head, self.n_kv_head, d_head, capacity, cache.length
         self.kernel(*tensors, *shape, self.epsilon, self.scale, self.scoring)
+        gate = self.attention.gates(x)
+        if gate is not None:
+            retrieved = self.attention.merged(self.attention.finish(self.attention.heads(retrieved), gate))
         return self.attention.output(retrieved)
 
 
@@ -162,6 +163,8 @@ class NativeBlocks:
                 layer.first_share = float(torch.sigmoid(block.attention.attention.value_mix))
             if config.qkv_convolution:
                 layer.taps = block.attention.taps.data_ptr()
+            if block.attention.attention.gate is not None:
+                layer.head_gate = block.attention.attention.gate.matrix
             if isinstance(block.mlp, SwiGLU):
                 layer.gate = block.mlp.gate.matrix
 

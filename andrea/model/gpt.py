@@ -68,6 +68,7 @@ class Block(nn.Module):
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
             value_residual=config.value_residual,
             convolution=config.qkv_convolution,
+            gate=attention.gate,
             implementation=attention.implementation,
         )
         self.mlp_norm = make_norm(config)

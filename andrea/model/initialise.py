@@ -9,6 +9,8 @@ import torch
 from andrea.model.gpt import GPT
 from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 
+STARTS_AT_ZERO = (".attention.gate.weight", ".taps")
+
 
 @torch.no_grad()
 def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None = None) -> None:
@@ -24,6 +26,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | norm weights, biases                     | one, zero                                                         |
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
     | taps of a convolution                    | zero: queries, keys and values begin unmixed                      |
+    | head gates                               | zero: every gate is one                                           |
     | compatibility function                   | by its own `Compatibility.initialise`                             |
     | MLP of the user's own                    | by its `initialise(generator)` if it has one, else as above       |
 
@@ -39,7 +42,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     for name, parameter in model.named_parameters():
         if ".compatibility." in name or (draws_itself and ".mlp." in name):
             continue
-        if name.endswith(".taps"):
+        if name.endswith(STARTS_AT_ZERO):
             parameter.zero_()
             continue
         if parameter.dim() <= 1:

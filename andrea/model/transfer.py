@@ -13,7 +13,7 @@ must have the same head width and the same d_mlp / d_model.
 | embedding, learned positions             | 1             | 1            |             | 1 / N           |
 | value_mix of the first layer             | 1             | 0            |             | 1               |
 | in a branch: 1-D, compatibility function | 1             | 1            |             | 1 / (N L)       |
-| in a branch: matrices that read x        | 1             | 1 / N        | 1           | 1 / (N L)       |
+| in a branch: matrices that read x, gates | 1             | 1 / N        | 1           | 1 / (N L)       |
 | matrices that write into the residual    | 1 / √L        | 1 / (N L)    | 1 / L       | 1 / N           |
 | their biases                             | 1             | 1 / L        |             | 1 / N           |
 | final norm                               | 1             | 1            |             | 1 / N           |

@@ -51,6 +51,8 @@ def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float 
         "highest_first_token_mass": -lowest(-figures["first_token_mass"]),
         "highest_previous_token_mass": -lowest(-figures["previous_token_mass"]),
     }
+    if "gate_mean" in figures:
+        extremes["lowest_gate_mean"] = lowest(figures["gate_mean"])
     return {f"{group}/{name}": finite_or_none(float(value)) for name, value in (mean | extremes).items()}
 
 

@@ -68,7 +68,7 @@ def measured(seed, n_batch=2):
     torch.manual_seed(seed)
     query, key, value = torch.randn(3, n_batch, 3, 11, 16)
     _, rows = attend(query, key, value, mask=causal(), implementation="reference", statistics=True)
-    return head_statistics(rows, causal(), 0, 11), rows
+    return head_statistics(rows, causal(), 0, 11, gate=2 * torch.rand(n_batch, 3, 11, 5)), rows
 
 
 def test_heads_are_means_over_the_rows_that_count():
@@ -96,7 +96,13 @@ def test_parts_add_up():
 def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementation, n_token):
     torch.manual_seed(0)
     attention = MultiHeadAttention(
-        48, 3, compatibility=ScaledDotProduct(), mask=causal(), n_kv_head=1, implementation=implementation
+        48,
+        3,
+        compatibility=ScaledDotProduct(),
+        mask=causal(),
+        n_kv_head=1,
+        gate="scalar",
+        implementation=implementation,
     )
     x = torch.randn(2, n_token, 48)
     output, heads = attention(x, statistics=True)
@@ -105,7 +111,9 @@ def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementatio
     query, key, _, _ = attention.project(x)
     rows = attend(query, key, key, mask=causal(), implementation="reference", statistics=True,
                   compatibility=DotProduct())[1]  # fmt: skip
-    torch.testing.assert_close(heads, head_statistics(rows, causal(), 0, n_token), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        heads, head_statistics(rows, causal(), 0, n_token, attention.gates(x)), atol=1e-4, rtol=1e-5
+    )
     assert not any(part.requires_grad for part in heads)
 
 

@@ -64,6 +64,7 @@ HIDDEN = {
     "head_share",
     "one_key_entropy",
     "uniform_entropy",
+    "closed_gate",
     "largest_logit",
     "source_rise_nats",
     "leak_nats",

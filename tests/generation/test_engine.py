@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from head_options import HEAD_OPTIONS, draw_what_starts_at_zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ TOKENIZER = ByteTokenizer()
 def make_model(config: ModelConfig = CONFIG, attention: AttentionConfig = ATTENTION) -> GPT:
     model = GPT(config, attention, TOKENIZER.n_vocab)
     initialise(model, torch.Generator().manual_seed(7))
+    draw_what_starts_at_zero(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(
@@ -86,6 +88,21 @@ def test_cached_and_uncached_logits_are_equal_while_the_window_slides(config, fi
         cached, _ = window.next_logits(tokens[:, :n_token].tolist())
         expected = next_logits_uncached(model, tokens[:, :n_token])
         torch.testing.assert_close(cached[:, 0], expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("option", HEAD_OPTIONS)
+def test_cached_logits_with_options_of_the_heads(option):
+    of_model, of_attention = HEAD_OPTIONS[option]
+    model = make_model(dataclasses.replace(CONFIG, **of_model), dataclasses.replace(ATTENTION, **of_attention))
+    tokens = torch.randint(0, 257, (3, 25), generator=torch.Generator().manual_seed(3))
+    for fixed_shapes, ragged in ((False, False), (True, False), (False, True)):
+        window = Window(model, step, 3, fixed_shapes, ragged)
+        for n_token in range(5, 26):
+            texts = [row[: n_token - i * ragged] for i, row in enumerate(tokens.tolist())]
+            cached, _ = window.next_logits(texts)
+            for logits, text in zip(cached[:, 0], texts, strict=True):
+                expected = next_logits_uncached(model, torch.tensor([text]))[0]
+                torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2, CONVOLVED], ids=["andrea", "gpt2", "convolved"])

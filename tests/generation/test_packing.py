@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from head_options import HEAD_OPTIONS
 from test_engine import ATTENTION, CONFIG, LIKE_GPT2, TOKENIZER, make_model
 from torch import Tensor
 from torch.nn import functional
@@ -37,9 +38,11 @@ CONFIGS = {
     "first layer's values, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3, value_residual=True),
     "windows": dataclasses.replace(SHARED_KEYS, n_layer=3, rotary_share=0.5),
     "windows, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3),
+    **{option: dataclasses.replace(SHARED_KEYS, **changes) for option, (changes, _) in HEAD_OPTIONS.items()},
 }
 ATTENTIONS = dict.fromkeys(CONFIGS, ATTENTION)
 ATTENTIONS |= dict.fromkeys(("windows", "windows, layernorm"), dataclasses.replace(ATTENTION, window=(3, None, 7)))
+ATTENTIONS |= {option: dataclasses.replace(ATTENTION, **changes) for option, (_, changes) in HEAD_OPTIONS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +153,10 @@ def test_rms_norm(dtype, n):
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
+def make_named(name: str) -> GPT:
+    return make_model(CONFIGS[name], ATTENTIONS[name])
+
+
 def rounded(model: GPT, int8: bool) -> GPT:
     """The model in float64 with the weights that the packed one really has."""
     model = copy.deepcopy(model)
@@ -166,7 +173,7 @@ def rounded(model: GPT, int8: bool) -> GPT:
 @pytest.mark.parametrize("n_text", [1, 3])
 def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
     """The packed model errs no more than the plain one of the same precision does, over all steps."""
-    model = make_model(CONFIGS[name], ATTENTIONS[name]).to(dtype)
+    model = make_named(name).to(dtype)
     packed = pack(copy.deepcopy(model).requires_grad_(False), int8=False, compiled=False)
     assert isinstance(packed, PackedGPT) and isinstance(packed.model.blocks[0].attention, NativeAttention)
     tokens = torch.randint(0, 257, (n_text, 31), generator=torch.Generator().manual_seed(3))
@@ -186,8 +193,7 @@ def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
 @pytest.mark.parametrize(("n_text", "n_thread"), [(1, 1), (1, 3), (3, 1), (FEW_ROWS, 3)])
 def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_text, n_thread):
     """The same products and the same roundings, so the same numbers but for torch's own exponentials and sums."""
-    model = make_model(CONFIGS[name], ATTENTIONS[name]).to(dtype).requires_grad_(False)
-    packed = pack(model, int8=int8, compiled=False)
+    packed = pack(make_named(name).to(dtype).requires_grad_(False), int8=int8, compiled=False)
     if CONFIGS[name].norm == "layernorm":
         assert packed.blocks is None
         return
@@ -207,9 +213,9 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_t
         packed(each, caches[0])
 
 
-@pytest.mark.parametrize("name", ["andrea", "shared keys"])
+@pytest.mark.parametrize("name", ["andrea", "shared keys", *HEAD_OPTIONS])
 def test_int8_model_is_the_model_of_its_rounded_weights(name):
-    model = make_model(CONFIGS[name])
+    model = make_named(name)
     packed = pack(copy.deepcopy(model).requires_grad_(False), int8=True, compiled=False)
     tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(3))
     double = rounded(model, int8=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from head_options import HEAD_OPTIONS
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -96,6 +97,44 @@ def test_flops_add_up_the_windows_of_the_layers():
     assert replace(ATTENTION, window=3).window_of(2) == replace(ATTENTION, window=(3,)).window_of(2) == 3
     saved = 4 * 30 * (23 / 2 - (3 - 9 / 46))  # in one layer
     assert (wide - narrow, wide - mixed) == pytest.approx((3 * saved, 2 * saved), abs=1)
+
+
+@pytest.mark.parametrize("option", HEAD_OPTIONS)
+def test_options_of_the_heads_are_counted(option):
+    of_model, of_attention = HEAD_OPTIONS[option]
+    config, attention = replace(TINY, **of_model), replace(REFERENCE, **of_attention)
+    model, tokens = GPT(config, attention, V), torch.zeros(1, config.sequence_length, dtype=torch.int64)
+    assert count_parameters(config, attention, V).total == sum(parameter.numel() for parameter in model.parameters())
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(tokens))
+    masked = 2 * config.n_layer * config.d_model * config.sequence_length
+    again = 2 * config.d_model**2 * config.value_residual
+    per_token = forward_flops_per_token(config, attention, V)
+    assert counter.get_total_flops() == (per_token + masked + again) * config.sequence_length
+
+
+@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_of_options_is_what_the_allocator_really_hands_out(option, precision):
+    of_model, of_attention = HEAD_OPTIONS[option]
+    config = replace(TINY, d_model=96, d_mlp=256, n_layer=3, sequence_length=127, **of_model)
+    attention = replace(ATTENTION, **of_attention)
+    model = GPT(config, attention, V)
+    tokens = torch.zeros(7, config.sequence_length, dtype=torch.int64)
+
+    def passes():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            nats = training_loss_sum(model, model(tokens), tokens, precision)
+        nats.backward()
+
+    passes()
+    how = {"micro_batch": 7, "precision": precision, "optimizer": "muon", "on_cpu": True}
+    plan = plan_memory(config, attention, V, **how)
+    assert plan.activations == pytest.approx(allocated_at_most(passes), rel=0.1)
+    muon = Optimizer(SingleProcess(model), configure(RunConfig, "train", []).optimizer, bf16=False)
+    muon.step(1.0, torch.tensor(True))
+    state = sum(each.numel() for name, each in muon.state_tensors().items() if not name.endswith("/step"))
+    assert plan.optimizer == 4 * state
 
 
 def test_optimizer_state_is_what_torch_allocates():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from head_options import words_of
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
@@ -47,6 +48,7 @@ def test_factors_by_hand() -> None:
     assert transfer.factors("blocks.1.attention_norm.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.compatibility.matrix") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.mlp.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
+    assert transfer.factors("blocks.1.attention.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
     assert transfer.factors("blocks.1.mlp.down.weight") == Factors(2**-0.5, 1 / 8, 1 / 2, 1 / 4)
     assert transfer.factors("blocks.1.attention.output.bias") == Factors(1, 1 / 2, 1, 1 / 4)
     assert transfer.factors("final_norm.weight") == Factors(1, 1, 1, 1 / 4)
@@ -120,8 +122,12 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
 @pytest.mark.parametrize("along", SIZES)
 @pytest.mark.parametrize(
     ("words", "nearly"),
-    [(["model.tied_head=false", "model.value_residual=false"], 0.1), ([], 0.17)],
-    ids=["plain", "default"],
+    [
+        (["model.tied_head=false", "model.value_residual=false"], 0.1),
+        ([], 0.17),
+        (words_of("elementwise gates"), 0.17),
+    ],
+    ids=["plain", "default", "options of the heads"],
 )
 def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str], nearly: float) -> None:
     flat, swelling = (growth(optimizer, along, transfer, words) for transfer in (True, False))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import run_script, settings_in, tiny_command, tiny_words, with_own_mounts
+from head_options import HEAD_OPTIONS, words_of
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.device import Choice
@@ -61,8 +62,9 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
     assert len(checkpoints_of(run)) <= 4  # keep=3, and the best
 
 
-def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(tiny_run, tmp_path: Path) -> None:
-    words = ["model.dropout=0.1", "model.stochastic_depth=0.2"]
+@pytest.mark.parametrize("option", HEAD_OPTIONS)
+def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, tiny_run, tmp_path: Path) -> None:
+    words = ["model.dropout=0.1", "model.stochastic_depth=0.2", *words_of(option)]
     tiny_run("name=whole", *words)
     with pytest.MonkeyPatch.context() as patch:
         batch = TrainingStep.batch

@@ -249,11 +249,27 @@ struct Layer {
     Matrix<T> project, output;
     const float* mlp_norm;
     Matrix<T> gate, up, down;  // gate is used by SwiGLU alone
+    Matrix<T> head_gate;       // (H or H D, d_model) with head gates; weight is null without
     float first_share;         // with value_residual: the share of the first layer's values in this layer's values
     Scoring scoring;
     const float* taps;         // (H + 2G, D, n_mixed), with a convolution
     T* projected;              // (n_row, H + 2G, capacity, D): queries, keys and values before the convolution
 };
+
+// Head gates 2·sigmoid(gate x): x (n_row, d_model) is the normed input of the block. Each gate multiplies the channels of
+// `retrieved` (n_row, H D) that it belongs to: those of a head, or one. Rounds where MultiHeadAttention.finish does.
+template <typename T>
+void gate_heads_by_team(const Matrix<T>& gate, const T* x, T* retrieved, int64_t n_row, int64_t d_attended) {
+    const Rows rows = rows_for(gate, x, n_row);
+    const int64_t n_channel = d_attended / gate.n_out;
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < gate.n_out; ++n)
+        for (int64_t m = 0; m < n_row; ++m) {
+            const float logit = rounded<T>(product(gate, rows, m, n)), open = 2 * rounded<T>(1 / (1 + std::exp(-logit)));
+            T* z = retrieved + m * d_attended + n * n_channel;
+            for (int64_t k = 0; k < n_channel; ++k) store(z + k, number(z[k]) * open);
+        }
+}
 
 // Value residuals. In qkv (n_row, (H + 2G) D) the values come after the queries and keys. The first layer's values are copied
 // to `first` (n_row, G D). Every later layer mixes its share of `first` into its own values.
@@ -326,6 +342,7 @@ void decode(
             attend_by_team(
                 qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
                 shape.capacity, shape.length, shape.qk_epsilon, shape.scale, layer.scoring);
+            if (layer.head_gate.weight) gate_heads_by_team(layer.head_gate, normed.data(), retrieved.data(), n_row, d_attended);
             linear_by_team(layer.output, retrieved.data(), x, n_row, true);
             rms_norm(x, layer.mlp_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
             const Rows rows = rows_for(layer.up, normed.data(), n_row);

@@ -32,9 +32,8 @@ class Scoring(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     _fields_ = [("attention_norm", POINTER), ("project", Matrix), ("output", Matrix)]
-    _fields_ += [("mlp_norm", POINTER), ("gate", Matrix), ("up", Matrix), ("down", Matrix), ("first_share", NUMBER)]
-    _fields_ += [("scoring", Scoring)]
-    _fields_ += [("taps", POINTER), ("projected", POINTER)]
+    _fields_ += [("mlp_norm", POINTER), ("gate", Matrix), ("up", Matrix), ("down", Matrix), ("head_gate", Matrix)]
+    _fields_ += [("first_share", NUMBER), ("scoring", Scoring), ("taps", POINTER), ("projected", POINTER)]
 
 
 ARGUMENTS = {

@@ -25,18 +25,18 @@ def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
 def ablate_heads(
     model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Ablate one of a layer's `heads` at a time by setting its z to zero. Yields (head, ln p of the next token (T, V)).
+    """Ablate one of a layer's `heads` at a time: it writes zeros. Yields (head, ln p of the next token (T, V)).
 
-    tokens (1, T). z is `LayerTrace.retrieved`. The forward pass restarts at this layer, from the residual stream in
-    `trace`.
+    tokens (1, T). What the heads write is `LayerTrace.written`. The forward pass restarts at this layer, from the
+    residual stream in `trace`.
     """
     n_token = tokens.shape[1]
     at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))
     for begin in range(0, len(heads), at_once):
         some = list(heads[begin : begin + at_once])
-        retrieved = trace.retrieved.repeat(len(some), 1, 1, 1)  # (ablated heads, H, T, D)
-        retrieved[range(len(some)), some] = 0
-        x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), retrieved)
+        written = trace.written.repeat(len(some), 1, 1, 1)  # (ablated heads, H, T, D)
+        written[range(len(some)), some] = 0
+        x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), written)
         for block in model.blocks[layer + 1 :]:
             x, _ = block(x, trace.shared)  # all copies share the inputs of the one sequence
         yield from zip(some, next_log_probabilities(model, x), strict=True)

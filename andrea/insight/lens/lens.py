@@ -121,23 +121,26 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
 
     The file's arrays are weights (L, H, T, T) float32, tokens (T,), token_texts (T,), and the scores (L, H) each. The
     scores named prompt_… are measured on the prompt, the scores named probe_… on the two fixed texts in head_names.py.
+    A model with head gates adds gates (L, H, T), the mean over a head's channels.
     """
     prompt = torch.tensor([tokens], device=model.embedding.weight.device)
     table = tokenizer.token_bytes()
     targets = targets_of(prompt, table)
     shape = (model.config.n_layer, model.config.n_head, len(tokens), len(tokens))
     weights = np.empty(shape, np.float32)
-    scores = []
+    scores, gates = [], []
     for index, layer in enumerate(trace_layers(model, prompt)):
         weights[index] = layer.weights[0].cpu().numpy()
         scores.append(score_layer(layer, targets))
+        gates += [] if layer.gate is None else [layer.gate[0].mean(-1)]
     arrays = {f"prompt_{name}": score.numpy() for name, score in stack_layers(scores).items()}
     arrays |= {f"probe_{name}": score.numpy() for name, score in probe_scores(model, tokenizer).items()}
+    arrays |= {"gates": torch.stack(gates).cpu().numpy()} if gates else {}
     texts = np.array([table[token].decode("utf-8", "replace") for token in tokens])
     stream = io.BytesIO()
     np.savez(stream, weights=weights, tokens=np.array(tokens), token_texts=texts, **arrays)
     save(out, stream.getbuffer())
-    return f"{out} · weights {' x '.join(map(str, shape))} float32, {len(arrays)} arrays of head scores"
+    return f"{out} · weights {' x '.join(map(str, shape))} float32, {len(arrays)} arrays of figures of the heads"
 
 
 def write_picture(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int], chosen: list[Head]) -> str:

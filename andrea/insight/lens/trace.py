@@ -36,6 +36,8 @@ class LayerTrace:
     scores: Tensor  # (B, H, T, T): -inf where masked
     weights: Tensor  # (B, H, T, T)
     retrieved: Tensor  # (B, H, T, D): z, the weighted sum of the values
+    gate: Tensor | None  # (B, H, T, 1 or D): the heads' gates; None without gates
+    written: Tensor  # (B, H, T, D): what W_O is applied to: z, times the gate if there is one
     shared: SharedInputs  # the layer's inputs besides `before`, the same for all layers
     after: Tensor  # (B, T, d_model)
 
@@ -58,10 +60,13 @@ def trace_layers(model: GPT, tokens: Tensor) -> Iterator[LayerTrace]:
 def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     """The computation of `Block.forward` for x (B, T, d_model), with its intermediate results."""
     attention = block.attention
-    query, key, value, compatibility = attention.project(block.attention_norm(x), shared=shared)
+    normed = block.attention_norm(x)
+    query, key, value, compatibility = attention.project(normed, shared=shared)
     mask = attention.mask_with(shared.packing)
     attend_readably = attend_chunked if type(compatibility) is Additive else attend_reference
     attended = attend_readably(query, key, value, compatibility, mask, 0)
+    gate = attention.gates(normed)
+    written = attention.finish(attended.output, gate)
     if type(compatibility) is Additive:
         query, key = compatibility.transformed(query, shared_by_group(key, query))
     elif not compatibility.lowers:
@@ -75,12 +80,14 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
         scores=attended.scores,
         weights=attended.weights,
         retrieved=attended.output,
+        gate=gate,
+        written=written,
         shared=shared,
-        after=finish_block(block, x, attended.output),
+        after=finish_block(block, x, written),
     )
 
 
-def finish_block(block: Block, x: Tensor, retrieved: Tensor) -> Tensor:
-    """The rest of a block after its heads: x (B, T, d_model), retrieved (B, H, T, D) -> (B, T, d_model)."""
-    x = x + block.attention.output(retrieved.transpose(1, 2).flatten(2))
+def finish_block(block: Block, x: Tensor, written: Tensor) -> Tensor:
+    """The rest of a block after its heads: x (B, T, d_model), `LayerTrace.written` (B, H, T, D) -> (B, T, d_model)."""
+    x = x + block.attention.output(block.attention.merged(written))
     return x + block.mlp(block.mlp_norm(x))

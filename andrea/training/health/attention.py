@@ -1,12 +1,16 @@
 """Checks of the attention heads. L layers, H heads.
 
 In a healthy model some heads attend to one key (often the first token) or uniformly over all keys. If nearly all heads
-behave in one of these two ways, the run has failed.
+behave in one of these two ways, the run has failed. A head whose gate is closed writes nothing, so it does not matter where
+it attends: it is reported as closed, and the other checks leave it out.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, final
+
+import torch
+from torch import Tensor
 
 from andrea.training.health.check import (
     OPTIMIZER_REMEDY,
@@ -19,7 +23,13 @@ from andrea.training.health.check import (
 )
 
 REMEDY = "set `model.qk_norm=true`, or `attention.qk_clip=100` with `model.qk_norm=false`"
+MOST_NAMED = 8  # closed heads that a message names
 MEASURES_LOGITS = ("auto", "reference", "triton")  # implementations that attention.qk_clip accepts
+
+
+def share_of(flags: Tensor) -> float:
+    """The share of true flags (n,); 0 for none."""
+    return float(flags.double().mean()) if flags.numel() else 0.0
 
 
 @final
@@ -43,6 +53,12 @@ class AttentionCheck(Check):
             keys=("largest_logit",),
             remedy=REMEDY,
         ),
+        "heads_closed": Finding(
+            "a head writes almost nothing, because its gate (`attention.gate`) is closed for nearly every token",
+            fails_run=False,
+            keys=("closed_gate",),
+            remedy=f"none if the loss is as low as without gates; else `attention.gate=null`, or {OPTIMIZER_REMEDY}",
+        ),
     }
 
     def judge(self, evidence: Evidence) -> Judgement:
@@ -50,8 +66,12 @@ class AttentionCheck(Check):
         figures = evidence.heads.figures()
         # (L * H,); a head without counted queries (NaN) counts as neither on one key nor uniform
         entropy_share = figures["entropy_share"].flatten().nan_to_num(nan=0.5)
-        on_one_key = float((entropy_share < config.one_key_entropy).double().mean())
-        uniform = float((entropy_share > config.uniform_entropy).double().mean())
+        is_closed = torch.zeros_like(entropy_share, dtype=torch.bool)
+        if "gate_mean" in figures:
+            is_closed = figures["gate_mean"].flatten() < config.closed_gate
+            entropy_share = entropy_share[~is_closed]
+        on_one_key = share_of(entropy_share < config.one_key_entropy)
+        uniform = share_of(entropy_share > config.uniform_entropy)
         largest_logit = float(figures["largest_logit"].amax())
         if on_one_key >= config.head_share:
             findings["heads_on_one_key"] = (
@@ -71,7 +91,22 @@ class AttentionCheck(Check):
                 f"{config.largest_logit:g}), where {self.run.precision} loses the differences between logits; "
                 f"{self.logits_remedy()}"
             )
-        return Judgement({"health/heads_on_one_key": on_one_key, "health/heads_uniform": uniform}, findings)
+        measured = {"health/heads_on_one_key": on_one_key, "health/heads_uniform": uniform}
+        if "gate_mean" in figures:
+            measured["health/heads_closed"] = share_of(is_closed)
+        if is_closed.any():
+            findings["heads_closed"] = self.closed_message(is_closed.view_as(figures["gate_mean"]))
+        return Judgement(measured, findings)
+
+    def closed_message(self, is_closed: Tensor) -> str:
+        """is_closed (L, H) bool -> the message that names the first closed heads."""
+        heads = [f"{layer}.{head}" for layer, head in is_closed.nonzero().tolist()]
+        named = ", ".join(heads[:MOST_NAMED]) + ", …" * (len(heads) > MOST_NAMED)
+        return (
+            f"{len(heads)} of {is_closed.numel()} heads write almost nothing: the mean of their gate over held-out text is "
+            f"below its limit, health.closed_gate={self.config.closed_gate:g} (layer.head: {named}); compare the loss "
+            f"with that of a run with attention.gate=null, or {optimizer_remedy(self.run.optimizer)}"
+        )
 
     def logits_remedy(self) -> str:
         """Settings for a new run that bound the logits, and that this run does not have."""

@@ -97,8 +97,11 @@ class Ranks:
         """Statistics (L, H) over the sequences of all ranks: sums are added, the largest logit is the maximum."""
         if self.size == 1:
             return measured
-        sums = HeadStatistics(*self.sum(torch.stack(tuple(measured))).unbind())
-        return sums._replace(largest_logit=self.maximum(measured.largest_logit))
+        there = {name: part for name, part in measured._asdict().items() if part is not None}
+        sums = self.sum(torch.stack(tuple(there.values()))).unbind()
+        return HeadStatistics(**dict(zip(there, sums, strict=True)))._replace(
+            largest_logit=self.maximum(measured.largest_logit)
+        )
 
     def local_rows(self, count: int) -> LocalRows:
         """This rank's part of `count` rows. Parts are consecutive, and their sizes differ by at most one row."""

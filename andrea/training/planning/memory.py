@@ -20,6 +20,7 @@ from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT
 from andrea.training.loss.fused import LOGITS_EAGER, rows_in_chunk
 from andrea.training.loss.micro_batch import training_loss_sum
+from andrea.training.optimizer.optimizer import group_parameters
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the matrix products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
@@ -87,9 +88,7 @@ def plan_memory(
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
     matrices = Counter(
-        tuple(parameter.shape)
-        for name, parameter in model.blocks.named_parameters()
-        if parameter.dim() == 2 and ".compatibility." not in name
+        tuple(parameter.shape) for name, parameter in group_parameters(dict(model.named_parameters()))["matrix"].items()
     )
     total = sum(parameter.numel() for parameter in model.parameters())
     muon = optimizer == "muon"

@@ -259,3 +259,32 @@ def test_the_small_lens_opens(browser, tmp_path: Path) -> None:
     opened = Opened(browser, path, color_scheme="dark")
     assert opened.text("#row-sum") == "1.000000" and not opened.page.locator("#effects-box").is_visible()
     assert opened.is_quiet()
+
+
+@pytest.mark.parametrize("kind", ["scalar", "elementwise"])
+def test_the_gates_of_a_head_are_shown_and_what_it_writes_after_them(browser, tmp_path: Path, kind: str) -> None:
+    model = make({}, {"gate": kind})
+    opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.3&q=9&k=4&sort=gate")
+    page, layer = opened.page, list(trace_layers(model, prompt_tokens()))[1]
+    gate, of_head = layer.gate[0, 3], model.blocks[1].attention.output_by_head[3]
+    assert_shown(opened.text("#gate-shown"), gate[9].mean().item())
+    written = page.locator("#steps .result > span").last.inner_text()
+    assert_shown(written, float((of_head @ (gate[9] * layer.retrieved[0, 3, 9])).norm()))
+    assert "gate = 2·sigmoid(w·x)" in opened.text("#steps") and "mean gate" in page.locator("#scores").inner_html()
+    cards = [float(text) for text in page.locator("#maps .card .id span").all_inner_texts()]
+    means = [each.gate[0].mean((1, 2)) for each in trace_layers(model, prompt_tokens())]
+    assert cards == sorted(cards) and cards[0] == pytest.approx(torch.cat(means).min().item(), abs=0.006)
+    page.locator("#token-3").hover()
+    assert_shown(opened.text("#gate-shown"), gate[3].mean().item())
+    shades = "[...document.querySelectorAll('#tokens [role=option]')].map(token => token.style.background)"
+    plain = page.evaluate(shades)
+    page.locator("#gate").check()
+    assert page.evaluate(shades) != plain and "gate=1" in page.url
+    assert opened.is_quiet(), (opened.messages, opened.requests)
+
+
+def test_a_model_without_gates_has_no_switch_for_them(browser, tmp_path: Path) -> None:
+    opened = Opened(browser, page_of(make(), tmp_path / "lens.html"), "#h=1.3&q=9&k=4&gate=1")
+    assert not opened.page.locator("#gate-switch").is_visible() and opened.page.locator("#gate-shown").count() == 0
+    assert "gate" not in opened.text("#steps") and "mean gate" not in opened.page.locator("#scores").inner_html()
+    assert opened.is_quiet()

@@ -38,10 +38,13 @@ def make_health(*words: str) -> Health:
 make = make_health
 
 
-def heads(entropy_share: list[float], largest_logit: float = 5.0) -> HeadStatistics:
-    """One layer whose heads have these entropies, as shares of the possible."""
+def heads(
+    entropy_share: list[float], largest_logit: float = 5.0, gate_mean: list[float] | None = None
+) -> HeadStatistics:
+    """One layer whose heads have these entropies, as shares of the possible, and these gates."""
     rows = torch.full((1, len(entropy_share)), 10.0)
     parts = {"entropy": 10 * torch.tensor([entropy_share]), "largest_logit": torch.full_like(rows, largest_logit)}
+    parts["gate"] = None if gate_mean is None else 10 * torch.tensor([gate_mean])
     return HeadStatistics(*(parts.get(name, rows) for name in HeadStatistics._fields))
 
 
@@ -164,6 +167,19 @@ def test_heads_are_named_only_where_nearly_all_do_the_same() -> None:
     assert not found(health, seen(130, heads=heads([0.99] * 10)))
     early = noted(make(), steady(20))
     assert not found(early, seen(20, heads=heads([0.999] * 10)))  # normal early in training
+
+
+def test_a_closed_head_is_no_collapsed_one() -> None:
+    health = noted(make(), steady(100))
+    figures, begun, _ = health.judge(seen(100, heads=heads([0.001] * 10, gate_mean=[0.04, 0.06, 0.0] + [1.0] * 7)))
+    assert set(begun) == {"heads_closed", "heads_on_one_key"} and figures["health/heads_closed"] == pytest.approx(0.2)
+    assert "2 of 10 heads" in begun["heads_closed"] and "0.0, 0.2" in begun["heads_closed"]
+    # eight of nine open heads attend to one key, which is less than health.head_share of them
+    figures, begun, ended = health.judge(seen(110, heads=heads([0.001] * 9 + [0.5], gate_mean=[0.0] + [1.0] * 9)))
+    assert not begun and set(ended) == {"heads_on_one_key"}
+    figures, _, ended = health.judge(seen(120, heads=heads([0.001] * 10, gate_mean=[0.0] * 10)))
+    assert figures["health/heads_closed"] == 1 and not ended
+    assert "health/heads_closed" not in health.judge(seen(130))[0] and health.failed() == []
 
 
 def test_growing_logits_are_named_before_they_overflow() -> None:
@@ -304,7 +320,7 @@ def every_message(notes: Path, folder: Path, *words: str) -> dict[str, str]:
     make = partial(make_health, *words)
     spikes = noted(make("optimizer.clip_norm=9"), [*steady(60), 9.0], [0.5] * 60 + [6.0])
     messages |= found(spikes, seen(61, update_ratios=torch.tensor([0.3])))
-    on_one_key = heads([0.001] * 10, largest_logit=1100)
+    on_one_key = heads([0.001] * 10, largest_logit=1100, gate_mean=[1.0] * 9 + [0.0])
     clipped = noted(make("optimizer.clip_norm=1"), steady(60, 2.5), [3.0] * 60)
     messages |= found(clipped, seen(60, {"code": 2.2, "notes": 2.2}, tokens=5400, heads=on_one_key))
     later = {"code": 2.1, "notes": 2.9}

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from head_options import HEAD_OPTIONS, words_of
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.training.optimizer.muon import orthogonalise
-from andrea.training.optimizer.optimizer import Optimizer, group_parameters
+from andrea.training.optimizer.optimizer import Optimizer, group_parameters, saved_shapes
 from andrea.training.parallel.strategy import SingleProcess
 
 SMALL = [
@@ -53,6 +54,28 @@ def test_every_parameter_is_in_exactly_one_group_and_moves(name: str, kind: str)
     for name, parameter in model.named_parameters():
         moves = name != "blocks.0.attention.value_mix"  # in the first block both values it mixes are the same
         assert torch.equal(parameter, before[name]) != moves, name
+
+
+@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_options_of_the_heads_move_and_keep_their_state(option: str, kind: str) -> None:
+    model, optimizer = make(f"optimizer={kind}", *words_of(option))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    random_gradients(model)
+    optimizer.step(1.0, torch.tensor(True))
+    still = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    assert still == {"blocks.0.attention.value_mix"}
+    expected = saved_shapes(
+        dict(model.named_parameters()), configure(RunConfig, "train", [f"optimizer={kind}"]).optimizer
+    )
+    assert {name: tuple(each.shape) for name, each in optimizer.state_tensors().items()} == expected
+    gates = [
+        name
+        for group in optimizer.adamw.param_groups
+        for p in group["params"]
+        if "gate" in (name := optimizer.names[p])
+    ]
+    assert {name for name in gates if ".attention." in name} == {name for name in before if ".attention.gate" in name}
 
 
 def test_a_parameter_of_an_unknown_name_is_an_error() -> None:

@@ -39,12 +39,14 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
     """Arrays (T, …) of one head, without its ablation. detail: include direct logit attribution."""
     layer, index = head
     trace = measurements.layers[layer]
-    value, retrieved = trace.value[0, index], trace.retrieved[0, index]  # (T, D)
+    value, written = trace.value[0, index], trace.written[0, index]  # (T, D)
     of_head = model.blocks[layer].attention.output_by_head[index]  # (d_model, D)
     arrays: dict[str, Tensor] = {"query": trace.query[0, index], "key": trace.key[0, index], "value": value}
-    for name, vectors in (("key", value), ("query", retrieved)):
-        written = vectors @ of_head.T  # (T, d_model)
-        arrays[f"{name}_write"] = torch.cat((written.norm(dim=-1, keepdim=True), written[:, :COMPONENTS]), -1)
+    if trace.gate is not None:
+        arrays["gate"] = trace.gate[0, index]  # (T, 1 or D)
+    for name, vectors in (("key", value), ("query", written)):
+        added = vectors @ of_head.T  # (T, d_model)
+        arrays[f"{name}_write"] = torch.cat((added.norm(dim=-1, keepdim=True), added[:, :COMPONENTS]), -1)
         if detail:
             ids, changes = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
             arrays |= {f"{name}_logits": changes, f"{name}_logits_ids": ids}
@@ -81,6 +83,7 @@ def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
     n_token = measurements.tokens.shape[1]
     n_candidate = LIKELIEST + 1
     numbers = 2 * trace.query.shape[-1] + trace.value.shape[-1] + 2 * (1 + COMPONENTS)
+    numbers += 0 if trace.gate is None else trace.gate.shape[-1]
     ids = 0
     if detail:
         in_effects = 1  # in the block with the effects of all heads

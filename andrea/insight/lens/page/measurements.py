@@ -43,6 +43,13 @@ class Measurements:
         return [(layer, head) for layer in range(n_layer) for head in range(n_head)]
 
     @property
+    def gates(self) -> Tensor | None:
+        """The gate of every head for every token, (L, H, T), the mean over a head's channels; None without gates."""
+        if self.layers[0].gate is None:
+            return None
+        return torch.stack([layer.gate[0].mean(-1) for layer in self.layers])
+
+    @property
     def named(self) -> dict[Head, list[str]]:
         """The heads that have a name, with the scores that gave them their names."""
         names = {head: [name.score for name in names_of(self.probed, *head)] for head in self.heads}

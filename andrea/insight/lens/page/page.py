@@ -64,6 +64,8 @@ class LensPage:
             "maps": pack({"maps": measurements.maps}),
             "next": pack({"candidates": as_array(probabilities), "candidate_ids": as_array(self.candidates)}),
         }
+        if measurements.gates is not None:
+            self.blocks["gates"] = pack({"gates": as_array(measurements.gates)})
 
     def most_full_heads(self, limit_bytes: int) -> int:
         """The number of heads that can be shown in full on a page of at most limit_bytes."""

@@ -221,7 +221,7 @@ function outputSteps(head) {
     },
     {
       title: ["× W", sub("O")],
-      detail: "what this key adds to the residual stream",
+      detail: `what this key adds to the residual stream${head.gate ? ", before the gate" : ""}`,
       formula: [
         line("weight · W", sub("O"), " v = ", formatVector(weighted(keyWrite), true)),
         head.key_logits && isVisible(n, i, j) ? attributionLine(head.key_logits_ids, head.key_logits, j, weight) : null,
@@ -231,16 +231,24 @@ function outputSteps(head) {
     },
     {
       title: "sum over all keys",
-      detail: "what the head adds at this query",
+      detail: head.gate ? "what the head retrieves at this query" : "what the head adds at this query",
       formula: [
         line("z = Σ weight · v = ", formatVector(z)),
-        line("W", sub("O"), " z = ", formatVector(queryWrite, true)),
+        head.gate ? gateLine(head, i, z) : null,
+        line("W", sub("O"), head.gate ? " (gate · z) = " : " z = ", formatVector(queryWrite, true)),
         head.query_logits ? attributionLine(head.query_logits_ids, head.query_logits, i, 1) : null,
       ],
       result: queryNorm,
       unit: "norm",
     },
   ];
+}
+
+// The head's gate at query i times z: one number for the head, or one for each channel.
+function gateLine(head, i, z) {
+  const gate = rowOf(head.gate, i, head.gate.length / T);
+  const shown = gate.length === 1 ? newElement("b", { class: "num" }, formatNumber(gate[0])) : formatVector(gate);
+  return line("gate = 2·sigmoid(w·x) = ", shown, "; gate · z = ", formatVector(z.map((x, c) => x * gate[c % gate.length])));
 }
 
 function weightedSum(head, softmax) {

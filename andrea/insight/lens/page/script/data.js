@@ -12,6 +12,7 @@ const SIDE = facts.layouts.maps[0][2][2];
 const next = unpack("next", facts.layouts.next); // candidate_ids and candidates, (T, CANDIDATES) each
 const CANDIDATES = facts.layouts.next[0][2][1]; // next tokens with a known probability; the last is the one that follows
 const fullHeads = facts.heads.flatMap((head, n) => (head.full ? [n] : [])); // those with all their vectors in the file
+const gates = facts.layouts.gates ? unpack("gates", facts.layouts.gates).gates : null; // (L * H, T), from 0 to 2
 const effects = facts.layouts.effects ? unpack("effects", facts.layouts.effects).ablated : null; // (full heads, T)
 
 const MOST_OPEN_HEADS = T > 256 ? 4 : 64;
@@ -54,6 +55,15 @@ function isVisible(n, i, j) {
 function visibleKeys(n, i) {
   const { first, stop } = intervalsOf(n);
   return Array.from({ length: Math.max(0, stop[i] - first[i]) }, (_, index) => first[i] + index);
+}
+
+// The gate of head n for token i: the mean over the head's channels.
+function gateOf(n, i) {
+  return gates[n * T + i];
+}
+
+function meanGate(n) {
+  return gates.subarray(n * T, (n + 1) * T).reduce((sum, gate) => sum + gate, 0) / T;
 }
 
 function isPresent(x) {

@@ -2,6 +2,7 @@
 
 const TOP_KEYS = 8; // keys listed for a query
 const WHOLE_MAP_PIXELS = 300;
+const LARGEST_GATE = 2; // 2·sigmoid
 
 const options = facts.tokens.map((_, i) => newOption(i));
 
@@ -34,12 +35,13 @@ function shadeTokens() {
   const { weights } = openHead(state.head);
   const i = shownQuery();
   options.forEach((option, j) => {
-    const colour = weights && isVisible(state.head, i, j) ? shadeAt(strength(weights, i, j)) : null;
+    const byWeight = () => (weights && isVisible(state.head, i, j) ? shadeAt(strength(weights, i, j)) : null);
+    const colour = state.gate ? shadeAt(gateOf(state.head, j) / LARGEST_GATE) : byWeight();
     option.style.background = colour ? cssColour(colour) : "";
     option.style.color = colour ? (isDark(colour) ? "#fff" : "#16181a") : "";
     option.classList.toggle("is-query", j === i);
     option.classList.toggle("is-key", j === shownKey());
-    option.classList.toggle("is-masked", !isVisible(state.head, i, j));
+    option.classList.toggle("is-masked", !state.gate && !isVisible(state.head, i, j));
     option.setAttribute("aria-selected", j === state.i);
   });
   byId("tokens").setAttribute("aria-activedescendant", `token-${state.i}`);
@@ -212,7 +214,8 @@ function drawLegend() {
     context.fillStyle = cssColour(shadeAt(x / 109));
     context.fillRect(x, 0, 1, 11);
   }
-  byId("legend").replaceChildren(state.log ? "10⁻⁵" : "0", strip, "1");
+  const end = state.gate ? ` (of the text: gate ${LARGEST_GATE})` : "";
+  byId("legend").replaceChildren(state.log ? "10⁻⁵" : "0", strip, "1", end);
 }
 
 // ------------------------------------------------------------------------------------------------------- in words
@@ -225,12 +228,15 @@ function queryAndKey(i, j, queryWord, keyWord) {
 function writeReadout() {
   const { weights, isApproximate } = openHead(state.head);
   const [i, j] = [shownQuery(), shownKey()];
-  if (!weights || j === null) return byId("readout").replaceChildren();
+  const gate = gates
+    ? [line("gate ", newElement("b", { class: "num", id: "gate-shown" }, formatNumber(gateOf(state.head, i), 4)), ` of query ${i}`)]
+    : [];
+  if (!weights || j === null) return byId("readout").replaceChildren(...gate);
   const number = formatNumber(weights[i * T + j], isApproximate ? 2 : 5);
   const weight = isVisible(state.head, i, j)
     ? [isApproximate ? "about " : "", newElement("b", { class: "num", id: "weight-shown" }, number)]
     : ["masked: ", newElement("b", {}, "0")];
-  byId("readout").replaceChildren(...queryAndKey(i, j, "query ", "key "), newElement("br"), "weight ", ...weight);
+  byId("readout").replaceChildren(...queryAndKey(i, j, "query ", "key "), newElement("br"), "weight ", ...weight, ...gate);
 }
 
 function writeTopKeys() {
@@ -282,6 +288,10 @@ function writeScores() {
   );
   const entropy = formatScore(head.prompt.entropy_share);
   rows.push(row(cell("entropy / ln(visible keys)"), numberCell(entropy), numberCell(), numberCell()));
+  if (gates) {
+    const range = "closed: 0, at the start: 1, open: 2";
+    rows.push(row(cell("mean gate"), numberCell(formatScore(meanGate(state.head))), numberCell(), cell(range)));
+  }
   if (head.loss_change !== null) {
     const change = `${head.loss_change < 0 ? "" : "+"}${formatNumber(head.loss_change, 3)}`;
     rows.push(row(cell("loss change when ablated, nats per token"), numberCell(change), cell(), cell()));

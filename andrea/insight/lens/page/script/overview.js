@@ -5,6 +5,7 @@ const SORTS = [
   ["entropy_share", "entropy (lowest first)"],
   ...facts.names.map((name) => [name.score, name.title]),
   ...(facts.detail ? [["loss_change", "loss change when ablated"]] : []),
+  ...(gates ? [["gate", "mean gate (lowest first)"]] : []),
 ];
 
 const cards = facts.heads.map((_, n) => newCard(n));
@@ -50,6 +51,7 @@ function drawSmallMaps() {
 function sortValue(n) {
   const head = facts.heads[n];
   if (state.sort === "loss_change") return head.loss_change;
+  if (state.sort === "gate") return meanGate(n);
   return state.sort === "entropy_share" ? head.prompt.entropy_share : head.probe[state.sort];
 }
 
@@ -70,7 +72,7 @@ function drawOverview() {
   const byLayer = state.sort === "layer";
   for (const { n, value } of cards) value.textContent = byLayer ? "" : formatScore(sortValue(n), 2);
   if (!byLayer) {
-    const sign = state.sort === "entropy_share" ? -1 : 1;
+    const sign = ["entropy_share", "gate"].includes(state.sort) ? -1 : 1;
     const key = ({ n }) => sign * (sortValue(n) ?? -Infinity);
     shown.sort((one, other) => key(other) - key(one) || one.n - other.n);
   }

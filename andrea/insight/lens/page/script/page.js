@@ -44,6 +44,7 @@ function writeSelection() {
   byId("head-choice").value = state.head;
   byId("log").checked = state.log;
   byId("hide").checked = state.hide;
+  byId("gate").checked = state.gate;
   for (const { n, button } of cards) {
     button.setAttribute("aria-pressed", n === state.head);
     button.tabIndex = n === state.head ? 0 : -1;
@@ -102,7 +103,8 @@ function listenToControls() {
   onEvent("head-choice", "change", (event) => select({ head: +event.target.value }));
   onEvent("head-back", "click", () => select({ head: (state.head + L * H - 1) % (L * H) }));
   onEvent("head-on", "click", () => select({ head: (state.head + 1) % (L * H) }));
-  for (const name of ["log", "hide"]) onEvent(name, "change", (event) => select({ [name]: event.target.checked }));
+  byId("gate-switch").hidden = gates === null;
+  for (const name of ["log", "hide", "gate"]) onEvent(name, "change", (event) => select({ [name]: event.target.checked }));
   const positions = facts.tokens.map((_, i) => [i, `${i} ${tokenText(i)}`]);
   fillChoice("query-choice", positions);
   fillChoice("key-choice", positions);

@@ -7,6 +7,7 @@ const state = {
   hovered: null, // {i, j} under the pointer; j is null over a token of the text
   log: false, // shades on a log scale
   hide: false, // shades without the first token
+  gate: false, // the text is shaded by the head's gate of each token
   sort: "layer",
   filter: "",
 };
@@ -28,6 +29,7 @@ function readAddress() {
   state.j = position("k") ?? state.j;
   state.log = given.get("log") === "1";
   state.hide = given.get("hide") === "1";
+  state.gate = gates !== null && given.get("gate") === "1";
   if (SORTS.some(([key]) => key === given.get("sort"))) state.sort = given.get("sort");
 }
 
@@ -35,6 +37,7 @@ function writeAddress() {
   const parts = [`h=${labelOf(state.head)}`, `q=${state.i}`, `k=${state.j}`];
   if (state.log) parts.push("log=1");
   if (state.hide) parts.push("hide=1");
+  if (state.gate) parts.push("gate=1");
   if (state.sort !== "layer") parts.push(`sort=${state.sort}`);
   try {
     history.replaceState(null, "", `#${parts.join("&")}`);
