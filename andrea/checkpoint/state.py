@@ -133,6 +133,7 @@ class State:
     own_parts: dict[str, str | None] = dataclasses.field(default_factory=dict)
     run: str | None = None
     left_auto: list[str] | None = None
+    groups: dict[str, str] | None = None
     planned_steps: Step = 0  # 0: as config.train.steps says
     rewarm_step: Step | None = None
     rewarm_rate: Annotated[float, Between(0, 1)] = 0.0

@@ -7,7 +7,7 @@ import time
 from andrea.cli.command_line import CommandLine, compose, read
 from andrea.cli.precompile_headers import precompile_headers
 from andrea.cli.sweep import SWITCHES, sweep
-from andrea.config import RunConfig, parse, to_plain
+from andrea.config import RunConfig, chosen_groups, parse, to_plain
 from andrea.runtime.own_parts import allowing
 from andrea.training.progress import FinishedRun
 
@@ -46,10 +46,11 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.planning.settle import keys_left_auto, remembered_auto
     from andrea.training.records.recognise import run_folder_of
+    from andrea.training.saved_groups import groups_to_replace, kept_values, saved_choices
     from andrea.training.start import start
 
     check_source(typed)
-    config, progress = with_length_and_name(typed), None
+    config, progress, groups = with_length_and_name(typed), None, chosen_groups(line.groups)
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         left_auto = keys_left_auto(resume.flatten(to_plain(typed)))
@@ -57,8 +58,10 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             other_ranks = checkpoint.state.get("ranks", 1) != ranks.size
             saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
             left_auto = ranks.from_rank_0(lambda: remembered_auto(checkpoint, saved))
+            known = ranks.from_rank_0(lambda: saved_choices(checkpoint))
+            replaced, groups = groups_to_replace(line.groups, known), known | line.groups
             merged, changes = resume.merge(
-                checkpoint.state["config"], to_plain(typed), line.groups, line.values, other_ranks, left_auto
+                checkpoint.state["config"], to_plain(typed), replaced, line.values, other_ranks, left_auto
             )
             left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged))
@@ -68,10 +71,11 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, progress.planned_steps))
                 return FinishedRun(0, run_folder_of(checkpoint) or checkpoint.path)
             if not done:
-                ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config))
+                kept = kept_values(line.groups, known, line.values, config)
+                ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config, kept))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
         if config.dry_run:
             ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))
             return FinishedRun(0, None)
-        return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto, started)
+        return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto, groups, started)

@@ -3,7 +3,7 @@
 from andrea.config.checks import MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
 from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
-from andrea.config.group_files import CONFIGS, group_config, group_values
+from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values
 from andrea.config.keys import lay_over, nearest, with_current_keys, with_missing_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
 from andrea.config.parse import as_typed, parse, to_plain
@@ -52,6 +52,7 @@ __all__ = [
     "TrainConfig",
     "UserError",
     "as_typed",
+    "chosen_groups",
     "digest",
     "folder_name",
     "group_config",

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from andrea.config.keys import key_types, nearest
 from andrea.config.parse import parse
 from andrea.config.schema import RunConfig
 
+DATED = re.compile(r"(?P<name>.*)-\d{4}-\d{2}")  # choices of an earlier recipe
 # A folder inside the installed package; in a clone, a link to configs/.
 CONFIGS = Path(str(importlib.resources.files("andrea"))) / "configs"
 
@@ -57,6 +60,45 @@ def group_values(group: str, choice: str) -> dict[str, Any]:
 def parents_of(own: dict[str, Any]) -> list[str]:
     """The choices that a file inherits from, and `_self_` for its own values. Choices of other groups are left out."""
     return [parent for parent in own.get("defaults", ["_self_"]) if isinstance(parent, str)]
+
+
+def chosen_groups(typed: Mapping[str, str]) -> dict[str, str]:
+    """The choice of each group of configs/train.yaml, where the groups `typed` are typed: {"model": "andrea-nano", …}."""
+    import yaml
+
+    listed = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))["defaults"]
+    defaults = {group: choice for entry in listed if isinstance(entry, dict) for group, choice in entry.items()}
+    return defaults | choices_of_model((defaults | dict(typed))["model"]) | dict(typed)
+
+
+def choices_of_model(model: str) -> dict[str, str]:
+    """The choices of other groups that model=MODEL makes, those of the files that it inherits from included."""
+    chosen: dict[str, str] = {}
+    for entry in own_values("model", model).get("defaults", []):
+        if isinstance(entry, dict):
+            ((override, choice),) = entry.items()
+            chosen[override.rpartition(".")[2]] = choice
+        elif entry != "_self_":
+            chosen = choices_of_model(entry) | chosen
+    return chosen
+
+
+def choices_named(group: str, saved: Mapping[str, Any]) -> set[str]:
+    """The names under which a run of an older version, which saved no names, may have chosen the values `saved`.
+
+    A model's name is among its values. Of another group, the values are compared with those of earlier recipes
+    (muon-2026-11 was once `muon`), because only their files have not changed since. A key that is `auto` in the file may
+    have any value.
+    """
+    if group == "model":
+        return {str(saved.get("name"))} & set(choices(group))
+    dated = [DATED.fullmatch(choice) for choice in choices(group)]
+    named = {match["name"]: group_values(group, match[0]) for match in dated if match}
+    return {
+        name
+        for name, values in named.items()
+        if all(saved.get(key) == value for key, value in values.items() if value != "auto" and key in saved)
+    }
 
 
 def group_config(group: str, choice: str, **changes: Any) -> Any:

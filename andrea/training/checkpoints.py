@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,12 @@ class RunCheckpoints:
 
 
 def checkpoint_facts(
-    config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str, left_auto: list[str]
+    config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str, left_auto: list[str], groups: Mapping[str, str]
 ) -> dict[str, Any]:
     """Facts that each checkpoint records. A resumed run is compared with them. `open_loggers` adds wandb's run id."""
     return {
         "left_auto": left_auto,
+        "groups": dict(groups),
         "run": run_id,
         "config": to_plain(config),
         "data": corpus.fingerprint,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +153,21 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
 
 
 def show_resume(
-    checkpoint: Checkpoint, changes: list[str], saved: RunConfig, progress: Progress, config: RunConfig
+    checkpoint: Checkpoint,
+    changes: list[str],
+    saved: RunConfig,
+    progress: Progress,
+    config: RunConfig,
+    kept: Sequence[str] = (),
 ) -> None:
-    """progress: the result of `resumed_progress`."""
+    """changes: of `merge`. kept: of `kept_values`. saved: of `saved_run`. progress: of `resumed_progress`."""
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
     for source in data_sources(config):
         print(f"  data: {source}")
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
+    for line in kept:
+        print(f"  {line}")
     if intervals := settled_intervals(config):
         print(f"  recomputed for {config.steps} steps, because they are set to auto: {intervals}")
     if line := describe_rate(progress_of(checkpoint, saved), saved, progress, config):
@@ -243,7 +250,8 @@ def merge(
 ) -> tuple[dict, list[str]]:
     """The saved configuration, overridden by the typed values, and one line for each changed key.
 
-    A typed group replaces the saved group key by key, with two exceptions. If a key is `auto` in the typed group, the
+    typed_groups: without those that the run has already chosen by the same name (`groups_to_replace`), whose saved values
+    stay. A typed group replaces the saved group key by key, with two exceptions. If a key is `auto` in the typed group, the
     saved value stays. If the saved configuration is older than a key, that key gets the value that matches the old
     behaviour. An interval that becomes `auto` again gets no line, because show_resume prints its new value.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.

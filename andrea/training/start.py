@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +64,13 @@ class RunSetup:
 
     started: time.monotonic() at the beginning of the command.
     left_auto: the keys that the user has left `auto`, also if an earlier process of the run has chosen their values.
+    groups: the choice of each group, {"model": "andrea-nano", …}.
     """
 
     asked: RunConfig
     started: float
     left_auto: list[str]
+    groups: Mapping[str, str]
     resolved: Resolved
     machine: Machine
     corpus: Corpus
@@ -87,12 +90,13 @@ def start(
     draw_lens: DrawLens | None = None,
     run_page: MakeLogger | None = None,
     left_auto: Sequence[str] = (),
+    groups: Mapping[str, str] = MappingProxyType({}),
     started: float | None = None,
 ) -> FinishedRun:
     """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
 
     draw_lens: draws the lens page at each evaluation. run_page: makes the logger that writes the page of the run's folder.
-    Both are passed in, because training may not import insight. left_auto: see RunSetup.
+    Both are passed in, because training may not import insight. left_auto, groups: see RunSetup.
     started: time.monotonic() at the beginning of the command, from which train.max_minutes counts; default: now.
     """
     started = time.monotonic() if started is None else started
@@ -119,7 +123,7 @@ def start(
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
         setup = RunSetup(
-            asked, started, list(left_auto), resolved, machine, corpus, checkpoint, folder, console, watchdog,
+            asked, started, list(left_auto), groups, resolved, machine, corpus, checkpoint, folder, console, watchdog,
             draw_lens, run_page,
         )  # fmt: skip
         config, parallel, loss = make_model_and_loss(setup, weights)
@@ -170,7 +174,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
     torchrun.record_run_folder(folder)
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
-    facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto)
+    facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto, setup.groups)
     loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
     if setup.run_page and ranks.is_rank_0:
         loggers.append(setup.run_page(folder))

@@ -135,7 +135,7 @@ EDITS = [
     ("step", 2), ("step", "4"), ("step", 4.0), ("step", True), ("step", -4), ("step", 2**70), ("tokens", 7),
     ("tokens", None), ("flops", "x"), ("flops", ...), ("flops", -1.0), ("seconds", None), ("val_loss", "x"),
     ("best_bpb", ...), ("best_bpb", [1.0]), ("data", None), ("data", ...), ("tokenizer", 3), ("ranks", 0), ("ranks", 2.5),
-    ("wandb_id", 3), ("run", ["x"]), ("own_parts", None), ("own_parts", {"a.b": 3}),
+    ("wandb_id", 3), ("run", ["x"]), ("groups", []), ("groups", {"model": 3}), ("own_parts", None), ("own_parts", {"a.b": 3}),
     ("loss_scale", [1.0]), ("loss_scale", [0.0, 0.0]), ("loss_scale", [1e300, 0.0]), ("loss_scale.0", None),
     ("loss_scale.1", -1), ("torch_random", ...), ("torch_random", [1, 2]), ("torch_random.7", 256),
     ("torch_random.7", "x"), ("torch_random", {"a": 1}),
@@ -186,7 +186,7 @@ def test_an_older_checkpoint_is_used_where_the_newest_has_a_false_state(run: Pat
 def test_fields_of_other_versions_are_accepted(run: Path, tiny_run) -> None:
     checkpoint = run / "checkpoints" / "step-00000004"
     for key, value in (
-        ("own_parts", ...), ("health", ...), ("run", ...), ("ranks", ...), ("wandb_id", ...), ("new", [1]),
+        ("own_parts", ...), ("groups", ...), ("health", ...), ("run", ...), ("ranks", ...), ("wandb_id", ...), ("new", [1]),
         ("val_loss", float("nan")),
     ):  # fmt: skip
         edit_state(checkpoint, key, value)
