@@ -142,6 +142,9 @@ class OptimizerConfig:
     decay_fraction: float | None
     final_fraction: Share
     rewarm_steps: NonNegativeInteger = 0
+    muon_rows: Literal["none", "normuon", "equal"] = "none"
+    orthogonalisation: Literal["quintic", "polar_express"] = "quintic"
+    cautious_decay: bool = False
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ def saved_shapes(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -
         for name, parameter in members.items():
             if group == "matrix" and config.kind != "adamw":
                 shapes[f"{name}/momentum"] = tuple(parameter.shape)
+                if config.muon_rows == "normuon":
+                    shapes[f"{name}/row_mean_square"] = tuple(parameter.shape[:1])
             else:
                 shapes |= {f"{name}/{each}": tuple(parameter.shape) for each in ("exp_avg", "exp_avg_sq")}
                 shapes[f"{name}/step"] = ()
@@ -89,8 +91,7 @@ class Optimizer:
         if with_muon:
             matrices = groups.pop("matrix")
             rate_factors = {name: transfer.factors(name).muon_rate for name in matrices}
-            peak_rate, momentum = config.matrix_learning_rate or config.learning_rate, config.momentum or 0.0
-            self.muon = Muon(matrices, rate_factors, peak_rate, momentum, config.weight_decay, bf16, parallel)
+            self.muon = Muon(matrices, rate_factors, config, bf16, parallel)
         self.adamw = torch.optim.AdamW(
             adamw_groups(groups, transfer, config), betas=(config.beta1, config.beta2), fused=True
         )
@@ -126,7 +127,7 @@ class Optimizer:
             for quantity, value in quantities.items()
         }
         if self.muon is not None:
-            tensors |= {f"{name}/momentum": buffer for name, buffer in self.muon.momentum_buffers().items()}
+            tensors |= self.muon.state_tensors()
         return tensors
 
     def state_shapes(self) -> dict[str, torch.Size]:
@@ -138,7 +139,7 @@ class Optimizer:
                 shapes |= {f"{name}/step": torch.Size(), f"{name}/exp_avg": parameter.shape}
                 shapes[f"{name}/exp_avg_sq"] = parameter.shape
         if self.muon is not None:
-            shapes |= {f"{name}/momentum": buffer.shape for name, buffer in self.muon.momentum_buffers().items()}
+            shapes |= {name: state.shape for name, state in self.muon.state_tensors().items()}
         return shapes
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -153,8 +154,8 @@ class Optimizer:
                     "exp_avg_sq": remaining.pop(f"{name}/exp_avg_sq").to(parameter.device),
                 }
         if self.muon is not None:
-            for name, buffer in self.muon.momentum_buffers().items():
-                buffer.copy_(remaining.pop(f"{name}/momentum"))
+            for name, state in self.muon.state_tensors().items():
+                state.copy_(remaining.pop(name))
         assert not remaining, f"optimizer state that no parameter owns: {sorted(remaining)[:3]}"
 
 

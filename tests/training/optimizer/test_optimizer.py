@@ -150,9 +150,12 @@ def test_muon_moves_the_matrices_at_the_configured_rates() -> None:
         torch.testing.assert_close(parameter.detach(), moved, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+KINDS = ["muon", "muon optimizer.muon_rows=normuon optimizer.cautious_decay=true", "adamw"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_state(kind: str) -> None:
-    model, optimizer = make(f"optimizer={kind}")
+    model, optimizer = make(*f"optimizer={kind}".split())
     random_gradients(model)
     optimizer.step(1.0, torch.tensor(True))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -165,12 +168,12 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_state(kind: str) 
     assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.state_tensors().items())
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_state_that_is_saved_and_loaded_goes_on_bit_for_bit(kind: str) -> None:
-    model, optimizer = make(f"optimizer={kind}")
+    model, optimizer = make(*f"optimizer={kind}".split())
     random_gradients(model)
     optimizer.step(1.0, torch.tensor(True))
-    twin, twin_optimizer = make(f"optimizer={kind}")
+    twin, twin_optimizer = make(*f"optimizer={kind}".split())
     twin.load_state_dict(model.state_dict())
     twin_optimizer.load_state_tensors({name: tensor.clone() for name, tensor in optimizer.state_tensors().items()})
     for each, its_optimizer in ((model, optimizer), (twin, twin_optimizer)):
