@@ -14,14 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from andrea.attention.kernels import convolve_cpp
+
 
 def convolve(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
+    """`convolve_readable`, or our kernel where it serves: bf16 on a CPU, from the first token on, in one document."""
+    if before is None and place is None and convolve_cpp.serves(x, taps.shape[-1]):
+        return convolve_cpp.native_convolution(x, taps.float())
+    return convolve_readable(x, taps, before, place)
+
+
+def convolve_readable(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
     """x (B, H, T, D), taps (H, D, K) -> (B, H, T, D): y_t = x_t + Σ_i taps[..., i] · x_{t-i}, over i = 0 … K - 1.
 
     Taps of zero change nothing. before: the K - 1 tokens in front of x, (B, H, K - 1, D); zeros if None. place: (B, T), the
     number of tokens between each token and the first of its document. A token mixes none of another document.
 
-    >>> convolve(torch.tensor([[[[1.0], [10.0], [100.0]]]]), torch.tensor([[[0.0, 0.5]]])).flatten()
+    >>> convolve_readable(torch.tensor([[[[1.0], [10.0], [100.0]]]]), torch.tensor([[[0.0, 0.5]]])).flatten()
     tensor([  1.0000,  10.5000, 105.0000])
     """
     n_token, n_mixed = x.shape[2], taps.shape[2]

@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import conv1d, pad
 
 from andrea.attention import KeyValueCache, MultiHeadAttention, ScaledDotProduct, SharedInputs, causal
-from andrea.attention.convolution import convolve
+from andrea.attention.convolution import convolve, convolve_readable
+from andrea.attention.kernels import convolve_cpp
 from andrea.attention.mask import documents_of, packed_documents, places_in_documents
 
 B, H, T, D, K = 2, 3, 9, 4, 3
@@ -79,3 +80,29 @@ def test_it_starts_as_plain_attention():
     mixed.load_state_dict(plain.state_dict(), strict=False)
     x = draw(B, T, H * D).float()
     assert torch.equal(mixed(x), plain(x))
+
+
+@pytest.mark.parametrize("n_mixed", [1, 2, 3, 8])
+@pytest.mark.parametrize("n_token", [1, 2, 37])
+def test_the_kernel_errs_at_most_twice_as_much_as_the_readable_form(n_mixed, n_token):
+    """Result and gradients in bf16, from a view of (B, T, H, D) as the model gives it; gradients of one that is not."""
+    assert convolve_cpp.library() is not None or not torch.cpu._is_avx512_bf16_supported()
+    if convolve_cpp.library() is None:
+        pytest.skip("this processor has no bf16 instructions")
+    x = draw(2, n_token, H, 32).transpose(1, 2).bfloat16()
+    taps, d_y = draw(H, 32, n_mixed, seed=1).float(), draw(2, H, n_token, 32, seed=2).bfloat16()
+    results = []
+    for function, dtype in ((convolve, None), (convolve_readable, None), (convolve_readable, torch.float64)):
+        inputs = [each.detach().to(dtype or each.dtype).requires_grad_() for each in (x, taps)]
+        y = function(*inputs)
+        y.backward(d_y.to(y.dtype))
+        results.append([y.detach(), *(each.grad for each in inputs)])
+    for ours, readable, exact in zip(*results, strict=True):
+        unit = exact.abs().max() * torch.finfo(torch.bfloat16).eps
+        assert (ours - exact).abs().max() <= 2 * (readable - exact).abs().max() + unit
+
+
+def test_a_width_that_the_kernel_does_not_serve_takes_the_readable_form():
+    x, taps = draw(1, 1, 4, 24).bfloat16(), draw(1, 24, 2, seed=1).float()
+    assert not convolve_cpp.serves(x, 2)
+    assert torch.equal(convolve(x, taps), convolve_readable(x, taps))
