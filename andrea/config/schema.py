@@ -145,6 +145,7 @@ class OptimizerConfig:
     muon_rows: Literal["none", "normuon", "equal"] = "none"
     orthogonalisation: Literal["quintic", "polar_express"] = "quintic"
     cautious_decay: bool = False
+    convolution_learning_rate: PositiveNumber | None = None
 
 
 @dataclass(frozen=True)

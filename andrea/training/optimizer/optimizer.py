@@ -31,7 +31,7 @@ GROUP_OF_NAME = (
     (OF_GATE, "vector"),
     (re.compile(r"blocks\.\d+\.attention\.\w+\.weight"), "matrix"),
     (re.compile(r".*(norm\.weight|\.bias|\.value_mix)"), "vector"),
-    (re.compile(r"blocks\.\d+\.attention\.taps"), "vector"),  # one row per channel: not a matrix for Muon
+    (re.compile(r"blocks\.\d+\.attention\.taps"), "taps"),  # one row per channel: not a matrix for Muon
     (re.compile(r"blocks\.\d+\.attention\.compatibility\..+"), "vector"),  # one entry per head: not a matrix for Muon
 )
 OF_MLP = re.compile(r"blocks\.\d+\.mlp\..+")  # a user's own MLP may use any names: its 2-dim parameters are matrices
@@ -46,14 +46,16 @@ def group_of(name: str, parameter: nn.Parameter) -> str | None:
 def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
     """Parameters by group and name. Each parameter is in exactly one group.
 
-    1-dim parameters are in "vector", matrices in the other groups. Head gates, a convolution's taps and all parameters of a
-    compatibility function are in "vector" too, and so are the parameters of a user's own MLP that are not 2-dim.
+    1-dim parameters are in "vector", matrices in the other groups. Head gates and all parameters of a compatibility function
+    are in "vector" too, and so are the parameters of a user's own MLP that are not 2-dim.
     """
-    groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in ("embedding", "head", "matrix", "vector")}
+    groups: dict[str, dict[str, nn.Parameter]] = {
+        group: {} for group in ("embedding", "head", "matrix", "taps", "vector")
+    }
     for name, parameter in parameters.items():
         group = group_of(name, parameter)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
-        other = OF_GATE.fullmatch(name) or name.endswith(".taps") or ".compatibility." in name or OF_MLP.fullmatch(name)
+        other = OF_GATE.fullmatch(name) or group == "taps" or ".compatibility." in name or OF_MLP.fullmatch(name)
         assert (parameter.ndim == 1) == (group == "vector") or other, (
             f"{name} of shape {tuple(parameter.shape)} is in group {group}"
         )
@@ -170,10 +172,17 @@ def adamw_groups(
         "embedding": config.embedding_learning_rate or config.learning_rate,
         "head": config.learning_rate,
         "vector": config.learning_rate,
+        "taps": config.convolution_learning_rate or config.learning_rate,
         "matrix": config.matrix_learning_rate or config.learning_rate,
     }
     decay_elsewhere = config.weight_decay if config.kind == "adamw" else 0.0
-    decays = {"matrix": config.weight_decay, "embedding": decay_elsewhere, "head": decay_elsewhere, "vector": 0.0}
+    decays = {
+        "matrix": config.weight_decay,
+        "embedding": decay_elsewhere,
+        "head": decay_elsewhere,
+        "vector": 0.0,
+        "taps": 0.0,
+    }
     with_same_settings: dict[tuple[str, Factors], list[nn.Parameter]] = defaultdict(list)
     for group, members in groups.items():
         for name, parameter in members.items():
