@@ -143,6 +143,18 @@ def test_the_arithmetic_leads_from_score_to_weight(browser, tmp_path: Path, case
         assert_shown(text, float(number))
 
 
+def test_the_cell_says_what_a_query_and_a_key_mix(browser, tmp_path: Path) -> None:
+    model = make(*CASES["convolution"])
+    with torch.no_grad():
+        model.blocks[1].attention.taps.zero_()
+        model.blocks[1].attention.taps[3, :, 1] = 1.0  # the query of head 3: as much of the token before
+        model.blocks[1].attention.taps[5, :, 0], model.blocks[1].attention.taps[5, :, 2] = -0.75, -0.75  # the one key
+    opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.3&q=9&k=4")
+    shown = opened.page.locator("#steps").inner_text()
+    assert "q mixes its own token (50 %), 1 before (50 %), 2 before (0 %)" in shown
+    assert "k mixes its own token (25 %), 1 before (0 %), 2 before (75 %)" in shown
+
+
 def test_clicking_hovering_typing_and_pressing_keys(browser, tmp_path: Path) -> None:
     opened = Opened(browser, page_of(hand_made(), tmp_path / "lens.html"))
     page = opened.page

@@ -29,6 +29,7 @@ CASES = {
     "first layer's values": ({"n_kv_head": 1, "value_residual": True}, {}),
     "sliding window": ({}, {"window": 7}),
     "windows by layer": ({"rotary_share": 0.4}, {"window": (7, None)}),
+    "convolution": ({"n_kv_head": 1, "qkv_convolution": 3}, {"across_documents": False}),
     "packed documents": ({}, {"across_documents": False}),
     **HEAD_OPTIONS,
     "gpt2-like": ({"position": "learned", "tied_head": True, "mlp": "gelu", "logit_softcap": None}, {}),

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from andrea.attention import BUILT_IN, Additive, Cosine
+from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention
 from andrea.attention.mask import Mask, visible_interval
 from andrea.insight.lens.head_names import NAMES
 from andrea.insight.lens.page.head_data import COMPONENTS
@@ -47,12 +48,31 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "position": config.position,
         "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
         "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
+        "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,
         "tokens": tokens[0].tolist(),
         "visible": [{"first": first, "stop": stop} for first, stop in distinct],
         "visible_of_layer": [distinct.index(each) for each in visible],
         "names": [vars(name) for name in NAMES],
         "components": COMPONENTS,
     }
+
+
+def mixture(attention: MultiHeadAttention) -> list[dict[str, list[float]]]:
+    """For each head, the shares of a token itself, of the one before, … in its query, key and value.
+
+    A share is that of the weights' sizes, summed over the head's channels. Heads that share keys and values have the same
+    numbers there.
+    """
+    weights = attention.taps.detach().float()  # (H + 2G, D, K)
+    weights = torch.cat([1 + weights[..., :1], weights[..., 1:]], dim=-1).abs().sum(1)
+    shares = (weights / weights.sum(-1, keepdim=True)).tolist()
+    n_head = attention.query.out_features // attention.d_head
+    n_kv_head = (len(shares) - n_head) // 2
+    groups = [n_head + head // (n_head // n_kv_head) for head in range(n_head)]
+    return [
+        {"query": shares[head], "key": shares[group], "value": shares[group + n_kv_head]}
+        for head, group in enumerate(groups)
+    ]
 
 
 def visible_keys(block: Block, packing: Mask | None, tokens: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
