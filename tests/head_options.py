@@ -10,6 +10,8 @@ from andrea.model.initialise import STARTS_AT_ZERO
 HEAD_OPTIONS: dict[str, tuple[dict, dict]] = {
     "scalar gates": ({}, {"gate": "scalar"}),
     "elementwise gates": ({}, {"gate": "elementwise"}),
+    "fixed exclusion": ({}, {"exclusive": "fixed"}),
+    "learned exclusion, scalar gates": ({}, {"exclusive": "learned", "gate": "scalar"}),
 }
 
 

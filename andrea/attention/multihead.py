@@ -18,7 +18,7 @@ from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
 from andrea.attention.convolution import convolve
-from andrea.attention.head_options import GATES, gate_of_logits
+from andrea.attention.head_options import EXCLUSIVE, GATES, gate_of_logits, without_own_value
 from andrea.attention.mask import Mask
 from andrea.attention.statistics import HeadStatistics, head_statistics
 
@@ -57,8 +57,10 @@ class MultiHeadAttention(nn.Module):
     convolution: the number of tokens that each query, key and value mixes (`convolution.py`); none if None.
     gate: multiply each head's retrieved vector by a gate computed from x (head_options.py): "scalar" is one gate per head
     and token, "elementwise" one per channel of the head; no gate if None.
+    exclusive: each head's retrieved vector loses its component along the token's own value (head_options.py): "fixed" all
+    of it, "learned" a learned share per head, which starts at 0; nothing if None. For self-attention only.
     implementation: as in `attend`.
-    Raises ValueError if n_head does not divide d_model, if n_kv_head does not divide n_head, or for an unknown gate.
+    Raises ValueError if n_head does not divide d_model, if n_kv_head does not divide n_head, or for an unknown name.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class MultiHeadAttention(nn.Module):
         value_residual: bool = False,
         convolution: int | None = None,
         gate: str | None = None,
+        exclusive: str | None = None,
         implementation: str = "auto",
     ) -> None:
         super().__init__()
@@ -85,8 +88,9 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally"
             )
-        if gate not in (None, *GATES):
-            raise ValueError(f"gate={gate!r} is unknown; allowed: None, {', '.join(GATES)}")
+        for option, name, known in (("gate", gate, GATES), ("exclusive", exclusive, EXCLUSIVE)):
+            if name not in (None, *known):
+                raise ValueError(f"{option}={name!r} is unknown; allowed: None, {', '.join(known)}")
         self.d_head = d_model // n_head
         self.n_head = n_head
         self.query = nn.Linear(d_model, d_model, bias)
@@ -100,6 +104,8 @@ class MultiHeadAttention(nn.Module):
         self.taps = nn.Parameter(torch.zeros(n_heads, self.d_head, convolution)) if convolution else None
         n_gate = n_head if gate == "scalar" else d_model
         self.gate = None if gate is None else nn.Linear(d_model, n_gate, bias=False)
+        self.is_exclusive = exclusive is not None
+        self.exclusive_share = nn.Parameter(torch.zeros(n_head)) if exclusive == "learned" else None
         self.compatibility = compatibility
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
@@ -133,7 +139,7 @@ class MultiHeadAttention(nn.Module):
         shared: SharedInputs = NOTHING_SHARED,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """What W_O is applied to, (B, H, T, D): the weighted sums of the values, times the heads' gates if there are any."""
+        """What W_O is applied to, (B, H, T, D): the weighted sums of the values, after exclusion and gates."""
         return self.retrieve_and_measure(x, context, shared, cache, statistics=False)[0]
 
     def retrieve_and_measure(
@@ -141,7 +147,11 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, HeadStatistics | None]:
         """The result of `retrieve`, and the statistics of the heads, which are None if `statistics` is False."""
         query, key, value, compatibility = self.project(x, context, shared, cache)
-        gate = self.gates(x)
+        own_value, gate = value, self.gates(x)
+        if self.is_exclusive and context is not None:
+            raise ValueError(
+                "exclusive attention needs self-attention: with a context, a token has no value of its own"
+            )
         mask, start, implementation = self.mask_with(shared.packing), None, self.implementation
         if cache is not None:
             key, value, start = *cache.append(key, value), cache.length
@@ -152,17 +162,22 @@ class MultiHeadAttention(nn.Module):
             implementation = "auto"
         how = {"compatibility": compatibility, "mask": mask, "start": start, "implementation": implementation}
         if not statistics:
-            return self.finish(attend(query, key, value, **how), gate), None
+            return self.finish(attend(query, key, value, **how), own_value, gate), None
         retrieved, rows = attend(query, key, value, **how, statistics=True)
         start = key.shape[-2] - query.shape[-2] if start is None else start
-        return self.finish(retrieved, gate), head_statistics(rows, mask, start, key.shape[-2], gate)
+        return self.finish(retrieved, own_value, gate), head_statistics(rows, mask, start, key.shape[-2], gate)
 
     def gates(self, x: Tensor) -> Tensor | None:
         """The heads' gates for x (B, T, d_model): (B, H, T, 1) or (B, H, T, D); None for a layer without gates."""
         return None if self.gate is None else gate_of_logits(self.gate(x), self.n_head)
 
-    def finish(self, retrieved: Tensor, gate: Tensor | None) -> Tensor:
-        """The weighted sums (B, H, T, D) -> the vectors that W_O is applied to, (B, H, T, D)."""
+    def finish(self, retrieved: Tensor, own_value: Tensor, gate: Tensor | None) -> Tensor:
+        """The weighted sums (B, H, T, D) -> the vectors that W_O is applied to, (B, H, T, D): exclusion, then gates.
+
+        own_value (B, G, T, D): the values of these T tokens. gate: from `gates`.
+        """
+        if self.is_exclusive:
+            retrieved = without_own_value(retrieved, own_value, self.exclusive_share)
         return retrieved if gate is None else retrieved * gate
 
     def mask_with(self, packing: Mask | None) -> Mask | None:

@@ -85,6 +85,7 @@ class AttentionConfig:
     across_documents: bool = True
     qk_clip: PositiveNumber | None = None
     gate: Literal["scalar", "elementwise"] | None = None
+    exclusive: Literal["fixed", "learned"] | None = None
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer, counted from 0. A list of windows repeats over the layers."""

@@ -82,6 +82,10 @@ class NativeAttention(nn.Module):
         self.rotary_table = position.table_bits.view(torch.float32) if isinstance(position, RotaryPosition) else None
         self.scoring = Scoring(window=attention.mask.width if isinstance(attention.mask, SlidingWindow) else 0)
         self.taps = None if attention.taps is None else attention.taps.detach().float().contiguous()
+        self.own_share = None  # (H,)
+        if attention.is_exclusive:
+            learned = attention.exclusive_share
+            self.own_share = torch.ones(self.n_head) if learned is None else learned.detach().float()
         self.convolve = function("convolve", weight.dtype)
         self.kernel = function("attend", weight.dtype)
 
@@ -121,10 +125,11 @@ class NativeAttention(nn.Module):
         tensors = address(three), address(cache.keys), address(cache.values), position, address(retrieved)
         shape = n_batch, self.n_head, self.n_kv_head, d_head, capacity, cache.length
         self.kernel(*tensors, *shape, self.epsilon, self.scale, self.scoring)
-        gate = self.attention.gates(x)
-        if gate is not None:
-            retrieved = self.attention.merged(self.attention.finish(self.attention.heads(retrieved), gate))
-        return self.attention.output(retrieved)
+        own_value = three[..., -self.n_kv_head * d_head :]
+        z, own_value = self.attention.heads(retrieved), self.attention.heads(own_value)
+        return self.attention.output(
+            self.attention.merged(self.attention.finish(z, own_value, self.attention.gates(x)))
+        )
 
 
 class NativeBlocks:
@@ -163,6 +168,7 @@ class NativeBlocks:
                 layer.first_share = float(torch.sigmoid(block.attention.attention.value_mix))
             if config.qkv_convolution:
                 layer.taps = block.attention.taps.data_ptr()
+            layer.own_share = address(block.attention.own_share)
             if block.attention.attention.gate is not None:
                 layer.head_gate = block.attention.attention.gate.matrix
             if isinstance(block.mlp, SwiGLU):

@@ -69,6 +69,7 @@ class Block(nn.Module):
             value_residual=config.value_residual,
             convolution=config.qkv_convolution,
             gate=attention.gate,
+            exclusive=attention.exclusive,
             implementation=attention.implementation,
         )
         self.mlp_norm = make_norm(config)

@@ -9,7 +9,7 @@ import torch
 from andrea.model.gpt import GPT
 from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 
-STARTS_AT_ZERO = (".attention.gate.weight", ".taps")
+STARTS_AT_ZERO = (".attention.gate.weight", ".exclusive_share", ".taps")
 
 
 @torch.no_grad()
@@ -27,6 +27,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
     | taps of a convolution                    | zero: queries, keys and values begin unmixed                      |
     | head gates                               | zero: every gate is one                                           |
+    | shares of exclusive attention            | zero: nothing is excluded                                         |
     | compatibility function                   | by its own `Compatibility.initialise`                             |
     | MLP of the user's own                    | by its `initialise(generator)` if it has one, else as above       |
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from andrea.attention import MultiHeadAttention, ScaledDotProduct, attend, causal
 from andrea.attention.cache import KeyValueCache
-from andrea.attention.head_options import gate_of_logits
+from andrea.attention.head_options import gate_of_logits, without_own_value
 
 B, T, S, H, G, D = 2, 7, 11, 6, 3, 5
 D_MODEL = H * D
@@ -20,6 +20,8 @@ def make(**options) -> MultiHeadAttention:
     layer = MultiHeadAttention(D_MODEL, H, compatibility=ScaledDotProduct(), mask=causal(), n_kv_head=G, **options)
     if layer.gate is not None:
         nn.init.normal_(layer.gate.weight, std=0.5)
+    if layer.exclusive_share is not None:
+        nn.init.normal_(layer.exclusive_share)
     return layer.double()
 
 
@@ -28,7 +30,7 @@ def vectors(n_token: int = T) -> torch.Tensor:
 
 
 GATES = [{"gate": "scalar"}, {"gate": "elementwise"}]
-OPTIONS = GATES
+OPTIONS = [*GATES, {"exclusive": "fixed"}, {"exclusive": "learned"}, {"exclusive": "learned", "gate": "elementwise"}]
 
 
 def test_gates_by_hand() -> None:
@@ -65,6 +67,47 @@ def test_a_gate_of_zero_logits_changes_no_bit_and_a_closed_one_silences_its_head
         x[..., 0] = 1
         gated.gate.weight[: 1 if options["gate"] == "scalar" else D, 0] = -1e9
         assert not gated.retrieve(x)[:, 0].any() and torch.equal(gated.retrieve(x)[:, 1:], plain.retrieve(x)[:, 1:])
+
+
+def test_exclusion_by_hand() -> None:
+    """Heads of one group share a value; z keeps what is at right angles to it, and all if the value is zero."""
+    z = torch.tensor([[[[3.0, 4.0]], [[1.0, 7.0]], [[5.0, 6.0]], [[5.0, 6.0]]]])  # (1, 4, 1, 2)
+    v = torch.tensor([[[[2.0, 0.0]], [[0.0, 0.0]]]])  # (1, 2, 1, 2)
+    found = without_own_value(z, v)[0, :, 0]
+    torch.testing.assert_close(found, torch.tensor([[0.0, 4.0], [0.0, 7.0], [5.0, 6.0], [5.0, 6.0]]), atol=1e-5, rtol=0)
+    shares = torch.tensor([0.5, -1.0, 1.0, 0.0])
+    found = without_own_value(z, v, shares)[0, :, 0]
+    torch.testing.assert_close(found, torch.tensor([[1.5, 4.0], [2.0, 7.0], [5.0, 6.0], [5.0, 6.0]]), atol=1e-5, rtol=0)
+
+
+def test_what_is_written_is_at_right_angles_to_the_token_s_own_value() -> None:
+    layer, x = make(exclusive="fixed"), vectors()
+    own = layer.values(x).repeat_interleave(H // G, 1)
+    assert (layer.retrieve(x) * own).sum(-1).abs().max() < 1e-5 < (make().retrieve(x) * own).sum(-1).abs().max()
+    assert layer.retrieve(x)[:, :, 0].abs().max() < 1e-4  # the first token sees its own value alone
+
+
+def test_exclusion_in_16_bits_takes_its_dot_products_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(1)
+    z, v = (torch.randn(3, 4, 5, 257, generator=generator, dtype=torch.float64) + 3 for _ in range(2))
+    z, v = z.bfloat16(), v.bfloat16()
+    exact, ours = without_own_value(z.double(), v.double()), without_own_value(z, v)
+    assert ours.dtype == torch.bfloat16 and torch.equal(ours, exact.bfloat16()) or (ours - exact).abs().max() < 2**-6
+
+
+def test_a_share_of_zero_excludes_nothing() -> None:
+    layer, plain, x = make(exclusive="learned"), make(), vectors()
+    plain.load_state_dict({name: each for name, each in layer.state_dict().items() if name != "exclusive_share"})
+    with torch.no_grad():
+        layer.exclusive_share.zero_()
+    assert torch.equal(layer(x), plain(x))
+
+
+def test_exclusion_is_for_self_attention() -> None:
+    with pytest.raises(ValueError, match="exclusive attention needs self-attention"):
+        make(exclusive="fixed")(vectors(), vectors(S))
+    with pytest.raises(ValueError, match="exclusive='all' is unknown; allowed: None, fixed, learned"):
+        make(exclusive="all")
 
 
 def test_an_unknown_gate_is_refused() -> None:

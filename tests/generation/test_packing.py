@@ -198,15 +198,18 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_t
         assert packed.blocks is None
         return
     torch.set_num_threads(n_thread)
+    # What exclusion leaves of a vector differs in its last bits. An 8-bit product rounds its input to 16 bits, and a number
+    # on the border then becomes another one.
+    close = {"atol": 1e-3, "rtol": 1e-3} if int8 and "exclusion" in name else {}
     caches = [packed.make_cache(n_text, 8) for _ in range(2)]
     tokens = torch.randint(0, 257, (n_text, 8), generator=torch.Generator().manual_seed(3))
     for each in tokens.split(1, dim=1):
         assert packed.blocks.fits(each, caches[0])
         ours, twin = packed(each, caches[0]), packed.model(each, caches[1])
-        torch.testing.assert_close(ours, twin)
+        torch.testing.assert_close(ours, twin, **close)
     assert caches[0].length == caches[1].length == 8
     for kept, of_twin in zip(caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True):
-        torch.testing.assert_close(kept, of_twin)
+        torch.testing.assert_close(kept, of_twin, **close)
     assert not packed.blocks.fits(tokens[:, :2], caches[0])
     assert not packed.blocks.fits(torch.zeros(FEW_ROWS + 1, 1, dtype=torch.int64), caches[0])
     with pytest.raises(AssertionError, match="9 tokens do not fit a cache with a capacity of 8"):

@@ -125,7 +125,7 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
     [
         (["model.tied_head=false", "model.value_residual=false"], 0.1),
         ([], 0.17),
-        (words_of("elementwise gates"), 0.17),
+        (words_of("learned exclusion, scalar gates"), 0.17),
     ],
     ids=["plain", "default", "options of the heads"],
 )

@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int64_t LANES = 16;
+constexpr float OWN_VALUE_EPSILON = 1e-6f;  // as in attention/head_options.py
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
@@ -250,11 +251,27 @@ struct Layer {
     const float* mlp_norm;
     Matrix<T> gate, up, down;  // gate is used by SwiGLU alone
     Matrix<T> head_gate;       // (H or H D, d_model) with head gates; weight is null without
+    const float* own_share;    // (H): the share of its own value that a head's vector loses; null: none
     float first_share;         // with value_residual: the share of the first layer's values in this layer's values
     Scoring scoring;
     const float* taps;         // (H + 2G, D, n_mixed), with a convolution
     T* projected;              // (n_row, H + 2G, capacity, D): queries, keys and values before the convolution
 };
+
+// Exclusive attention: in each row of `retrieved` (n_row, H D), the vector z of head h loses share[h] of its component along
+// the token's own value v, which stands in qkv (n_row, (H + 2G) D). As `without_own_value` in attention/head_options.py.
+template <typename T>
+void exclude_by_team(const T* qkv, const float* share, T* retrieved, const Shape& shape) {
+    const int64_t d = shape.d_head, n_head = shape.n_head, in_group = n_head / shape.n_kv_head;
+#pragma omp for schedule(static)
+    for (int64_t each = 0; each < shape.n_row * n_head; ++each) {
+        const int64_t m = each / n_head, h = each % n_head, row = m * (n_head + 2 * shape.n_kv_head);
+        const std::vector<float> v = in_fp32(qkv + (row + n_head + shape.n_kv_head + h / in_group) * d, d);
+        const std::vector<float> z = in_fp32(retrieved + each * d, d);
+        const float along = dot(z.data(), v.data(), d) / (dot(v.data(), v.data(), d) + OWN_VALUE_EPSILON) * share[h];
+        for (int64_t k = 0; k < d; ++k) store(retrieved + each * d + k, z[k] - along * v[k]);
+    }
+}
 
 // Head gates 2·sigmoid(gate x): x (n_row, d_model) is the normed input of the block. Each gate multiplies the channels of
 // `retrieved` (n_row, H D) that it belongs to: those of a head, or one. Rounds where MultiHeadAttention.finish does.
@@ -342,6 +359,7 @@ void decode(
             attend_by_team(
                 qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
                 shape.capacity, shape.length, shape.qk_epsilon, shape.scale, layer.scoring);
+            if (layer.own_share) exclude_by_team(qkv.data(), layer.own_share, retrieved.data(), shape);
             if (layer.head_gate.weight) gate_heads_by_team(layer.head_gate, normed.data(), retrieved.data(), n_row, d_attended);
             linear_by_team(layer.output, retrieved.data(), x, n_row, true);
             rms_norm(x, layer.mlp_norm, normed.data(), n_row, d_model, shape.norm_epsilon);

@@ -33,7 +33,13 @@ class Scoring(ctypes.Structure):
 class Layer(ctypes.Structure):
     _fields_ = [("attention_norm", POINTER), ("project", Matrix), ("output", Matrix)]
     _fields_ += [("mlp_norm", POINTER), ("gate", Matrix), ("up", Matrix), ("down", Matrix), ("head_gate", Matrix)]
-    _fields_ += [("first_share", NUMBER), ("scoring", Scoring), ("taps", POINTER), ("projected", POINTER)]
+    _fields_ += [
+        ("own_share", POINTER),
+        ("first_share", NUMBER),
+        ("scoring", Scoring),
+        ("taps", POINTER),
+        ("projected", POINTER),
+    ]
 
 
 ARGUMENTS = {

@@ -37,7 +37,7 @@ class LayerTrace:
     weights: Tensor  # (B, H, T, T)
     retrieved: Tensor  # (B, H, T, D): z, the weighted sum of the values
     gate: Tensor | None  # (B, H, T, 1 or D): the heads' gates; None without gates
-    written: Tensor  # (B, H, T, D): what W_O is applied to: z, times the gate if there is one
+    written: Tensor  # (B, H, T, D): what W_O is applied to: z, after exclusion and gate
     shared: SharedInputs  # the layer's inputs besides `before`, the same for all layers
     after: Tensor  # (B, T, d_model)
 
@@ -66,7 +66,7 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     attend_readably = attend_chunked if type(compatibility) is Additive else attend_reference
     attended = attend_readably(query, key, value, compatibility, mask, 0)
     gate = attention.gates(normed)
-    written = attention.finish(attended.output, gate)
+    written = attention.finish(attended.output, value, gate)
     if type(compatibility) is Additive:
         query, key = compatibility.transformed(query, shared_by_group(key, query))
     elif not compatibility.lowers:

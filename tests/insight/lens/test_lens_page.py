@@ -300,3 +300,21 @@ def test_a_model_without_gates_has_no_switch_for_them(browser, tmp_path: Path) -
     assert not opened.page.locator("#gate-switch").is_visible() and opened.page.locator("#gate-shown").count() == 0
     assert "gate" not in opened.text("#steps") and "mean gate" not in opened.page.locator("#scores").inner_html()
     assert opened.is_quiet()
+
+
+@pytest.mark.parametrize("attention", [{"exclusive": "fixed"}, {"exclusive": "learned", "gate": "elementwise"}])
+def test_what_exclusion_takes_from_a_head_is_shown(browser, tmp_path: Path, attention: dict) -> None:
+    model = make({"n_kv_head": 1}, attention)
+    opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.3&q=9&k=4")
+    layer = list(trace_layers(model, prompt_tokens()))[1]
+    of_head, learned = model.blocks[1].attention.output_by_head[3], model.blocks[1].attention.exclusive_share
+    z, own = layer.retrieved[0, 3, 9].double(), layer.value[0, 3, 9].double()
+    share = 1.0 if learned is None else learned[3].item()
+    kept = z - share * (z @ own) / (own @ own) * own
+    gate = 1.0 if layer.gate is None else layer.gate[0, 3, 9].double()
+    written = opened.page.locator("#steps .result > span").last.inner_text()
+    assert_shown(written, float((of_head.double() @ (gate * kept)).norm()))
+    (removed,) = re.findall(r"share removed: (\S+)", opened.text("#steps"))
+    assert_shown(removed, share)
+    assert "share of the own value removed" in opened.page.locator("#scores").inner_html()
+    assert opened.is_quiet(), (opened.messages, opened.requests)

@@ -69,13 +69,6 @@ def test_options_of_the_heads_move_and_keep_their_state(option: str, kind: str) 
         dict(model.named_parameters()), configure(RunConfig, "train", [f"optimizer={kind}"]).optimizer
     )
     assert {name: tuple(each.shape) for name, each in optimizer.state_tensors().items()} == expected
-    gates = [
-        name
-        for group in optimizer.adamw.param_groups
-        for p in group["params"]
-        if "gate" in (name := optimizer.names[p])
-    ]
-    assert {name for name in gates if ".attention." in name} == {name for name in before if ".attention.gate" in name}
 
 
 def test_a_parameter_of_an_unknown_name_is_an_error() -> None:

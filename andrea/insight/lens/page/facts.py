@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention
+from andrea.attention.head_options import OWN_VALUE_EPSILON
 from andrea.attention.mask import Mask, visible_interval
 from andrea.insight.lens.head_names import NAMES
 from andrea.insight.lens.page.head_data import COMPONENTS
@@ -49,6 +50,8 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
         "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,
+        "own_shares": own_shares(model),
+        "own_value_epsilon": OWN_VALUE_EPSILON,
         "tokens": tokens[0].tolist(),
         "visible": [{"first": first, "stop": stop} for first, stop in distinct],
         "visible_of_layer": [distinct.index(each) for each in visible],
@@ -73,6 +76,14 @@ def mixture(attention: MultiHeadAttention) -> list[dict[str, list[float]]]:
         {"query": shares[head], "key": shares[group], "value": shares[group + n_kv_head]}
         for head, group in enumerate(groups)
     ]
+
+
+def own_shares(model: GPT) -> list[list[float]] | None:
+    """The share (L, H) of its component along the token's own value that each head's vector loses; None if none does."""
+    if not model.blocks[0].attention.is_exclusive:
+        return None
+    learned = [block.attention.exclusive_share for block in model.blocks]
+    return [[1.0] * model.config.n_head if share is None else share.tolist() for share in learned]
 
 
 def visible_keys(block: Block, packing: Mask | None, tokens: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

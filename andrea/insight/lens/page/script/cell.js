@@ -219,7 +219,7 @@ function outputSteps(head) {
   const softmax = softmaxRow(head, n, i);
   const weight = softmax.exponentials[j] / softmax.sum;
   const value = rowOf(head.value, j, D);
-  const z = weightedSum(head, softmax);
+  const [z, own] = [weightedSum(head, softmax), rowOf(head.value, i, D)];
   const width = facts.components + 1; // of a row of key_write and query_write: the norm, then the first numbers
   const [keyNorm, ...keyWrite] = rowOf(head.key_write, j, width);
   const [queryNorm, ...queryWrite] = rowOf(head.query_write, i, width);
@@ -234,7 +234,7 @@ function outputSteps(head) {
     },
     {
       title: ["× W", sub("O")],
-      detail: `what this key adds to the residual stream${head.gate ? ", before the gate" : ""}`,
+      detail: `what this key adds to the residual stream${whenOfKey(head)}`,
       formula: [
         line("weight · W", sub("O"), " v = ", formatVector(weighted(keyWrite), true)),
         head.key_logits && isVisible(n, i, j) ? attributionLine(head.key_logits_ids, head.key_logits, j, weight) : null,
@@ -244,11 +244,12 @@ function outputSteps(head) {
     },
     {
       title: "sum over all keys",
-      detail: head.gate ? "what the head retrieves at this query" : "what the head adds at this query",
+      detail: "what the head adds at this query",
       formula: [
         line("z = Σ weight · v = ", formatVector(z)),
-        head.gate ? gateLine(head, i, z) : null,
-        line("W", sub("O"), head.gate ? " (gate · z) = " : " z = ", formatVector(queryWrite, true)),
+        facts.own_shares ? exclusionLine(n, i, z, own) : null,
+        head.gate ? gateLine(head, i, excluded(n, z, own)) : null,
+        line("W", sub("O"), " z = ", formatVector(queryWrite, true)),
         head.query_logits ? attributionLine(head.query_logits_ids, head.query_logits, i, 1) : null,
       ],
       result: queryNorm,
@@ -257,11 +258,41 @@ function outputSteps(head) {
   ];
 }
 
+// Between z and W_O: the words that say which steps the vector of a single key is shown without.
+function whenOfKey(head) {
+  const later = [facts.own_shares && "exclusion", head.gate && "the gate"].filter(Boolean);
+  return later.length ? `, before ${later.join(" and ")}` : "";
+}
+
+// Exclusive attention: z without a share of its component along the query's own value.
+function excluded(n, z, own) {
+  if (!facts.own_shares) return z;
+  const share = facts.own_shares[layerOf(n)][n % H];
+  const along = (share * dot(z, own)) / (dot(own, own) + facts.own_value_epsilon);
+  return z.map((x, c) => x - along * own[c]);
+}
+
+function dot(one, other) {
+  return one.reduce((sum, x, c) => sum + x * other[c], 0);
+}
+
+function exclusionLine(n, i, z, own) {
+  const cosine = dot(z, own) / Math.max(norm(z) * norm(own), 1e-30);
+  return [
+    line(`cosine of z and the own value of query ${i}: ${formatNumber(cosine, 3)}; share removed: `, shareOf(n)),
+    line("z ← z − share · (z·v / v·v) v = ", formatVector(excluded(n, z, own))),
+  ];
+}
+
+function shareOf(n) {
+  return newElement("b", { class: "num" }, formatNumber(facts.own_shares[layerOf(n)][n % H], 4));
+}
+
 // The head's gate at query i times z: one number for the head, or one for each channel.
 function gateLine(head, i, z) {
   const gate = rowOf(head.gate, i, head.gate.length / T);
   const shown = gate.length === 1 ? newElement("b", { class: "num" }, formatNumber(gate[0])) : formatVector(gate);
-  return line("gate = 2·sigmoid(w·x) = ", shown, "; gate · z = ", formatVector(z.map((x, c) => x * gate[c % gate.length])));
+  return line("gate = 2·sigmoid(w·x) = ", shown, "; z ← gate · z = ", formatVector(z.map((x, c) => x * gate[c % gate.length])));
 }
 
 function weightedSum(head, softmax) {

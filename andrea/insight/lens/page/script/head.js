@@ -292,6 +292,7 @@ function writeScores() {
     const range = "closed: 0, at the start: 1, open: 2";
     rows.push(row(cell("mean gate"), numberCell(formatScore(meanGate(state.head))), numberCell(), cell(range)));
   }
+  if (facts.own_shares) rows.push(row(cell("share of the own value removed"), numberCell(shareOf(state.head)), cell(), cell()));
   if (head.loss_change !== null) {
     const change = `${head.loss_change < 0 ? "" : "+"}${formatNumber(head.loss_change, 3)}`;
     rows.push(row(cell("loss change when ablated, nats per token"), numberCell(change), cell(), cell()));
