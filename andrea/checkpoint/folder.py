@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/step-00000060/
         model.safetensors       fp32 weights, under the model's parameter names
-        optimizer.safetensors   the optimizer's state, `parameter/quantity`
+        optimizer.safetensors   the optimizer's state and the weights' running average, `parameter/quantity`
         state.json              step, tokens, random state, configuration, figures, tokenizer identity, format version
         tokenizer.json …        the tokenizer, so that text can be generated without the data
         manifest.json           size and sha256 of each of the files above
@@ -48,6 +48,7 @@ from andrea.text.tokenizer import Tokenizer, load_tokenizer
 FORMAT_VERSION = 1
 LARGEST_JSON_BYTES = 1 << 26
 SHARDS = "shards"
+AVERAGE = "average"  # the running average of a weight is saved as `parameter/average`
 FILE_NAME = re.compile(rf"({SHARDS}/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 Files = dict[str, dict[str, Any]]  # path in the checkpoint -> {"bytes": size, "sha256": digest}
 
@@ -65,9 +66,15 @@ class Checkpoint:
         return self.state["step"]
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Weights by parameter name, on the CPU. Raises Damaged."""
+        """Weights by parameter name, as training goes on from them, on the CPU. Raises Damaged."""
         reader = self.open_tensors(with_optimizer=False)
         return {name: reader.read(name) for name in reader.names if "/" not in name}
+
+    def result_tensors(self) -> dict[str, Tensor]:
+        """The weights that are the result of the run: their running average if the run kept one, else `model_tensors`."""
+        reader = self.open_tensors(with_optimizer=self.is_sharded or (self.path / "optimizer.safetensors").exists())
+        names = {name: f"{name}/{AVERAGE}" for name in reader.names if "/" not in name}
+        return {name: reader.read(average if average in reader.parts else name) for name, average in names.items()}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Optimizer state by `parameter/quantity`, on the CPU. Raises Damaged, or UserError if it is missing."""

@@ -24,7 +24,7 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     If the source file of a user's own class has changed since the training, a line on standard error says so.
     """
     model_config, attention_config = configs_of(checkpoint)
-    tensors = checkpoint.model_tensors()
+    tensors = checkpoint.result_tensors()
     check_shapes(
         checkpoint,
         {name: tuple(each.shape) for name, each in tensors.items()},

@@ -146,6 +146,7 @@ class OptimizerConfig:
     muon_rows: Literal["none", "normuon", "equal"] = "none"
     orthogonalisation: Literal["quintic", "polar_express"] = "quintic"
     cautious_decay: bool = False
+    average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None
 
 

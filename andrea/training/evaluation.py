@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,17 @@ SAMPLE_TEMPERATURE = 0.8
 SECOND_SAMPLES = 4  # times as many samples are judged if the first ones suggest a failure
 LENS_TOKENS = 40  # length of the default prompt, taken from held-out text
 DrawLens = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> a page of HTML
+
+
+def on_averaged_weights(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of `Evaluator`, run while the model has the running average of its weights, if the run keeps one."""
+
+    @functools.wraps(method)
+    def wrapped(self: Evaluator, *args: Any, **named: Any) -> Any:
+        with self.step.optimizer.averaged_model():
+            return method(self, *args, **named)
+
+    return wrapped
 
 
 @dataclass
@@ -64,6 +76,7 @@ class Evaluator:
         self.heads: HeadStatistics | None = None
         self.samples: list[dict[str, str]] = []
 
+    @on_averaged_weights
     def evaluate(self, size_ratios: Tensor | None, whole: bool = False) -> dict[str, Any]:
         """Validation losses and health figures.
 
@@ -147,6 +160,7 @@ class Evaluator:
         stops = self.config.health.on_failure == "stop"
         return self.ranks.from_rank_0(lambda: self.health.failed() if stops else [])
 
+    @on_averaged_weights
     def measure_heads(self) -> dict[str, Any]:
         """The attention figures, over all heads and of each head, measured on a fixed batch of held-out text."""
         model = self.model()
@@ -156,6 +170,7 @@ class Evaluator:
                 return scalars(heads) | heatmaps(heads)
         return {}
 
+    @on_averaged_weights
     def show_sample(self) -> None:
         model = self.model()
         for sample in self.written_samples(model, 1)[:1] if model else []:
@@ -168,6 +183,7 @@ class Evaluator:
             self.show_sample()
             self.forget()
 
+    @on_averaged_weights
     def draw_attention(self) -> None:
         model = self.model()
         if model is not None and self.draw_lens is not None and self.lens_prompt:

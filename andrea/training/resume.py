@@ -57,7 +57,7 @@ from andrea.training.records.run_folder import read_lines
 # because text is recognised by its fingerprint: a run may continue on a machine where the same text has another path.
 FIXED = ("model", "attention.compatibility", "data.kind", "data.sources", "data.files", "data.include",
          "data.exclude", "data.field", "tokenizer", "seed", "optimizer.kind", "optimizer.muon_rows",
-         "train.tokens_per_step")  # fmt: skip
+         "optimizer.average_half_life", "train.tokens_per_step")  # fmt: skip
 # Settings of the command, not of the run: never taken from the saved configuration.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
 # Settings that depend on the number of ranks: taken from the command line if this number changes.
@@ -203,7 +203,7 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
             f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses "
             f"{corpus.tokenizer.identity}; leave tokenizer out to use the tokenizer of init_from"
         )
-    return source.model_tensors()
+    return source.result_tensors()
 
 
 def tokenizer_config(config: RunConfig, checkpoint: Checkpoint | None) -> TokenizerConfig:

@@ -64,7 +64,8 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
 
 @pytest.mark.parametrize("option", HEAD_OPTIONS)
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, tiny_run, tmp_path: Path) -> None:
-    words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=normuon", *words_of(option)]
+    words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=normuon"]
+    words += ["optimizer.average_half_life=3", *words_of(option)]
     tiny_run("name=whole", *words)
     with pytest.MonkeyPatch.context() as patch:
         batch = TrainingStep.batch

@@ -8,15 +8,19 @@ are elementwise.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from andrea.checkpoint.folder import AVERAGE
 from andrea.config import OptimizerConfig
 from andrea.model.transfer import Factors, Transfer
+from andrea.training.optimizer.average import WeightAverage
 from andrea.training.optimizer.muon import Muon
 from andrea.training.parallel.strategy import Parallel
 
@@ -73,6 +77,8 @@ def saved_shapes(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -
             else:
                 shapes |= {f"{name}/{each}": tuple(parameter.shape) for each in ("exp_avg", "exp_avg_sq")}
                 shapes[f"{name}/step"] = ()
+            if config.average_half_life is not None:
+                shapes[f"{name}/{AVERAGE}"] = tuple(parameter.shape)
     return shapes
 
 
@@ -95,6 +101,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(
             adamw_groups(groups, transfer, config), betas=(config.beta1, config.beta2), fused=True
         )
+        self.average = WeightAverage(parallel, config.average_half_life) if config.average_half_life else None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -118,6 +125,12 @@ class Optimizer:
         self.adamw.step()
         if self.muon is not None:
             self.muon.step(rate, finite)
+        if self.average is not None:
+            self.average.update(self.adamw.state[self.adamw.param_groups[0]["params"][0]]["step"], finite)
+
+    def averaged_model(self) -> AbstractContextManager[None]:
+        """Within the context, the model has the running average in place of its weights, if there is one."""
+        return self.average.in_model() if self.average is not None else contextlib.nullcontext()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state, named `parameter/quantity`."""
@@ -126,9 +139,13 @@ class Optimizer:
             for parameter, quantities in self.adamw.state.items()
             for quantity, value in quantities.items()
         }
-        if self.muon is not None:
-            tensors |= self.muon.state_tensors()
-        return tensors
+        return tensors | self.kept_tensors()
+
+    def kept_tensors(self) -> dict[str, Tensor]:
+        """The part of `state_tensors` that exists from the start: Muon's state and the average of the weights."""
+        return {
+            name: state for part in (self.muon, self.average) if part for name, state in part.state_tensors().items()
+        }
 
     def state_shapes(self) -> dict[str, torch.Size]:
         """Names and shapes of `state_tensors` after the first step."""
@@ -138,9 +155,7 @@ class Optimizer:
                 name = self.names[parameter]
                 shapes |= {f"{name}/step": torch.Size(), f"{name}/exp_avg": parameter.shape}
                 shapes[f"{name}/exp_avg_sq"] = parameter.shape
-        if self.muon is not None:
-            shapes |= {name: state.shape for name, state in self.muon.state_tensors().items()}
-        return shapes
+        return shapes | {name: state.shape for name, state in self.kept_tensors().items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Load the result of `state_tensors`, which must hold the state of every parameter and nothing else."""
@@ -153,9 +168,8 @@ class Optimizer:
                     "exp_avg": remaining.pop(f"{name}/exp_avg").to(parameter.device),
                     "exp_avg_sq": remaining.pop(f"{name}/exp_avg_sq").to(parameter.device),
                 }
-        if self.muon is not None:
-            for name, state in self.muon.state_tensors().items():
-                state.copy_(remaining.pop(name))
+        for name, state in self.kept_tensors().items():
+            state.copy_(remaining.pop(name))
         assert not remaining, f"optimizer state that no parameter owns: {sorted(remaining)[:3]}"
 
 

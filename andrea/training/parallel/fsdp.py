@@ -139,10 +139,13 @@ class FullySharded(Parallel):
         dist.all_to_all_single(received, to_send, group=self.shard_group)
         return received.view(size * share, most, columns)[:n, :rows_here]
 
+    def drop_gathered(self) -> None:
+        self.wrapped.reshard()  # after an evaluation the parameters outside the blocks are still gathered
+
     @torch.no_grad()
     def gathered_model(self) -> GPT | None:
         """A copy of the model on rank 0, gathered parameter by parameter; in CPU memory if parameters are offloaded."""
-        self.wrapped.reshard()  # after an evaluation the parameters outside the blocks are still gathered
+        self.drop_gathered()
         weights = {}
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor)

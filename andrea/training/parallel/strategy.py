@@ -81,6 +81,9 @@ class Parallel(ABC):
         """The rows of the parameter `name` that this rank keeps."""
         return slice(0, self.shapes[name][0])
 
+    def drop_gathered(self) -> None:  # noqa: B027 (nothing to do where no copies exist)
+        """Drop gathered copies of the parameters, because `local_parameters` have changed outside of a training step."""
+
     def gathered_model(self) -> GPT | None:
         """The model with all its weights on rank 0, None on the other ranks. All ranks must call this."""
         return self.model if self.ranks.is_rank_0 else None

@@ -61,6 +61,7 @@ def plan_memory(
     micro_batch: int,
     precision: str,
     optimizer: str,
+    averaged: bool = False,
     recompute: bool = False,
     compiled: bool = False,
     on_cpu: bool = False,
@@ -73,6 +74,7 @@ def plan_memory(
     state. AdamW keeps two fp32 numbers per parameter. Muon keeps one per parameter of the blocks' matrices, and AdamW
     updates the other parameters. Temporary memory comes on top: the passes of one micro-batch (`pass_bytes`) or the
     optimizer's step (`optimizer_step_bytes`), whichever needs more. recompute: activation checkpointing.
+    averaged: the weights' running average is kept too.
 
     on_cpu: Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
     without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
@@ -93,6 +95,7 @@ def plan_memory(
     total = sum(parameter.numel() for parameter in model.parameters())
     muon = optimizer == "muon"
     state = 2 * total - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
+    state += total if averaged else 0
     share = ranks if sharded else 1
     # On a GPU our kernel measures the heads without materialising the scores.
     observing = on_cpu and attention.qk_clip is not None

@@ -31,6 +31,7 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
         micro_batch=micro_batch,
         precision=placement.precision,
         optimizer=config.optimizer.kind,
+        averaged=config.optimizer.average_half_life is not None,
         recompute=config.train.activation_checkpointing,
         compiled=choose_compile(config.compile, placement.device, flops).value != "off",
         on_cpu=placement.device.type == "cpu",
