@@ -13,6 +13,7 @@ COMMANDS = {
     "runs": "python -m andrea runs",
     "compare": "python -m andrea compare",
     "consolidate": "python -m andrea consolidate",
+    "average": "python -m andrea average",
     "dashboard": "python -m andrea dashboard",
 }
 

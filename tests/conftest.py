@@ -23,6 +23,7 @@ import torch
 from hypothesis import settings
 
 from andrea.config import (
+    AverageConfig,
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
@@ -50,6 +51,7 @@ CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it i
     "runs": RunsConfig,
     "compare": CompareConfig,
     "consolidate": ConsolidateConfig,
+    "average": AverageConfig,
     "dashboard": DashboardConfig,
 }
 

@@ -24,8 +24,10 @@ def make_model() -> GPT:
     return model
 
 
-def write_model(runs: Path, tensors: dict[str, torch.Tensor], config: dict | None = None, **state) -> Path:
+def write_model(
+    runs: Path, tensors: dict[str, torch.Tensor], config: dict | None = None, optimizer: dict | None = None, **state
+) -> Path:
     """A checkpoint of the run `one`: with other groups of the configuration or fields of the state where given."""
     groups = {"model": to_plain(CONFIG), "attention": to_plain(AttentionConfig("scaled_dot", "auto"))} | (config or {})
     state = {"step": 60, "tokens": 1380, "config": groups, "val_bpb": 1.25} | state
-    return write_checkpoint(runs / "one" / "checkpoints", state, tensors, {}, ByteTokenizer())
+    return write_checkpoint(runs / "one" / "checkpoints", state, tensors, optimizer or {}, ByteTokenizer())

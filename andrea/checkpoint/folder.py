@@ -123,6 +123,20 @@ def write_checkpoint(
     return publish(checkpoints, staging, state, tokenizer, files)
 
 
+def write_weights(folder: Path, state: dict[str, Any], model_tensors: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+    """Write a checkpoint folder without optimizer state, which cannot be resumed, completely or not at all.
+
+    Raises StorageFailed.
+    """
+    staging = staging_path(folder)
+    with storing(folder, of_run=False), removed_on_failure(staging):
+        staging.mkdir(parents=True)
+        write_tensors(staging / "model.safetensors", model_tensors)
+        complete_files(staging, state, tokenizer, flushed_files(staging, staging.glob("*.safetensors")))
+        os.rename(staging, folder)
+        flush_to_disk(folder.parent)
+
+
 def make_staging_folder(checkpoints: Path, step: int) -> Path:
     """Make a new folder that no reader opens, for the files of a checkpoint. Folders of crashed writers are removed.
 
@@ -151,14 +165,7 @@ def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: 
     """
     final = checkpoints / step_name(state["step"])
     with storing(final), removed_on_failure(staging):
-        tokenizer.save(staging)
-        state = {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity}
-        (staging / "state.json").write_text(json_text(state), encoding="utf-8")
-        other_files = [path for path in staging.iterdir() if path.is_file() and path.name not in tensor_files]
-        write_manifest(staging, tensor_files | flushed_files(staging, other_files))
-        for folder in (staging / SHARDS, staging):
-            if folder.exists():
-                flush_to_disk(folder)
+        complete_files(staging, state, tokenizer, tensor_files)
         replaced = staging_path(final)
         if final.exists():  # damaged, or written before the run went back to an earlier step
             os.rename(final, replaced)
@@ -166,6 +173,18 @@ def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: 
         flush_to_disk(checkpoints)
         shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def complete_files(staging: Path, state: dict[str, Any], tokenizer: Tokenizer, tensor_files: Files) -> None:
+    """Add the other files to a staging folder whose tensor files are already flushed. Raises OSError."""
+    tokenizer.save(staging)
+    state = {"format_version": FORMAT_VERSION, **state, "tokenizer": tokenizer.identity}
+    (staging / "state.json").write_text(json_text(state), encoding="utf-8")
+    other_files = [path for path in staging.iterdir() if path.is_file() and path.name not in tensor_files]
+    write_manifest(staging, tensor_files | flushed_files(staging, other_files))
+    for folder in (staging / SHARDS, staging):
+        if folder.exists():
+            flush_to_disk(folder)
 
 
 def write_manifest(folder: Path, files: Files) -> None:

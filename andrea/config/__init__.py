@@ -9,6 +9,7 @@ from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, r
 from andrea.config.parse import as_typed, parse, to_plain
 from andrea.config.schema import (
     AttentionConfig,
+    AverageConfig,
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "MOST_SAMPLED_TOKENS",
     "AttentionConfig",
     "CompareConfig",
+    "AverageConfig",
     "ConsolidateConfig",
     "DashboardConfig",
     "DataConfig",

@@ -294,6 +294,16 @@ class ConsolidateConfig:
 
 
 @dataclass(frozen=True)
+class AverageConfig:
+    """Everything that `average` needs (configs/average.yaml)."""
+
+    checkpoints: list[PathText]
+    last: PositiveInteger
+    runs_dir: PathText
+    out: PathText | None
+
+
+@dataclass(frozen=True)
 class LensConfig:
     """Everything that `lens` needs (configs/lens.yaml)."""
 
