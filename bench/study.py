@@ -73,7 +73,7 @@ def main() -> None:
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are ended too, and saved
     try:
-        study = Study(chosen)
+        study = Study(chosen, yaml.safe_load(chosen.variants.read_text(encoding="utf-8")))
         study.check()
     except UserError as error:
         sys.exit(f"error: {error}")
@@ -93,8 +93,8 @@ def main() -> None:
 class Study:
     """The runs of one shape: which are recorded, and which are wanted next."""
 
-    def __init__(self, chosen: argparse.Namespace) -> None:
-        described = yaml.safe_load(chosen.variants.read_text(encoding="utf-8"))
+    def __init__(self, chosen: argparse.Namespace, described: dict[str, Any]) -> None:
+        """chosen: of the command line. described: the content of bench/variants.yaml."""
         if chosen.shape not in described["shapes"]:
             raise UserError(f"--shape {chosen.shape}: known shapes are {', '.join(described['shapes'])}")
         self.chosen, self.shape = chosen, described["shapes"][chosen.shape]

@@ -203,6 +203,7 @@ class HealthConfig:
     closed_gate: Share = 0.05  # a head is closed if its gate (attention.gate), which starts at 1, has a mean below this
     source_rise_nats: NonNegativeNumber = 0.02  # rise of a source's validation loss per token, while all others fall
     leak_nats: NonNegativeNumber = 0.1  # training loss minus validation loss, per token, that suggests a leak
+    expected_bpb: NonNegativeNumber = 0.03  # bits per byte above what is expected, beyond the spread over seeds
     leak_errors: NonNegativeNumber = 4.0  # the same in standard errors of the training loss; a leak exceeds both
 
 

@@ -21,6 +21,7 @@ from andrea.runtime.shared_cores import MACHINE
 from andrea.text.corpus import Corpus
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 from andrea.text.tokenizer import Tokenizer
+from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.heads import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.check import Evidence
 from andrea.training.health.health import Health
@@ -50,8 +51,8 @@ class Evaluator:
     """Measures the model of the training step. Every rank calls every method; only rank 0 gets all results.
 
     Results are cached until the next step: the gathered model, the samples and the head statistics.
-    draw_lens: draws the lens page of a fixed prompt, or None for no page. chooses: whether the best evaluation is chosen
-    on the first half of the held-out text, so that the rest judges it.
+    draw_lens: draws the lens page of a fixed prompt, or None for no page. expected: the curves of the run's recipe and text.
+    chooses: whether the best evaluation is chosen on the first half of the held-out text, so that the rest judges it.
     """
 
     config: RunConfig
@@ -61,6 +62,7 @@ class Evaluator:
     health: Health
     records: Records
     draw_lens: DrawLens | None
+    expected: ExpectedCurves
     chooses: bool = False
 
     def __post_init__(self) -> None:
@@ -103,7 +105,20 @@ class Evaluator:
             ]
         if len(by_source) > 1:
             figures |= {f"val/{name}/{key}": part[key] for name, part in by_source.items() for key in ("loss", "bpb")}
-        return figures | self.judge(by_source, size_ratios)
+        standing = self.standing(total["bpb"], whole)
+        if standing is not None:
+            figures |= {"expected/bpb": standing.expected.bpb, "expected/spread_bpb": standing.expected.spread}
+        return figures | self.judge(by_source, size_ratios, standing)
+
+    def standing(self, bpb: float, whole: bool) -> Standing | None:
+        """`bpb` against the expected curve, which was measured on the whole held-out split.
+
+        With train.max_minutes, the length is an estimate until the decay begins: only the end is compared.
+        """
+        train, last = self.config.train, self.progress.step == self.progress.planned_steps
+        if not (whole or train.eval_tokens is None) or not (last or train.max_minutes is None):
+            return None
+        return self.expected.standing(bpb, self.progress)
 
     def validate(self, most_tokens: int | None, first_half: bool = False) -> dict[str, dict[str, float]]:
         """The validation `summary` of each source, on its first `most_tokens` held-out tokens; all of them if None.
@@ -132,22 +147,28 @@ class Evaluator:
                 by_source[source.name] = summary(nats, int(tokens), int(bytes_))
         return by_source
 
-    def judge(self, by_source: dict[str, dict[str, float]], size_ratios: Tensor | None) -> dict[str, Any]:
+    def judge(
+        self, by_source: dict[str, dict[str, float]], size_ratios: Tensor | None, standing: Standing | None
+    ) -> dict[str, Any]:
         """The health figures. Findings that begin or end are sent to the loggers as alerts."""
         model = self.model()
         if model is not None:
             with self.records.extra("computing the health checks"):
-                return self.health_figures(model, by_source, size_ratios)
+                return self.health_figures(model, by_source, size_ratios, standing)
         return {}
 
     def health_figures(
-        self, model: GPT, by_source: dict[str, dict[str, float]], size_ratios: Tensor | None
+        self,
+        model: GPT,
+        by_source: dict[str, dict[str, float]],
+        size_ratios: Tensor | None,
+        standing: Standing | None,
     ) -> dict[str, Any]:
         texts = self.texts(model, self.config.health.samples)
         if self.health.needs_more_samples(texts, self.progress.step):
             texts = self.texts(model, SECOND_SAMPLES * self.config.health.samples)
         heads = self.measured_heads(model)
-        evidence = Evidence(self.progress.step, self.progress.tokens, texts, heads, size_ratios, by_source)
+        evidence = Evidence(self.progress.step, self.progress.tokens, texts, heads, size_ratios, by_source, standing)
         figures, begun, ended = self.health.judge(evidence)
         for finding, message in begun.items():
             self.records.alert(finding, begins=True, message=message)

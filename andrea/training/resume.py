@@ -31,6 +31,7 @@ from andrea.config import (
     as_typed,
     lay_over,
     parse,
+    recipe_fingerprint,
     to_plain,
     with_current_keys,
     with_missing_keys,
@@ -40,6 +41,7 @@ from andrea.runtime import torchrun
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import saved_shapes
+from andrea.training.optimizer.schedule import decay_start
 from andrea.training.parallel.saver import Saver
 from andrea.training.planning.settle import (
     INTERVALS,
@@ -224,7 +226,12 @@ def resumed_progress(
     checkpoint: Checkpoint, saved: RunConfig, config: RunConfig, left_auto: Collection[str]
 ) -> Progress:
     """The run's progress, with its length from now on. saved: the result of `saved_run`. left_auto: see RunSetup."""
-    return with_length(progress_of(checkpoint, saved), saved, remembered_auto(checkpoint, saved), config, left_auto)
+    before = progress_of(checkpoint, saved)
+    progress = with_length(before, saved, remembered_auto(checkpoint, saved), config, left_auto)
+    same_length = progress.planned_steps == before.planned_steps
+    same_rates = same_length or before.step <= decay_start(before.planned_steps, saved.optimizer)
+    same_recipe = same_rates and recipe_fingerprint(saved) == recipe_fingerprint(config)
+    return dataclasses.replace(progress, follows_recipe=before.follows_recipe and same_recipe)
 
 
 def progress_of(checkpoint: Checkpoint, saved: RunConfig) -> Progress:

@@ -23,6 +23,7 @@ from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
 from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
+from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
 from andrea.training.loss.compiled import make_loss
 from andrea.training.optimizer.loss_scale import LossScale
@@ -195,6 +196,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
             health,
             records,
             setup.draw_lens,
+            ExpectedCurves.of(config),
             chooses_on_a_part(config, setup.left_auto, corpus),
         ),
         RunCheckpoints(folder, saver, progress, scale, health, records, facts),
@@ -209,7 +211,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
 
 def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_auto: Sequence[str]) -> Progress:
     if checkpoint is None:
-        return Progress(planned_steps=config.steps)
+        return Progress(planned_steps=config.steps, follows_recipe=not config.init_from)
     return resumed_progress(checkpoint, saved_run(checkpoint, config), config, left_auto)
 
 

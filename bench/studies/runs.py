@@ -88,7 +88,7 @@ def finish(study: Study, job: Job, code: int) -> bool:
         print(f"failed with exit code {code}: {job.title}{last}", flush=True)
         return False
     records = read_lines(folder / "metrics.jsonl")
-    evaluations = [record for record in records if "val/bpb" in record]
+    evaluations = [record for record in records if "val/bpb" in record and "event" not in record]
     row: dict[str, Any] = {"bpb": None, **job.about}  # None: the run diverged
     if code == 0:
         last = evaluations[-1]

@@ -69,6 +69,7 @@ HIDDEN = {
     "source_rise_nats",
     "leak_nats",
     "leak_errors",
+    "expected_bpb",
 }
 
 

@@ -47,7 +47,7 @@ def make(study: ModuleType, tmp_path: Path):
         path.write_text(yaml.safe_dump({"shapes": {"tiny": shape}, "variants": VARIANTS}, sort_keys=False))
         defaults = {"variants": path, "shape": "tiny", "only": list(only) or None, "base": "base", "seeds": [3, 5],
                     "equal_time": False, "words": ["data.path=x"], "output": tmp_path / "study.json"}  # fmt: skip
-        return study.Study(argparse.Namespace(**defaults | chosen))
+        return study.Study(argparse.Namespace(**defaults | chosen), yaml.safe_load(path.read_text()))
 
     return made
 
@@ -135,9 +135,10 @@ def test_the_table_compares_runs_of_the_same_seeds(make, study: ModuleType, caps
 @pytest.mark.slow
 def test_the_variants_of_the_study_are_valid(study: ModuleType) -> None:
     path = BENCH / "variants.yaml"
-    for shape in yaml.safe_load(path.read_text())["shapes"]:
+    described = yaml.safe_load(path.read_text())
+    for shape in described["shapes"]:
         chosen = {"variants": path, "shape": shape, "only": None, "base": "base", "seeds": [1], "words": []}
-        study.Study(argparse.Namespace(**chosen, equal_time=False, output=None)).check()
+        study.Study(argparse.Namespace(**chosen, equal_time=False, output=None), described).check()
 
 
 @pytest.mark.slow

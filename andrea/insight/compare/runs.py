@@ -184,7 +184,7 @@ def read_run(folder: Path, name: str) -> Run:
         raise LeftOut(f"its records cannot be read ({error.strerror})") from None
     if not records:
         raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
-    validation = curve(records, ("val/loss", "val/bpb"), ("val/compared_bpb",))
+    validation = curve(records, ("val/loss", "val/bpb"), ("val/compared_bpb", "expected/bpb", "expected/spread_bpb"))
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
     memory = values_of(records, "train/peak_memory_bytes")

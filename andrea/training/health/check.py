@@ -15,6 +15,7 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.config import OptimizerConfig, RunConfig
+from andrea.training.expected.curves import Standing
 from andrea.training.health.history import StepHistory
 
 OPTIMIZER_REMEDY = "smaller optimizer steps"  # docs/health.md explains it; `optimizer_remedy` names the keys
@@ -40,6 +41,7 @@ class Evidence:
     heads: HeadStatistics  # (L, H), over the held-out probe
     update_ratios: Tensor | None  # (matrices,): norm of the last update over norm of the weights
     val: dict[str, dict[str, float]]  # source -> {"loss": nats per token, "tokens": number of scored tokens}
+    standing: Standing | None = None  # against the expected curve; None without one
 
 
 class Judgement(NamedTuple):

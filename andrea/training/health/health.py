@@ -16,6 +16,7 @@ from andrea.text.loader import Loader
 from andrea.training.health.attention import AttentionCheck
 from andrea.training.health.check import Evidence, Finding
 from andrea.training.health.data import DataCheck, DataSummary
+from andrea.training.health.expected import ExpectedCheck
 from andrea.training.health.history import StepHistory
 from andrea.training.health.loss import LossCheck
 from andrea.training.health.optimisation import OptimisationCheck
@@ -24,7 +25,7 @@ from andrea.training.health.text import TextCheck
 
 FINDINGS: dict[str, Finding] = {
     name: finding
-    for check in (TextCheck, LossCheck, OptimisationCheck, AttentionCheck, DataCheck)
+    for check in (TextCheck, LossCheck, OptimisationCheck, AttentionCheck, DataCheck, ExpectedCheck)
     for name, finding in check.FINDINGS.items()
 }
 
@@ -44,6 +45,7 @@ class Health:
             LossCheck(run, self.history, data, n_vocab),
             AttentionCheck(run, self.history),
             self.data,
+            ExpectedCheck(run, self.history),
         )
         self.active: dict[str, int] = {}  # findings of the last evaluation -> the step at which each began
 

@@ -11,6 +11,7 @@ from andrea.config import RunConfig
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision
+from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.float8 import check_float8
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, CARD_BYTES, USABLE_SHARE, Placement, free_bytes
@@ -58,6 +59,7 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
         ("tokens per step", f"{config.tokens_per_step:,}"),
         ("micro-batch", f"{micro_batch} sequences"),
         *length_rows(config, mode, per_token, progress),
+        *expected_rows(config, progress),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}} {value}" for name, value in rows)
@@ -115,6 +117,14 @@ def length_rows(
         ("FLOPs", f"{tokens * flops_per_token:.3g}{of_flops}"),
         ("expected time", expected_time(config, mode, tokens * flops_per_token, flops_per_token)),
     ]
+
+
+def expected_rows(config: RunConfig, progress: Progress | None) -> list[tuple[str, str]]:
+    """The validation figure at the end, if runs of this recipe were measured on this text."""
+    follows = progress is None or progress.follows_recipe
+    steps = config.steps if progress is None else progress.planned_steps
+    words = ExpectedCurves.of(config).words_at_end(steps, config.model.name) if follows else ""
+    return [("expected", words)] if words else []
 
 
 def expected_time(config: RunConfig, mode: Mode, flops: float, flops_per_token: float) -> str:

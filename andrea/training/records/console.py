@@ -10,6 +10,7 @@ from typing import Any, final
 
 from andrea.runtime.files import lines_of
 from andrea.runtime.streams import drawable, without_controls
+from andrea.training.expected.curves import Expected, Standing
 from andrea.training.records.format import format_duration
 from andrea.training.records.logger import Logger
 
@@ -92,12 +93,19 @@ class Console(Logger):
             )
             self.say(
                 f"{self.step_words(record['step'])} · validation loss {record['val/loss']:.4f}"
-                f" · {record['val/bpb']:.4f} bits/byte{of_sources}"
+                f" · {record['val/bpb']:.4f} bits/byte{of_sources}{self.standing_words(record)}"
             )
         elif self.live is None and "train/loss" in record:
             seconds_left = (self.steps - record["step"]) * record["train/seconds_per_step"]
             figures = (record[f"train/{name}"] for name in ("loss", "rate", "tokens_per_second"))
             self.say(self.progress_line(record["step"], *figures, seconds_left))
+
+    def standing_words(self, record: dict[str, Any]) -> str:
+        """How the validation figure compares with the expected curve; empty if the run has none."""
+        if "expected/bpb" not in record:
+            return ""
+        expected = Expected(record["expected/bpb"], record["expected/spread_bpb"])
+        return f" · {Standing(record['val/bpb'], expected).words}"
 
     def sample(self, sample: dict[str, Any]) -> None:
         text = "\n".join("  │ " + line for line in lines_of(sample["prompt"] + sample["text"]))

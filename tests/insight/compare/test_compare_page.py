@@ -94,6 +94,12 @@ def test_the_page_shows_figures_by_pointer_and_by_keyboard(tmp_path: Path) -> No
 
 def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -> None:
     folder, out = make_run(tmp_path / "runs" / "a<b>", 5000, 50_000), tmp_path / "page.html"
+    measured = (
+        (folder / "metrics.jsonl")
+        .read_text()
+        .replace('"val/loss"', '"expected/bpb": 1.5, "expected/spread_bpb": 0.1, "val/loss"')
+    )
+    (folder / "metrics.jsonl").write_text(measured)
     with open(folder / "metrics.jsonl", "a") as stream:
         for step in (20, 60, 100):
             record = {"step": step, "tokens": 500 * step, "flops": 1.0, "seconds": 1.0}
@@ -106,6 +112,12 @@ def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -
         assert page.locator("h1").text_content() == "Run a<b>" and page.title() == "ANDREA: Run a<b>"
         assert "5.00k parameters" in page.locator("#summary").text_content()
         assert page.locator("#scaling").is_hidden() and page.locator("#differences").is_hidden()
+        assert page.locator("#chart .expected").count() == 0
+        page.check("input[value=bpb]")
+        assert page.locator("#chart .expected").count() == 2  # the mean and the band around it
+        page.focus("#chart")
+        page.keyboard.press("ArrowLeft")
+        assert "expected         1.5000 ± 0.1000" in page.locator("#tip").text_content()
         assert page.locator("#heads rect").count() == 3 * 6
         page.locator("#heads rect").nth(5).hover()
         assert page.locator("#head-tip").text_content() == "head 1.2, step 20: 0.9"

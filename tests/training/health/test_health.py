@@ -20,6 +20,7 @@ from andrea.cli.command_line import configure
 from andrea.config import HealthConfig, RunConfig, UserError, group_values, to_plain
 from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
+from andrea.training.expected.curves import Expected, Standing
 from andrea.training.health.check import Evidence, optimizer_remedy
 from andrea.training.health.data import DataSummary, line_end
 from andrea.training.health.health import FINDINGS, Health
@@ -332,6 +333,8 @@ def every_message(notes: Path, folder: Path, *words: str) -> dict[str, str]:
         drawn = np.random.default_rng(1).choice(["to", "of", "and", "it"], 80)
         sample = text * 30 if text else " ".join(drawn)
         messages |= found(noted(Health(run, N_VOCAB, DATA, reference), steady(20)), seen(20, texts=[sample] * 5))
+    far = Standing(1.3, Expected(1.2, 0.01))
+    messages |= found(make(), seen(60, standing=far))
     assert messages.keys() == FINDINGS.keys()
     return messages
 

@@ -15,6 +15,7 @@ from andrea.training.records.logger import AXES
 
 TEMPLATE = Path(__file__).parent / "template.html"
 MOST_TRAINING_POINTS = 400  # of each run's training curve
+EXPECTED = {"expected": "bpb", "spread": "spread_bpb"}  # figures of a run with an expected curve
 MOST_SAMPLES, MOST_MEASUREMENTS = 12, 40  # shown of a single run
 
 
@@ -64,7 +65,9 @@ def run_data(run: Run, style: LineStyle) -> dict[str, Any]:
         "name": run.name,
         "size": f"{run.model}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
         "validation": [
-            {key: point[key] for key in ("step", *AXES)} | {"loss": point["val/loss"], "bpb": point["val/bpb"]}
+            {key: point[key] for key in ("step", *AXES)}
+            | {"loss": point["val/loss"], "bpb": point["val/bpb"]}
+            | {key: point[f"expected/{name}"] for key, name in EXPECTED.items() if f"expected/{name}" in point}
             for point in run.validation
         ],
         "training": [

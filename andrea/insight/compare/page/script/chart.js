@@ -111,7 +111,9 @@ function layOut(view) {
   const points = runs.flatMap((run) => [...run.validation, ...(view.withTraining ? run.training : [])]);
   const xs = points.map((point) => point[view.axis]).filter((value) => !view.logX || value > 0);
   // Training points hold the loss alone; they are drawn with it only.
-  const ys = points.map((point) => point[view.metric]).filter((value) => !view.logY || value > 0);
+  const withBand = points.filter((point) => view.metric === "bpb" && point.expected !== undefined);
+  const edges = withBand.flatMap((point) => [point.expected - point.spread, point.expected + point.spread]);
+  const ys = [...points.map((point) => point[view.metric]), ...edges].filter((value) => !view.logY || value > 0);
   if (!xs.length || !ys.length || !width) return false;
   let [lowX, highX] = [view.logX ? Math.min(...xs) : 0, Math.max(...xs)];
   if (lowX === highX) [lowX, highX] = [lowX / 2, highX * 2 || 1];
@@ -163,6 +165,7 @@ function drawCurves(view) {
       chart.append(newCurve(view, run.training, "loss", style));
     }
   }
+  if (view.metric === "bpb") for (const index of view.runs) drawExpected(view, data.runs[index]);
   for (const index of view.runs) drawValidation(view, index);
 }
 
@@ -171,6 +174,20 @@ function newCurve({ axis, logX, x, y }, points, metric, style) {
   const corners = drawn.map((point) => `${x(point[axis]).toFixed(1)} ${y(point[metric]).toFixed(1)}`);
   const shape = { fill: "none", "stroke-linejoin": "round", "clip-path": "url(#inside)" };
   return newShape("path", { ...shape, ...style, d: corners.length ? `M${corners.join("L")}` : "" });
+}
+
+// The expected curve of a run's recipe: its mean as a dotted line, its spread over seeds as a band.
+function drawExpected(view, run) {
+  const points = run.validation.filter((point) => point.expected !== undefined && (!view.logX || point[view.axis] > 0));
+  if (!points.length) return;
+  const [colour, chart] = [colourOf(run), byId("chart")];
+  const edge = (point, sign) =>
+    `${view.x(point[view.axis]).toFixed(1)} ${view.y(point.expected + sign * point.spread).toFixed(1)}`;
+  const corners = [...points.map((point) => edge(point, 1)), ...[...points].reverse().map((point) => edge(point, -1))];
+  const band = { class: "expected", fill: colour, opacity: 0.15, "clip-path": "url(#inside)" };
+  chart.append(newShape("path", { ...band, d: `M${corners.join("L")}Z` }));
+  const line = { class: "expected", stroke: colour, "stroke-width": 1.4, "stroke-dasharray": "2 4" };
+  chart.append(newCurve(view, points, "expected", line));
 }
 
 // A run's validation curve with a marker for each evaluation, a larger one for the last.
@@ -215,6 +232,7 @@ function tipText(run, point) {
     run.size,
     `validation loss  ${point.loss.toFixed(4)}`,
     `bits per byte    ${point.bpb.toFixed(4)}`,
+    ...(point.expected === undefined ? [] : [`expected         ${point.expected.toFixed(4)} ± ${point.spread.toFixed(4)}`]),
     `step ${point.step.toLocaleString("en")} · ${formatNumber(point.tokens)} tokens`,
     `${formatPower(point.flops, 2)} FLOPs · ${formatNumber(point.seconds)} s`,
   ].join("\n");
