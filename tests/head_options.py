@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from andrea.model.initialise import STARTS_AT_ZERO
+from andrea.model.initialise import FIRST_VALUES
 
 HEAD_OPTIONS: dict[str, tuple[dict, dict]] = {
-    "scalar gates": ({}, {"gate": "scalar"}),
-    "elementwise gates": ({}, {"gate": "elementwise"}),
-    "fixed exclusion": ({}, {"exclusive": "fixed"}),
-    "learned exclusion, scalar gates": ({}, {"exclusive": "learned", "gate": "scalar"}),
+    "scalar gates, fixed exclusion": ({}, {"gate": "scalar", "exclusive": "fixed"}),
+    "elementwise gates, learned exclusion, value tables": (
+        {"value_embedding": "table", "value_residual": True},
+        {"gate": "elementwise", "exclusive": "learned"},
+    ),
+    "value projections": ({"value_embedding": "projection"}, {}),
 }
+ALL_KINDS = "elementwise gates, learned exclusion, value tables"  # one option that has something of each kind
 
 
 def words_of(option: str) -> list[str]:
@@ -22,9 +25,9 @@ def words_of(option: str) -> list[str]:
 
 
 @torch.no_grad()
-def draw_what_starts_at_zero(model: nn.Module) -> None:
-    """Draw the parameters with which an option begins at nothing, so that it does something."""
+def draw_what_starts_alike(model: nn.Module) -> None:
+    """Draw the parameters of an option that all begin with one number, so that it does something, and differs by head."""
     generator = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
-        if name.endswith(STARTS_AT_ZERO):
+        if name.endswith(tuple(FIRST_VALUES)):
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))

@@ -26,6 +26,7 @@ from andrea.attention.mask import (
 )
 from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
+from andrea.attention.value_embedding import ValueEmbedding
 
 __all__ = [
     "BUILT_IN",
@@ -47,6 +48,7 @@ __all__ = [
     "Place",
     "ScaledDotProduct",
     "SharedInputs",
+    "ValueEmbedding",
     "attend",
     "attend_reference",
     "attention_weights",

@@ -18,9 +18,10 @@ from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
 from andrea.attention.convolution import convolve
-from andrea.attention.head_options import EXCLUSIVE, GATES, gate_of_logits, without_own_value
+from andrea.attention.head_options import EXCLUSIVE, FIRST_SHARE, GATES, gate_of_logits, without_own_value
 from andrea.attention.mask import Mask
 from andrea.attention.statistics import HeadStatistics, head_statistics
+from andrea.attention.value_embedding import ValueEmbedding
 
 PLAIN = DotProduct()
 Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H, T, D)
@@ -34,6 +35,7 @@ class SharedInputs(NamedTuple):
     """
 
     first_value: Tensor | None = None  # (B, G, S, D): the first layer's values, for value_residual
+    value_source: Tensor | None = None  # (B, S, d_model) or (B, S) int64: what a value embedding reads
     place: Place | None = None  # encodes rotary positions in the lowered query and key
     packing: Mask | None = None  # a mask of this batch, combined with the module's own
     document_place: Tensor | None = None  # (B, T): each token's place in its document, for a convolution with `packing`
@@ -54,11 +56,12 @@ class MultiHeadAttention(nn.Module):
     norm if None.
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
     2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(x_of_first_layer)))`.
+    value_embedding: adds its output to the values (value_embedding.py). Pass its input as `SharedInputs(value_source=…)`.
     convolution: the number of tokens that each query, key and value mixes (`convolution.py`); none if None.
     gate: multiply each head's retrieved vector by a gate computed from x (head_options.py): "scalar" is one gate per head
     and token, "elementwise" one per channel of the head; no gate if None.
     exclusive: each head's retrieved vector loses its component along the token's own value (head_options.py): "fixed" all
-    of it, "learned" a learned share per head, which starts at 0; nothing if None. For self-attention only.
+    of it, "learned" a learned share per head, which starts at one half; nothing if None. For self-attention only.
     implementation: as in `attend`.
     Raises ValueError if n_head does not divide d_model, if n_kv_head does not divide n_head, or for an unknown name.
     """
@@ -75,6 +78,7 @@ class MultiHeadAttention(nn.Module):
         bias: bool = False,
         qk_norm_epsilon: float | None = None,
         value_residual: bool = False,
+        value_embedding: ValueEmbedding | None = None,
         convolution: int | None = None,
         gate: str | None = None,
         exclusive: str | None = None,
@@ -99,13 +103,14 @@ class MultiHeadAttention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias)
         # The logistic function of this number is the first layer's share. It starts at one half.
         self.value_mix = nn.Parameter(torch.zeros(1)) if value_residual else None
+        self.value_embedding = value_embedding
         # For the heads of queries, keys and values, in this order. Zeros mix nothing.
         n_heads = n_head + 2 * n_kv_head
         self.taps = nn.Parameter(torch.zeros(n_heads, self.d_head, convolution)) if convolution else None
         n_gate = n_head if gate == "scalar" else d_model
         self.gate = None if gate is None else nn.Linear(d_model, n_gate, bias=False)
         self.is_exclusive = exclusive is not None
-        self.exclusive_share = nn.Parameter(torch.zeros(n_head)) if exclusive == "learned" else None
+        self.exclusive_share = nn.Parameter(torch.full((n_head,), FIRST_SHARE)) if exclusive == "learned" else None
         self.compatibility = compatibility
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
@@ -201,7 +206,7 @@ class MultiHeadAttention(nn.Module):
         """
         context = x if context is None else context
         query, key = self.heads(self.query(x)), self.heads(self.key(context))
-        value = self.mixed(self.values(context), shared.first_value)
+        value = self.mixed(self.values(context), shared)
         if self.taps is not None:
             query, key, value = self.convolved(query, key, value, shared.document_place, cache)
         if self.qk_norm_epsilon is not None:
@@ -234,16 +239,23 @@ class MultiHeadAttention(nn.Module):
         mixed = zip((query, key, value), self.taps.split(n_heads), before, strict=True)
         return [convolve(x, taps, earlier, document_place) for x, taps, earlier in mixed]
 
-    def mixed(self, value: Tensor, first_value: Tensor | None) -> Tensor:
-        """Value and first_value (B, G, S, D) -> the mixture of both with value_residual, else `value` itself."""
+    def mixed(self, value: Tensor, shared: SharedInputs) -> Tensor:
+        """Value (B, G, S, D), mixed with shared.first_value by value_residual, then added to by the value embedding."""
+        first_value, source = shared.first_value, shared.value_source
+        if (source is None) != (self.value_embedding is None):
+            raise ValueError(
+                "value_embedding needs SharedInputs(value_source=…), which value_embedding=None does not take"
+            )
         if (first_value is None) != (self.value_mix is None):
             raise ValueError(
                 "value_residual=True needs SharedInputs(first_value=…), the first layer's values; "
                 "value_residual=False takes no first_value"
             )
-        if first_value is None:
-            return value
-        return torch.lerp(value, first_value, torch.sigmoid(self.value_mix).to(value.dtype))
+        if first_value is not None:
+            value = torch.lerp(value, first_value, torch.sigmoid(self.value_mix).to(value.dtype))
+        if source is not None:
+            value = value + self.heads(self.value_embedding(source, value.dtype))
+        return value
 
     def heads(self, x: Tensor) -> Tensor:
         """(B, T, H*D) -> (B, H, T, D)."""

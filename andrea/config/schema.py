@@ -60,6 +60,7 @@ class ModelConfig:
     recipe_tokens_per_step: PositiveInteger
     n_kv_head: int | None = None
     value_residual: bool = False
+    value_embedding: Literal["projection", "table"] | None = None
     rotary_share: Share = 1.0
     qkv_convolution: PositiveInteger | None = None
     dropout: Dropped = 0.0

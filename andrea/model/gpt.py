@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from andrea.attention import (
@@ -21,6 +21,7 @@ from andrea.attention import (
     Mask,
     MultiHeadAttention,
     SharedInputs,
+    ValueEmbedding,
     causal,
     documents_of,
     make_compatibility,
@@ -48,7 +49,7 @@ def make_mask(window: int | None) -> Mask:
 class Block(nn.Module):
     """A pre-norm transformer block: attention, then an MLP. Each adds its output to its input."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, attention: AttentionConfig, layer: int, n_vocab: int) -> None:
         """layer: the block's number, counted from 0."""
         super().__init__()
         compatibility = make_compatibility(attention.compatibility, config.n_head, config.d_head)
@@ -57,6 +58,10 @@ class Block(nn.Module):
                 f"attention.compatibility={attention.compatibility} has no method `lower`, which model.position=rotary needs; "
                 f"write one, or set model.position=learned or none"
             )
+        value_embedding = None
+        if config.value_embedding is not None:
+            width = (config.n_kv_head or config.n_head) * config.d_head
+            value_embedding = ValueEmbedding(config.value_embedding, config.d_model, n_vocab, width)
         self.attention_norm = make_norm(config)
         self.attention = MultiHeadAttention(
             config.d_model,
@@ -67,6 +72,7 @@ class Block(nn.Module):
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
             value_residual=config.value_residual,
+            value_embedding=value_embedding,
             convolution=config.qkv_convolution,
             gate=attention.gate,
             exclusive=attention.exclusive,
@@ -137,7 +143,7 @@ class GPT(nn.Module):
         self.n_vocab = n_vocab
         self.embedding = nn.Embedding(n_vocab, config.d_model)
         self.position = make_position(config)
-        self.blocks = nn.ModuleList(Block(config, attention, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, attention, layer, n_vocab) for layer in range(config.n_layer))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_head else nn.Linear(config.d_model, n_vocab, bias=False)
 
@@ -189,7 +195,16 @@ class GPT(nn.Module):
             # The first block computes these values again and mixes them with themselves. All blocks then have equal
             # inputs, so one compiled graph serves all of them.
             first_value=self.blocks[0].values(x) if self.config.value_residual else None,
+            value_source=self.value_source(tokens, x),
         )
+
+    def value_source(self, tokens: Tensor, x: Tensor) -> Tensor | None:
+        """What the value embeddings of all layers read: x (B, T, d_model), normed, or tokens (B, T); None without them."""
+        if self.config.value_embedding is None:
+            return None
+        if self.config.value_embedding == "table":
+            return tokens
+        return rms_norm(x, (self.config.d_model,), eps=self.config.norm_epsilon)
 
     def document_mask(self, tokens: Tensor) -> Mask | None:
         """A mask against attention between the documents in tokens (B, T); None with attention.across_documents."""

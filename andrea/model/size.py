@@ -39,6 +39,8 @@ def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: i
 
 def part_of(name: str) -> str:
     """The part of the model that a parameter belongs to: blocks.3.mlp_norm.weight -> norm."""
+    if ".table." in name:  # of a value embedding
+        return "embedding"
     module = name.removeprefix("blocks.").lstrip("0123456789.").split(".")[0]
     if module in ("embedding", "position"):
         return "embedding"
@@ -54,14 +56,16 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
     """Forward FLOPs per token, averaged over a full sequence.
 
     A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head is counted, tied or not; the
-    embedding lookup is not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the scores and 2 d_model
+    lookups of embeddings and value tables are not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the
+    scores and 2 d_model
     for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention term is half of
     that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are visible.
     The tanh of additive scores is not counted.
     """
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
-    matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() >= 2)
+    products = [each for name, each in model.blocks.named_parameters() if each.dim() >= 2 and ".table." not in name]
+    matrices = sum(parameter.numel() for parameter in products)
     head = n_vocab * config.d_model
     visible = sum(mean_visible(attention.window_of(layer), config.sequence_length) for layer in range(config.n_layer))
     return 2 * (matrices + head) + round(4 * config.d_model * visible)

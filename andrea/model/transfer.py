@@ -11,6 +11,7 @@ must have the same head width and the same d_mlp / d_model.
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|
 | embedding, learned positions             | 1             | 1            |             | 1 / N           |
+| tables of value embeddings               | 1             | 1            |             | 1 / (N L)       |
 | value_mix of the first layer             | 1             | 0            |             | 1               |
 | in a branch: 1-D, compatibility function | 1             | 1            |             | 1 / (N L)       |
 | in a branch: matrices that read x, gates | 1             | 1 / N        | 1           | 1 / (N L)       |
@@ -71,7 +72,8 @@ class Transfer:
         if name == "blocks.0.attention.value_mix":
             return Factors(adamw_rate=0.0)
         if name.startswith("blocks."):
-            is_matrix = name.endswith(".weight") and not name.endswith("norm.weight") and ".compatibility." not in name
+            is_matrix = name.endswith(".weight") and not name.endswith(("norm.weight", ".table.weight"))
+            is_matrix = is_matrix and ".compatibility." not in name
             return Factors(adamw_rate=1 / wider if is_matrix else 1.0, epsilon=1 / (wider * deeper))
         if name.startswith("head.") or (name.startswith("final_norm.") and self.tied_head):
             return Factors(initial=1 / wider, adamw_rate=1 / wider)

@@ -21,7 +21,7 @@ def make(**options) -> MultiHeadAttention:
     if layer.gate is not None:
         nn.init.normal_(layer.gate.weight, std=0.5)
     if layer.exclusive_share is not None:
-        nn.init.normal_(layer.exclusive_share)
+        nn.init.normal_(layer.exclusive_share)  # heads differ
     return layer.double()
 
 

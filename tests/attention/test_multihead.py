@@ -12,12 +12,14 @@ from andrea.attention import (
     MultiHeadAttention,
     ScaledDotProduct,
     SharedInputs,
+    ValueEmbedding,
     attend,
     causal,
     key_padding,
     make_compatibility,
 )
 from andrea.attention.cache import KeyValueCache
+from andrea.attention.value_embedding import VALUE_EMBEDDINGS
 
 B, T, S, H, D = 2, 7, 11, 3, 5
 D_MODEL = H * D
@@ -218,3 +220,41 @@ def test_the_view_of_each_heads_own_output_matrix_is_a_view():
     assert attention.output_by_head.shape == (H, D_MODEL, D)
     assert torch.equal(attention.output_by_head[1], attention.output.weight[:, D : 2 * D])
     assert attention.output_by_head.untyped_storage().data_ptr() == attention.output.weight.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("kind", VALUE_EMBEDDINGS)
+def test_value_embeddings_are_added_to_the_values_and_to_nothing_else(kind):
+    """By hand, with grouped heads; the share of the first layer's values comes before."""
+    torch.manual_seed(0)
+    embedding = ValueEmbedding(kind, D_MODEL, 29, D)
+    layer = MultiHeadAttention(
+        D_MODEL, H, compatibility=ScaledDotProduct(), mask=causal(), n_kv_head=1, value_embedding=embedding,
+        value_residual=True,
+    ).double()  # fmt: skip
+    x, first = vectors(T), torch.randn(B, 1, T, D, dtype=torch.float64)
+    source = vectors(T) if kind == "projection" else torch.randint(29, (B, T))
+    assert torch.equal(embedding(source, torch.float64), torch.zeros(B, T, D).double())  # at the start
+    with torch.no_grad():
+        embedding.mix.fill_(0.7)
+        embedding.embedding_weight.normal_()
+    added = 0.7 * (source @ embedding.projection.weight.T if kind == "projection" else embedding.table.weight[source])
+    shared = SharedInputs(first_value=first, value_source=source)
+    query, key, value, _ = layer.project(x, shared=shared)
+    torch.testing.assert_close(value[:, 0], 0.5 * first[:, 0] + 0.5 * x @ layer.value.weight.T + added)
+    torch.testing.assert_close(key[:, 0], x @ layer.key.weight.T)
+    assert tree_leaves(shared)[1] is source
+    for other in (SharedInputs(first_value=first), SharedInputs(value_source=source)):
+        with pytest.raises(ValueError, match="needs SharedInputs"):
+            layer(x, shared=other)
+    names, parameters = zip(*embedding.named_parameters(), strict=True)
+
+    def embedded(*parameters):
+        named = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(embedding, named, (source, torch.float64))
+
+    assert torch.autograd.gradcheck(embedded, parameters)
+
+
+def test_an_unknown_value_embedding_is_refused():
+    with pytest.raises(ValueError, match="kind='tables' is unknown; allowed: projection, table"):
+        ValueEmbedding("tables", D_MODEL, 29, D)

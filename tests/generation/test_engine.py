@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from head_options import HEAD_OPTIONS, draw_what_starts_at_zero
+from head_options import HEAD_OPTIONS, draw_what_starts_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +41,7 @@ TOKENIZER = ByteTokenizer()
 def make_model(config: ModelConfig = CONFIG, attention: AttentionConfig = ATTENTION) -> GPT:
     model = GPT(config, attention, TOKENIZER.n_vocab)
     initialise(model, torch.Generator().manual_seed(7))
-    draw_what_starts_at_zero(model)
+    draw_what_starts_alike(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(

@@ -162,7 +162,11 @@ def rounded(model: GPT, int8: bool) -> GPT:
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if int8 and parameter.ndim == 2 and "position" not in name and name != "embedding.weight":
+            if (
+                int8
+                and parameter.ndim == 2
+                and not any(each in name for each in ("position", "embedding.weight", "table"))
+            ):
                 in_8_bits, scale = quantised(parameter)
                 parameter.copy_(in_8_bits * scale[:, None])
     return model.double()
@@ -198,9 +202,10 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_t
         assert packed.blocks is None
         return
     torch.set_num_threads(n_thread)
-    # What exclusion leaves of a vector differs in its last bits. An 8-bit product rounds its input to 16 bits, and a number
-    # on the border then becomes another one.
-    close = {"atol": 1e-3, "rtol": 1e-3} if int8 and "exclusion" in name else {}
+    # What exclusion leaves of a vector is small where a token sees mostly itself, and differs in its last bits. A number on the
+    # border of bf16, or of the 16 bits that an 8-bit product reads, then becomes the next one.
+    is_rounded_again = "exclusion" in name and (int8 or dtype == torch.bfloat16)
+    close = {"atol": 1e-2 if dtype == torch.bfloat16 else 1e-3, "rtol": 2e-2} if is_rounded_again else {}
     caches = [packed.make_cache(n_text, 8) for _ in range(2)]
     tokens = torch.randint(0, 257, (n_text, 8), generator=torch.Generator().manual_seed(3))
     for each in tokens.split(1, dim=1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_options import words_of
+from head_options import ALL_KINDS, words_of
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
@@ -48,6 +48,8 @@ def test_factors_by_hand() -> None:
     assert transfer.factors("blocks.1.attention_norm.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.compatibility.matrix") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.mlp.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
+    assert transfer.factors("blocks.1.attention.value_embedding.table.weight") == Factors(1, 1, 1, 1 / 8)
+    assert transfer.factors("blocks.1.attention.value_embedding.projection.weight") == Factors(1, 1 / 4, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
     assert transfer.factors("blocks.1.mlp.down.weight") == Factors(2**-0.5, 1 / 8, 1 / 2, 1 / 4)
     assert transfer.factors("blocks.1.attention.output.bias") == Factors(1, 1 / 2, 1, 1 / 4)
@@ -125,7 +127,7 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
     [
         (["model.tied_head=false", "model.value_residual=false"], 0.1),
         ([], 0.17),
-        (words_of("learned exclusion, scalar gates"), 0.17),
+        pytest.param(words_of(ALL_KINDS), 0.17, marks=pytest.mark.slow),
     ],
     ids=["plain", "default", "options of the heads"],
 )

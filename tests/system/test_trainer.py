@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import run_script, settings_in, tiny_command, tiny_words, with_own_mounts
-from head_options import HEAD_OPTIONS, words_of
+from head_options import ALL_KINDS, HEAD_OPTIONS, words_of
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.device import Choice
@@ -62,7 +62,9 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
     assert len(checkpoints_of(run)) <= 4  # keep=3, and the best
 
 
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize(
+    "option", [ALL_KINDS, *(pytest.param(option, marks=pytest.mark.slow) for option in HEAD_OPTIONS)]
+)
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, tiny_run, tmp_path: Path) -> None:
     words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=normuon"]
     words += ["optimizer.average_half_life=3", *words_of(option)]

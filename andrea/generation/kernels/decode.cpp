@@ -305,6 +305,18 @@ void mix_values_by_team(T* qkv, T* first, const Shape& shape, bool is_first, flo
     }
 }
 
+// Value embeddings: `added` (n_row, G D) is added to the values in qkv (n_row, (H + 2G) D).
+template <typename T>
+void add_to_values_by_team(T* qkv, const T* added, const Shape& shape) {
+    const int64_t n_value = shape.n_kv_head * shape.d_head, before = shape.n_head * shape.d_head + n_value;
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < shape.n_row; ++m)
+        for (int64_t k = 0; k < n_value; ++k) {
+            T* value = qkv + m * (before + n_value) + before + k;
+            store(value, number(*value) + number(added[m * n_value + k]));
+        }
+}
+
 // The convolution over tokens (attention/convolution.py) of qkv (n_row, (H + 2G) D), which is also kept in `projected`
 // (n_row, H + 2G, capacity, D) at `length`, where the earlier tokens are.
 template <typename T>
@@ -335,12 +347,13 @@ float activated(int64_t activation, float up, float gate) {
 }
 
 // All blocks and the final norm for one new token of each of n_row texts of equal length: x (n_row, d_model) -> y. x is
-// overwritten. Results are rounded to T at the points where the blocks of model/gpt.py round. One team of threads computes
-// everything: with int8 weights, starting a team for each operation from Python took a third of the time of a token.
+// overwritten. added (n_layer, n_row, G D): what value embeddings add to the values, or null. Results are rounded to T at the
+// points where the blocks of model/gpt.py round. One team of threads computes everything: with int8 weights, starting a team
+// for each operation from Python took a third of the time of a token.
 template <typename T>
 void decode(
-    const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,
-    const Shape& shape) {
+    const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, const T* added,
+    T* x, T* y, const Shape& shape) {
     const int64_t n_row = shape.n_row, d_model = shape.d_model, d_attended = shape.n_head * shape.d_head;
     std::vector<T> qkv(n_row * (d_attended + 2 * shape.n_kv_head * shape.d_head)), retrieved(n_row * d_attended);
     std::vector<T> wide(n_row * shape.d_mlp), first_value(n_row * shape.n_kv_head * shape.d_head);
@@ -352,6 +365,7 @@ void decode(
             rms_norm(x, layer.attention_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
             linear_by_team(layer.project, normed.data(), qkv.data(), n_row);
             if (shape.value_residual) mix_values_by_team(qkv.data(), first_value.data(), shape, l == 0, layer.first_share);
+            if (added) add_to_values_by_team(qkv.data(), added + l * n_row * shape.n_kv_head * shape.d_head, shape);
             if (shape.n_mixed)
                 convolve_by_team(
                     qkv.data(), layer.projected, layer.taps, n_row, shape.n_head + 2 * shape.n_kv_head, shape.d_head,
@@ -400,9 +414,9 @@ void decode(
         _Pragma("omp parallel") convolve_by_team(qkv, projected, taps, n_row, n_heads, d, capacity, length, n_mixed);      \
     }                                                                                                                      \
     extern "C" void decode_##NAME(                                                                                         \
-        const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, T* x, T* y,  \
-        const Shape* shape) {                                                                                              \
-        decode(layers, final_norm, keys, values, turn, x, y, *shape);                                                      \
+        const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn,              \
+        const T* added, T* x, T* y, const Shape* shape) {                                                                  \
+        decode(layers, final_norm, keys, values, turn, added, x, y, *shape);                                               \
     }
 
 FOR_TYPE(float, fp32)

@@ -47,7 +47,7 @@ ARGUMENTS = {
     "rms_norm": [POINTER] * 3 + [COUNT] * 2 + [NUMBER],
     "attend": [POINTER] * 5 + [COUNT] * 6 + [NUMBER] * 2 + [ctypes.POINTER(Scoring)],
     "convolve": [POINTER] * 3 + [COUNT] * 6,
-    "decode": [POINTER] * 7 + [ctypes.POINTER(Shape)],
+    "decode": [POINTER] * 8 + [ctypes.POINTER(Shape)],
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import torch
-from head_options import HEAD_OPTIONS, draw_what_starts_at_zero
+from head_options import HEAD_OPTIONS, draw_what_starts_alike
 
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model import GPT, initialise
@@ -41,7 +41,7 @@ def make(changes: dict | None = None, attention: dict | None = None, seed: int =
     chosen = AttentionConfig(**({"compatibility": "scaled_dot", "implementation": "auto"} | (attention or {})))
     model = GPT(config, chosen, TOKENIZER.n_vocab, TOKENIZER.end_of_text)
     initialise(model, torch.Generator().manual_seed(seed))
-    draw_what_starts_at_zero(model)
+    draw_what_starts_alike(model)
     with torch.no_grad():
         for block in model.blocks:  # sharper than at initialisation, so that heads differ visibly
             block.attention.query.weight.mul_(6)
