@@ -42,6 +42,10 @@ def main() -> None:
     chosen = parser.parse_args()
     words = [f"model={chosen.model}", f"data={chosen.data}"]
     config = configure(RunConfig, "train", [*words, *chosen.words])
+    if config.data.path is not None and chosen.folder == FOLDER:
+        parser.error(
+            "a shipped curve is of the text that --data names: leave data.path out, or write to another --folder"
+        )
     steps = chosen.steps or config.steps
     about = {"shape": "preset", "base": "base", "only": None, "equal_time": False}
     about["output"] = chosen.output or RESULTS / f"expected-{chosen.model}-{chosen.data}.json"

@@ -57,6 +57,13 @@ def test_a_key_with_the_default_of_the_schema_does_not_count(config: RunConfig) 
     assert recipe_values(config)["model.value_residual"] is True  # the schema's default is False
 
 
+def test_every_key_of_a_run_counts_or_is_known_not_to() -> None:
+    """A new group or key outside the groups must be put where it belongs: into the fingerprint, or into this list."""
+    others = """name runs_dir data_dir seed device threads precision compile deterministic resume init_from dry_run data logger
+        health parallel trust"""
+    assert {field.name for field in dataclasses.fields(RunConfig)} == {*NOT_LEARNED, "float8", *others.split()}
+
+
 def test_the_keys_that_are_left_out_exist(config: RunConfig) -> None:
     for group, keys in NOT_LEARNED.items():
         assert set(keys.split()) <= {field.name for field in dataclasses.fields(getattr(config, group))}
