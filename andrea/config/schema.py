@@ -147,6 +147,7 @@ class OptimizerConfig:
     muon_rows: Literal["none", "normuon", "equal"] = "none"
     orthogonalisation: Literal["quintic", "polar_express"] = "quintic"
     cautious_decay: bool = False
+    weight_decay_power: NonNegativeNumber = 1.0
     average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None
 

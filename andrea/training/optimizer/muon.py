@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from andrea.config import OptimizerConfig
+from andrea.training.optimizer.schedule import weight_decay_at
 from andrea.training.parallel.strategy import Parallel
 
 ROW_DECAY = 0.95  # of NorMuon's mean square, per step
@@ -67,7 +68,7 @@ class Muon:
         bf16: orthogonalise in bf16, else in fp32.
         """
         self.peak_rate, self.momentum = config.matrix_learning_rate or config.learning_rate, config.momentum or 0.0
-        self.weight_decay, self.is_cautious, self.rows = config.weight_decay, config.cautious_decay, config.muon_rows
+        self.config, self.rows = config, config.muon_rows
         self.orthogonalise = functools.partial(orthogonalise, coefficients=config.orthogonalisation)
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.parallel = parallel
@@ -89,10 +90,10 @@ class Muon:
         rate: the learning rate as a fraction of its peak. Nothing changes where the 0-dim flag `finite` is false.
         Cautious weight decay (Chen et al. 2025, arXiv 2510.12402) decays only the weights that the update shrinks too.
         """
-        decay = self.peak_rate * rate * self.weight_decay
+        decay = self.peak_rate * weight_decay_at(rate, self.config) * self.config.weight_decay
         for stack in self.stacks:
             direction = self.direction(stack, finite)
-            if self.is_cautious:
+            if self.config.cautious_decay:
                 weights = torch.stack(stack.matrices)
                 decayed = weights.mul_((weights * direction > 0) & finite).mul_(decay)
                 torch._foreach_sub_(stack.matrices, decayed.unbind())

@@ -22,6 +22,7 @@ from andrea.config import OptimizerConfig
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.optimizer.average import WeightAverage
 from andrea.training.optimizer.muon import Muon
+from andrea.training.optimizer.schedule import weight_decay_at
 from andrea.training.parallel.strategy import Parallel
 
 # The first pattern that matches a parameter's whole name decides its group.
@@ -89,7 +90,7 @@ class Optimizer:
 
     def __init__(self, parallel: Parallel, config: OptimizerConfig, bf16: bool) -> None:
         """bf16: Muon orthogonalises in bf16."""
-        self.parallel = parallel
+        self.parallel, self.config = parallel, config
         self.clip_norm = config.clip_norm
         self.names = {parameter: name for name, parameter in parallel.local_parameters.items()}
         groups = group_parameters(parallel.local_parameters)
@@ -122,6 +123,8 @@ class Optimizer:
         finite = finite.to(self.parameters[0].device)  # they differ only if parameters are offloaded to the CPU
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * rate
+            # torch's AdamW multiplies weight_decay by lr
+            group["weight_decay"] = group["decay"] * (weight_decay_at(rate, self.config) / rate if rate else 0.0)
         # If this attribute is 1, torch's fused kernels change neither weights, moments nor step counts.
         self.adamw.found_inf = (~finite).to(torch.float32)
         self.adamw.step()
@@ -206,7 +209,7 @@ def adamw_groups(
             "params": parameters,
             "lr": peak_rates[group] * factors.adamw_rate,
             "peak": peak_rates[group] * factors.adamw_rate,
-            "weight_decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,
+            "decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,
             "eps": config.epsilon * factors.epsilon,
         }
         for (group, factors), parameters in with_same_settings.items()

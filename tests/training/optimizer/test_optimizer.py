@@ -13,6 +13,7 @@ from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.training.optimizer.muon import orthogonalise
 from andrea.training.optimizer.optimizer import Optimizer, group_parameters, saved_shapes
+from andrea.training.optimizer.schedule import rate_at
 from andrea.training.parallel.strategy import SingleProcess
 
 SMALL = [
@@ -82,9 +83,7 @@ def test_each_rate_goes_to_its_parameters_and_decay_is_only_for_matrices() -> No
     model, optimizer = make(
         "optimizer=muon", "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null", "model.tied_head=false"
     )
-    peaks = {
-        optimizer.names[p]: (g["peak"], g["weight_decay"]) for g in optimizer.adamw.param_groups for p in g["params"]
-    }
+    peaks = {optimizer.names[p]: (g["peak"], g["decay"]) for g in optimizer.adamw.param_groups for p in g["params"]}
     config = configure(RunConfig, "train", []).optimizer
     assert peaks["head.weight"] == (config.learning_rate, 0.0)
     assert peaks["embedding.weight"] == (config.embedding_learning_rate, 0.0)
@@ -103,6 +102,28 @@ def test_adamw_shrinks_a_matrix_by_the_same_share_at_any_width(tuned_d_model: in
     for name in ("blocks.1.mlp.up.weight", "blocks.0.attention.key.weight", "embedding.weight"):
         torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - 0.1 * 0.5 * 0.3))
     assert torch.equal(model.get_parameter("final_norm.weight"), before["final_norm.weight"])
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_weight_decay_falls_with_a_power_of_the_rate(kind: str, power: float) -> None:
+    """In a run of 4 steps whose rate falls from 1 to 1/4; gradients are 0."""
+    words = ["optimizer.schedule=constant_then_decay", "optimizer.decay_fraction=1", "optimizer.warmup_steps=0"]
+    words += ["optimizer.final_fraction=0"]
+    words += [
+        f"optimizer.weight_decay_power={power}",
+        "optimizer.weight_decay=0.3",
+        "optimizer.matrix_learning_rate=0.5",
+    ]
+    model, optimizer = make(f"optimizer={kind}", *words)
+    expected = model.get_parameter("blocks.1.mlp.up.weight").detach().clone()
+    for step, rate in enumerate((1.0, 0.75, 0.5, 0.25)):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(rate_at(step, 4, optimizer.config), torch.tensor(True))
+        expected *= 1 - 0.5 * 0.3 * rate**power
+    torch.testing.assert_close(model.get_parameter("blocks.1.mlp.up.weight").detach(), expected)
+    optimizer.step(0.0, torch.tensor(True))  # as at the end of a run to rate 0: no division by it
 
 
 def test_clipping_leaves_a_global_norm_of_at_most_the_limit() -> None:
