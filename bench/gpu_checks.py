@@ -39,6 +39,7 @@ SHAPES = [
 ]  # fmt: skip
 IMPLEMENTATIONS = ("triton", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex")
 OF_EACH_KIND = ("none", "causal", "window & documents & padding")
+SCORES = ({"softcap": 1.5}, {"alibi": True}, {"sink": True}, {"softcap": 4.0, "alibi": True, "sink": True})
 
 
 def attention_rows(device: str) -> Iterator[list[dict]]:
@@ -51,16 +52,23 @@ def attention_rows(device: str) -> Iterator[list[dict]]:
             for index, shape in enumerate(shapes):
                 for mask in MASKS if index < 2 and name != "flex" else OF_EACH_KIND:
                     yield judged(name, Case(*shape, mask, dtype), device)
+    for name in IMPLEMENTATIONS:
+        for how in SCORES:
+            for mask in OF_EACH_KIND:
+                for shape in (SHAPES[1], SHAPES[5]):
+                    yield judged(name, Case(*shape, mask, torch.bfloat16, **how), device)
     triton_path.ATOMICS_ARE_FASTER = True
     for shape in SHAPES:
         yield judged("triton", Case(*shape, "causal", torch.float16), device, "triton, atomic dQ")
+    yield judged("triton", Case(*SHAPES[1], "causal", torch.float16, **SCORES[-1]), device, "triton, atomic dQ")
     triton_path.ATOMICS_ARE_FASTER = False
 
 
 def judged(name: str, case: Case, device: str, shown: str | None = None) -> list[dict]:
     """One row, or none where the implementation says that it does not serve the case."""
     query, key, value, _ = case.inputs(case.dtype, device)
-    asked = AttentionCase(query, key, value, DotProduct(), case.made_mask(device), statistics=name == "triton")
+    how = {"modifiers": case.made_modifiers(), "sink": case.made_sink(case.dtype, device)}
+    asked = AttentionCase(query, key, value, DotProduct(), case.made_mask(device), statistics=name == "triton", **how)
     if refusal(name, asked) is not None:
         return []
     row = {"check": shown or name, "case": str(case), "passes": True}

@@ -37,18 +37,20 @@ MODES = {
 }
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program may take
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
-IN_FP32 = {"lse", "delta", "largest", "entropy"}
+IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
 IN_INT32 = {"first", "stop", "query_low", "query_high"}
 
 
-def kernels(width: int, dtype: str, target: int, mode: str, statistics: bool) -> dict[str, tuple]:
-    """name -> (function, tiles, its own constants), as `fused_attention` would launch them."""
+def kernels(width: int, dtype: str, target: int, mode: str, statistics: bool, modified: bool) -> dict[str, tuple]:
+    """name -> (function, tiles, its own constants), as `fused_attention` would launch them. modified: with a cap on scores,
+    ALiBi and sinks."""
     tuned = tuning(padded(width), TYPES[dtype], target)
+    how = {"MODE": MODES[mode], "CAPPED": modified, "SLOPED": modified}
     return {
-        "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "MODE": MODES[mode]}),
-        "keys": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, "MODE": MODES[mode]}),
-        "keys, atomic dQ": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, "MODE": MODES[mode]}),
-        "queries": (attend_triton.queries_kernel, tuned.queries, {"MODE": MODES[mode]}),
+        "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "SINK": modified, **how}),
+        "keys": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, **how}),
+        "keys, atomic dQ": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, **how}),
+        "queries": (attend_triton.queries_kernel, tuned.queries, how),
     }
 
 
@@ -69,12 +71,14 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
         elif constants["DESCRIPTORS"] and name in described:
             signature[name] = f"tensordesc<{dtype}[1,1,{described[name]},{padded(width)}]>"
             continue
+        elif name == "cap":
+            signature[name] = "fp32"
         elif name in INTEGERS_32 or re.fullmatch(r"[a-z]+_[a-z]", name):
             signature[name] = "i32"
         else:
             fp32 = name in IN_FP32 or (name == "dq" and constants.get("ATOMIC_DQ"))
             signature[name] = "*i32" if name in IN_INT32 else "*fp32" if fp32 else f"*{dtype}"
-        if signature[name] != "constexpr" and name != "start":
+        if signature[name] != "constexpr" and name not in ("start", "cap"):
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
@@ -110,7 +114,7 @@ def resources(kernel, target: int, warps: int) -> dict:
     }
 
 
-def measure(widths, types, targets, modes, statistics=(True, False)) -> list[dict]:
+def measure(widths, types, targets, modes, modified: bool, statistics=(True, False)) -> list[dict]:
     rows = []
     for width in widths:
         for dtype in types:
@@ -118,13 +122,13 @@ def measure(widths, types, targets, modes, statistics=(True, False)) -> list[dic
                 for mode in modes:
                     for with_statistics in statistics:
                         for name, (function, blocks, own) in kernels(
-                            width, dtype, target, mode, with_statistics
+                            width, dtype, target, mode, with_statistics, modified
                         ).items():
                             if name != "forward" and with_statistics:
                                 continue  # the backward pass knows nothing of them
                             kernel = compiled(function, blocks, own, width, dtype, target)
                             rows.append({
-                                "kernel": name + (" + statistics" if with_statistics else ""),
+                                "kernel": name + " + statistics" * with_statistics + ", modified" * modified,
                                 "width": width, "dtype": dtype, "target": f"sm_{target}", "mode": mode,
                                 "m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages,
                                 **resources(kernel, target, blocks.warps),
@@ -151,9 +155,10 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["bf16", "fp16"], choices=TYPES)
     parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
+    parser.add_argument("--modified", action="store_true", help="with a cap on scores, ALiBi and sinks")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes)
+    rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes, chosen.modified)
     rows += measure_loss(chosen.types, chosen.targets)
     if chosen.json:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -16,11 +16,13 @@ HEAD_OPTIONS: dict[str, tuple[dict, dict]] = {
     "value projections": ({"value_embedding": "projection"}, {}),
 }
 ALL_KINDS = "elementwise gates, learned exclusion, value tables"  # one option that has something of each kind
+SCORES = "ALiBi, cap and sinks"  # unlike the options above, these do something from the start
+ALL_OPTIONS = HEAD_OPTIONS | {SCORES: ({"position": "alibi"}, {"score_softcap": 2.0, "sink": True})}
 
 
 def words_of(option: str) -> list[str]:
     """The words of a command line that set the option."""
-    groups = zip(("model", "attention"), HEAD_OPTIONS[option], strict=True)
+    groups = zip(("model", "attention"), ALL_OPTIONS[option], strict=True)
     return [f"{group}.{key}={value}" for group, changes in groups for key, value in changes.items()]
 
 

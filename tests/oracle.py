@@ -12,13 +12,23 @@ B batch, H query heads, G key/value heads, T queries, S keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from andrea.attention import Mask, ScaledDotProduct, attend, causal, key_padding, packed_documents, sliding_window
+from andrea.attention import (
+    Mask,
+    ScaledDotProduct,
+    ScoreModifiers,
+    attend,
+    causal,
+    key_padding,
+    packed_documents,
+    sliding_window,
+)
 from andrea.attention.shapes import shared_by_group
 
 STATISTICS = ("log_sum_exp", "largest_logit", "entropy_nats")
@@ -37,6 +47,9 @@ class Case:
     mask: str
     dtype: torch.dtype = torch.float32
     draw: int = 0  # other numbers of the same shapes
+    softcap: float | None = None
+    alibi: bool = False
+    sink: bool = False
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
         """Query, key, value and the upstream gradient, the same numbers in every type that can hold them."""
@@ -49,6 +62,16 @@ class Case:
         )
         rounded = [torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes]
         return [tensor.to(device, dtype) for tensor in rounded]
+
+    def made_modifiers(self) -> ScoreModifiers | None:
+        return ScoreModifiers(self.softcap, self.alibi) if self.softcap or self.alibi else None
+
+    def made_sink(self, dtype: torch.dtype, device: str = "cpu") -> Tensor | None:
+        """Logits of the sinks (H,), in fp32 or higher, as a model's parameters are."""
+        if not self.sink:
+            return None
+        drawn = torch.randn(self.H, generator=torch.Generator().manual_seed(self.T + self.draw))
+        return drawn.to(device, torch.promote_types(dtype, torch.float32))
 
     def made_mask(self, device: str = "cpu") -> Mask | None:
         row = torch.arange(self.B, device=device)[:, None]
@@ -79,10 +102,17 @@ def everything(
     *leaves, upstream = case.inputs(dtype, device)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     how = {"compatibility": ScaledDotProduct(), "mask": case.made_mask(device), "implementation": implementation}
-    output, rows = attend(*leaves, statistics=True, **how) if measured else (attend(*leaves, **how), None)
+    how["modifiers"] = case.made_modifiers()
+    names = ("d_query", "d_key", "d_value")
+    if case.sink:
+        how["sink"] = case.made_sink(dtype, device).requires_grad_()
+        names, leaves = (*names, "d_sink"), [*leaves, how["sink"]]
+    arguments = leaves[:3]
+    output, rows = attend(*arguments, statistics=True, **how) if measured else (attend(*arguments, **how), None)
     gradients = torch.autograd.grad(output, leaves, upstream)
-    results = {"output": output.detach()} | dict(zip(("d_query", "d_key", "d_value"), gradients, strict=True))
+    results = {"output": output.detach()} | dict(zip(names, gradients, strict=True))
     results |= {name: getattr(rows, name) for name in STATISTICS + MASSES} if rows else {}
+    results |= {"sink_mass": rows.sink_mass} if rows and case.sink else {}
     return {name: tensor.cpu() for name, tensor in results.items()}
 
 
@@ -90,18 +120,24 @@ def judge(case: Case, implementation: str, measured: bool = False, attend_by=att
     """Assert the two-times rule for every result of the case; infinities must be in the same places.
 
     The truth is computed on the CPU; the readable implementation and the judged one on `device`. A case of few queries has
-    few numbers, of which the largest error is a matter of luck: it is judged by the largest over several draws.
+    few numbers, of which the largest error is a matter of luck: it is judged by the largest over several draws. The
+    gradient of the sinks is but one number for each head: it is judged by the root mean square over more draws.
     """
     errors = [
         errors_of(replace(case, draw=draw), implementation, measured, attend_by, device) for draw in draws_of(case)
     ]
     for name in errors[0].keys():
-        error, allowed, last_place = (max(float(of_draw[name][i]) for of_draw in errors) for i in range(3))
+        combined = root_mean_square if name == "d_sink" else max
+        error, allowed, last_place = (combined([float(of_draw[name][i]) for of_draw in errors]) for i in range(3))
         assert error <= 2 * allowed + last_place, f"{name}: {error:.3g} > 2 · {allowed:.3g} + {last_place:.3g}, {case}"
 
 
 def draws_of(case: Case) -> range:
-    return range(8 if case.B * case.H * case.T < 16 else 1)
+    return range(12 if case.sink else 8 if case.B * case.H * case.T < 16 else 1)
+
+
+def root_mean_square(numbers: list[float]) -> float:
+    return math.sqrt(sum(number**2 for number in numbers) / len(numbers))
 
 
 def errors_of(
@@ -118,12 +154,17 @@ def errors_of(
         finite = ~exact.isinf()
         if not finite.any():
             continue
-        error, allowed = ((other[name].double() - exact)[finite].abs().max() for other in (fast, eager))
-        largest, kept_in = exact[finite].abs().max(), torch.float32 if name in STATISTICS + MASSES else case.dtype
+        differences = ((other[name].double() - exact)[finite] for other in (fast, eager))
+        error, allowed = (
+            difference.square().mean().sqrt() if name == "d_sink" else difference.abs().max()
+            for difference in differences
+        )
+        in_fp32 = (*STATISTICS, *MASSES, "sink_mass", "d_sink")
+        largest, kept_in = exact[finite].abs().max(), torch.float32 if name in in_fp32 else case.dtype
         if name in ("d_query", "d_key"):
             *_, value, upstream = case.inputs(torch.float64)
             largest = (upstream.abs() @ shared_by_group(value, upstream).abs().mT).max()
-        if name in MASSES:  # e^(s - lse): as exact as a score and its log-sum-exp are
+        if name in (*MASSES, "sink_mass"):  # e^(s - lse): as exact as a score and its log-sum-exp are
             largest = 4 * max(1, truth["log_sum_exp"].nan_to_num(neginf=0).abs().max())
         errors[name] = error, allowed, torch.finfo(kept_in).eps * largest
     return errors

@@ -24,6 +24,7 @@ from andrea.attention.mask import (
     places_in_documents,
     sliding_window,
 )
+from andrea.attention.modifiers import ScoreModifiers, alibi_slopes
 from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 from andrea.attention.value_embedding import ValueEmbedding
@@ -47,8 +48,10 @@ __all__ = [
     "MultiHeadAttention",
     "Place",
     "ScaledDotProduct",
+    "ScoreModifiers",
     "SharedInputs",
     "ValueEmbedding",
+    "alibi_slopes",
     "attend",
     "attend_reference",
     "attention_weights",

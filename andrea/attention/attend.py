@@ -29,6 +29,7 @@ from andrea.attention.implementations import chunked, flex, native, reference, s
 from andrea.attention.implementations.case import Case, Result
 from andrea.attention.implementations.reference import attend_reference
 from andrea.attention.mask import Mask
+from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
 
 SCALED_DOT_PRODUCT = ScaledDotProduct()
@@ -59,12 +60,14 @@ MEASURING = ("reference", "chunked", "triton")  # the implementations that retur
 @overload
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, compatibility: Compatibility = ..., mask: Mask | None = ...,
-    start: int | Tensor | None = ..., implementation: str = ..., statistics: Literal[False] = ...,
+    start: int | Tensor | None = ..., modifiers: ScoreModifiers | None = ..., sink: Tensor | None = ...,
+    implementation: str = ..., statistics: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, compatibility: Compatibility = ..., mask: Mask | None = ...,
-    start: int | Tensor | None = ..., implementation: str = ..., statistics: Literal[True],
+    start: int | Tensor | None = ..., modifiers: ScoreModifiers | None = ..., sink: Tensor | None = ...,
+    implementation: str = ..., statistics: Literal[True],
 ) -> tuple[Tensor, AttentionStatistics]: ...  # fmt: skip
 def attend(
     query,
@@ -74,6 +77,8 @@ def attend(
     compatibility=SCALED_DOT_PRODUCT,
     mask=None,
     start=None,
+    modifiers=None,
+    sink=None,
     implementation="auto",
     statistics=False,
 ):
@@ -84,6 +89,10 @@ def attend(
     dimensions of the three tensors are equal. Raises ValueError if the shapes do not fit together.
     start: position of the first query among the keys; S - T if None. A 0-d integer tensor lets one compiled graph serve
     every position of a preallocated cache. A tensor (B, 1, 1) gives each sequence its own position.
+    modifiers: a soft cap on the scores, or ALiBi, or both (modifiers.py); None for neither.
+    sink: a logit for each query head, (H,), 0-dim without heads, that takes part in the softmax's denominator but has no
+    value, so that the weights sum to less than 1 (gpt-oss: OpenAI 2025, arXiv 2508.10925, section 2.2; with a logit of 0:
+    Xiao et al. 2023, arXiv 2309.17453, eq. 2).
     implementation: one of the following names. Raises ValueError if the named implementation cannot compute this call.
       auto       the fastest implementation that can compute this call
       reference  the textbook formula, for every compatibility function, and for gradients of gradients too
@@ -104,7 +113,7 @@ def attend(
     >>> output.shape, measured.entropy_nats.shape
     (torch.Size([2, 8, 7, 16]), torch.Size([2, 8, 7]))
     """
-    case = Case(query, key, value, compatibility, mask, start, statistics)
+    case = Case(query, key, value, compatibility, mask, start, statistics, modifiers=modifiers, sink=sink)
     case.check_shapes()
     name, _ = choose(implementation, case)
     output, measured = IMPLEMENTATIONS[name].run(case)
@@ -132,6 +141,10 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
         if device == "cuda" and triton.refusal(case) is None:
             return "triton", "our kernel computes the statistics in the same pass"
         return "reference", "only the reference implementation computes statistics for this case"
+    if (reason := sdpa.refusal(case)) is not None and native.refusal(case) is not None:
+        if device == "cuda" and triton.refusal(case) is None:
+            return "triton", f"our kernel; {reason}"
+        return "reference", reason
     if native.refusal(case) is None:
         return "native", "our kernel for CPUs with bf16 instructions"
     compiled = torch.compiler.is_compiling() if case.compiled is None else case.compiled
@@ -155,6 +168,8 @@ def attention_weights(
     compatibility: Compatibility = SCALED_DOT_PRODUCT,
     mask: Mask | None = None,
     start: int | Tensor | None = None,
+    modifiers: ScoreModifiers | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """The attention weights (..., T, S): the weight of each value in each query's output.
 
@@ -167,6 +182,7 @@ def attention_weights(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    case = Case(query, key, key, compatibility, mask, start)
+    case = Case(query, key, key, compatibility, mask, start, modifiers=modifiers, sink=sink)
     case.check_shapes()
-    return attend_reference(query, key, key, compatibility, mask, case.first_position).weights
+    how = {"modifiers": modifiers, "sink": sink}
+    return attend_reference(query, key, key, compatibility, mask, case.first_position, **how).weights

@@ -20,6 +20,7 @@ from andrea.attention.compatibility import Compatibility, DotProduct
 from andrea.attention.convolution import convolve
 from andrea.attention.head_options import EXCLUSIVE, FIRST_SHARE, GATES, gate_of_logits, without_own_value
 from andrea.attention.mask import Mask
+from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import HeadStatistics, head_statistics
 from andrea.attention.value_embedding import ValueEmbedding
 
@@ -62,6 +63,7 @@ class MultiHeadAttention(nn.Module):
     and token, "elementwise" one per channel of the head; no gate if None.
     exclusive: each head's retrieved vector loses its component along the token's own value (head_options.py): "fixed" all
     of it, "learned" a learned share per head, which starts at one half; nothing if None. For self-attention only.
+    modifiers: as in `attend`. sink: each head has a learned logit that takes part in the softmax's denominator alone.
     implementation: as in `attend`.
     Raises ValueError if n_head does not divide d_model, if n_kv_head does not divide n_head, or for an unknown name.
     """
@@ -82,6 +84,8 @@ class MultiHeadAttention(nn.Module):
         convolution: int | None = None,
         gate: str | None = None,
         exclusive: str | None = None,
+        modifiers: ScoreModifiers | None = None,
+        sink: bool = False,
         implementation: str = "auto",
     ) -> None:
         super().__init__()
@@ -111,7 +115,10 @@ class MultiHeadAttention(nn.Module):
         self.gate = None if gate is None else nn.Linear(d_model, n_gate, bias=False)
         self.is_exclusive = exclusive is not None
         self.exclusive_share = nn.Parameter(torch.full((n_head,), FIRST_SHARE)) if exclusive == "learned" else None
+        # With zeros, the softmax has a 1 + in its denominator.
+        self.sink = nn.Parameter(torch.zeros(n_head)) if sink else None
         self.compatibility = compatibility
+        self.modifiers = modifiers
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
         self.implementation = implementation
@@ -166,6 +173,7 @@ class MultiHeadAttention(nn.Module):
         if statistics and implementation not in MEASURING:
             implementation = "auto"
         how = {"compatibility": compatibility, "mask": mask, "start": start, "implementation": implementation}
+        how |= {"modifiers": self.modifiers, "sink": self.sink}
         if not statistics:
             return self.finish(attend(query, key, value, **how), own_value, gate), None
         retrieved, rows = attend(query, key, value, **how, statistics=True)

@@ -18,19 +18,26 @@ import torch
 from torch import Tensor
 
 from andrea.attention.mask import Mask, positions, visible_interval, visible_keys
+from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.shapes import shared_by_group
 
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """Measurements of each query (row). A query that sees no key has log-sum-exp and largest logit -inf and entropy 0."""
+    """Measurements of each query (row). A query that sees no key has log-sum-exp and largest logit -inf and entropy 0.
 
-    log_sum_exp: Tensor  # (..., T): ln Σ_j e^(s_ij)
+    Scores are as modified. A sink takes a share e^(sink - log-sum-exp) of the weight, `sink_mass`, and the keys share
+    the rest: the log-sum-exp and the masses include the sink. The entropy does not: it is that of the keys' weights
+    divided by their sum, so that it stays between 0 and ln(visible keys).
+    """
+
+    log_sum_exp: Tensor  # (..., T): ln(Σ_j e^(s_ij) + e^sink); without a sink ln Σ_j e^(s_ij)
     largest_logit: Tensor  # (..., T): max_j s_ij
     entropy_nats: Tensor  # (..., T): -Σ_j p_ij ln p_ij, from 0 to ln(visible keys)
     first_token_mass: Tensor  # (..., T): weight of key 0
     previous_token_mass: Tensor  # (..., T): weight of the key one position before the query, 0 if there is none
     visible_keys: Tensor  # int64, broadcastable to (..., T)
+    sink_mass: Tensor | None = None  # (..., T): weight of the sink, 0 for a query that sees no key; None without a sink
 
     def per_head(self) -> dict[str, Tensor]:
         """For each head, shape (...): mean entropy, entropy as a share of its maximum, and largest logit.
@@ -44,11 +51,14 @@ class AttentionStatistics:
             "entropy_nats": self.entropy_nats.sum(-1) / rows,
             "entropy_share": self.entropy_nats.sum(-1) / most,
             "largest_logit": self.largest_logit.amax(-1),
+            **({} if self.sink_mass is None else {"sink_mass": self.sink_mass.sum(-1) / rows}),
         }
 
 
-def statistics_of_scores(scores: Tensor, weights: Tensor, start: int | Tensor) -> AttentionStatistics:
-    """Statistics from scores (..., T, S) and weights (..., T, S). A masked score is -inf."""
+def statistics_of_scores(
+    scores: Tensor, weights: Tensor, start: int | Tensor, sink: Tensor | None = None
+) -> AttentionStatistics:
+    """Statistics from scores (..., T, S), weights (..., T, S) and sink (H,). A masked score is -inf."""
     scores, weights = scores.detach(), weights.detach()
     first_mass, previous_mass = masses_of_weights(weights, start)
     largest = scores.amax(-1)
@@ -57,26 +67,47 @@ def statistics_of_scores(scores: Tensor, weights: Tensor, start: int | Tensor) -
     shifted = torch.where(visible, scores - torch.where(blind, 0, largest)[..., None], 0)
     exponential = torch.where(visible, shifted.exp(), 0)
     total = torch.where(blind, 1, exponential.sum(-1))
+    log_sum_exp, sink_mass = with_sink(largest + total.log(), sink)
     return AttentionStatistics(
-        log_sum_exp=largest + total.log(),
+        log_sum_exp=log_sum_exp,
         largest_logit=largest,
         entropy_nats=torch.where(blind, 0, total.log() - (exponential * shifted).sum(-1) / total),
         first_token_mass=first_mass,
         previous_token_mass=previous_mass,
         visible_keys=visible.sum(-1),
+        sink_mass=sink_mass,
     )
 
 
+def with_sink(log_sum_exp: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The log-sum-exp (..., H, T) of the keys -> that of keys and sink (H,), and the sink's weight (None without a sink)."""
+    if sink is None:
+        return log_sum_exp, None
+    logit = sink.detach().to(log_sum_exp.dtype)[..., None]
+    both = torch.where(log_sum_exp == -torch.inf, -torch.inf, torch.logaddexp(log_sum_exp, logit))
+    return both, sink_mass_of(both, sink)
+
+
+def sink_mass_of(log_sum_exp: Tensor, sink: Tensor) -> Tensor:
+    """The weight of the sink (H,), from the log-sum-exp (..., H, T) of keys and sink; 0 for a query that sees no key."""
+    weight = (sink.detach().to(log_sum_exp.dtype)[..., None] - log_sum_exp).exp()
+    return torch.where(log_sum_exp == -torch.inf, 0, weight)
+
+
+class FusedPass(NamedTuple):
+    """What a fused kernel measured, (..., H, T) each, and how its scores were modified."""
+
+    log_sum_exp: Tensor  # of keys and sink
+    largest_logit: Tensor
+    entropy_nats: Tensor
+    modifiers: ScoreModifiers | None = None
+    sink: Tensor | None = None
+
+
 def statistics_of_pass(
-    query: Tensor,
-    key: Tensor,
-    mask: Mask | None,
-    start: int | Tensor,
-    log_sum_exp: Tensor,
-    largest_logit: Tensor,
-    entropy_nats: Tensor,
+    query: Tensor, key: Tensor, mask: Mask | None, start: int | Tensor, measured: FusedPass
 ) -> AttentionStatistics:
-    """The statistics of a fused pass: the kernel's values (..., H, T), and the weights of the first and previous key.
+    """The statistics of a fused pass: the kernel's values, and the weights of the first and previous key.
 
     query (..., H, T, d) and key (..., G, S, d) are lowered.
     """
@@ -86,17 +117,21 @@ def statistics_of_pass(
     previous = (position - 1).clamp(0, n_key - 1)
 
     def mass(of_key: Tensor, key_position: Tensor) -> Tensor:
-        """The weight p = e^(q·k - log-sum-exp) of one key for each query."""
-        weight = ((query.float() * of_key.float()).sum(-1) - log_sum_exp).exp()
+        """The weight p = e^(score - log-sum-exp) of one key for each query. key_position (T,)."""
+        scores = (query.float() * of_key.float()).sum(-1, keepdim=True)
+        if measured.modifiers is not None:
+            scores = measured.modifiers.modified(scores, position[..., None], key_position[..., None])
+        weight = (scores[..., 0] - measured.log_sum_exp).exp()
         return torch.where(sees(mask, key_position, position, n_key), weight, 0)
 
     return AttentionStatistics(
-        log_sum_exp,
-        largest_logit,
-        entropy_nats,
+        measured.log_sum_exp,
+        measured.largest_logit,
+        measured.entropy_nats,
         first_token_mass=mass(key[..., :1, :], torch.zeros_like(position)),
         previous_token_mass=mass(key.index_select(-2, previous), position - 1),
         visible_keys=count_visible(mask, n_query, n_key, start, query.device),
+        sink_mass=None if measured.sink is None else sink_mass_of(measured.log_sum_exp, measured.sink),
     )
 
 
@@ -120,9 +155,10 @@ class HeadStatistics(NamedTuple):
     first_mass: Tensor  # Σ weight of key 0 over these queries
     previous_rows: Tensor  # number of queries that see the key one position before them
     previous_mass: Tensor  # Σ weight of that key over these queries
-    gate: Tensor | None = (
-        None  # Σ gate over the queries that see a key, mean over a head's channels; None without gates
-    )
+    # None without gates: Σ gate over the queries that see a key, mean over a head's channels
+    gate: Tensor | None = None
+    # None without sinks: Σ weight of the sink over the queries that see a key
+    sink_mass: Tensor | None = None
 
     def merged(self, other: HeadStatistics) -> HeadStatistics:
         """The statistics of both sets of queries together."""
@@ -145,9 +181,10 @@ class HeadStatistics(NamedTuple):
     def figures(self) -> dict[str, Tensor]:
         """The logged values of each head, fp32, in the shape of the sums; NaN where a head has no query to average over.
 
-        `gate_mean`, from 0 (closed) to 2, is there for heads with gates only.
+        `gate_mean`, from 0 (closed) to 2, is there for heads with gates only, and `sink_mass` for heads with sinks only.
         """
         gate = {} if self.gate is None else {"gate_mean": self.gate / self.rows}
+        sink = {} if self.sink_mass is None else {"sink_mass": self.sink_mass / self.rows}
         return {
             "entropy_nats": self.entropy / self.rows,
             "entropy_share": self.entropy / self.most_entropy,
@@ -155,6 +192,7 @@ class HeadStatistics(NamedTuple):
             "first_token_mass": self.first_mass / self.first_rows,
             "previous_token_mass": self.previous_mass / self.previous_rows,
             **gate,
+            **sink,
         }
 
 
@@ -181,6 +219,7 @@ def head_statistics(
         previous_rows=of_heads(sees_previous),
         previous_mass=of_heads(torch.where(sees_previous, rows.previous_token_mass, 0)),
         gate=None if gate is None else of_heads(torch.where(rows.visible_keys > 0, gate.float().mean(-1), 0)),
+        sink_mass=None if rows.sink_mass is None else of_heads(rows.sink_mass),
     )
 
 

@@ -58,11 +58,26 @@ def check_model(model: ModelConfig, path: str) -> None:
         )
 
 
+def as_text(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
 def nearest_divisor(whole: int, wanted: int) -> int:
     return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - wanted))
 
 
 def check_attention(attention: AttentionConfig, path: str) -> None:
+    for key in ("score_softcap", "sink"):
+        if getattr(attention, key) and attention.implementation.startswith("sdpa"):
+            raise UserError(
+                f"{path}.{key}={as_text(getattr(attention, key))} is not computed by torch's kernels, got "
+                f"{path}.implementation={attention.implementation}; use auto, native, triton, flex or reference"
+            )
+    if attention.qk_clip is not None and attention.score_softcap is not None:
+        raise UserError(
+            f"{path}.qk_clip={attention.qk_clip:g} and {path}.score_softcap={attention.score_softcap:g} both limit the "
+            f"logits; leave one out"
+        )
     if attention.window == ():
         raise UserError(
             f"{path}.window=[] has no entry; write one for each layer, such as [64, 64, null], or {path}.window=null"
@@ -187,7 +202,7 @@ def check_run(config: RunConfig, path: str) -> None:
     if config.attention.compatibility == "additive" and config.model.position == "rotary":
         raise UserError(
             "attention.compatibility=additive has no dot product that model.position=rotary could act on; "
-            "set model.position=learned or none"
+            "set model.position=learned, alibi or none"
         )
     if config.attention.qk_clip is not None and config.model.qk_norm:
         raise UserError(

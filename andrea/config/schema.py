@@ -46,7 +46,7 @@ class ModelConfig:
     n_head: Annotated[int, Between(1, 2**17)]
     d_mlp: Annotated[int, Between(1, 2**20)]
     sequence_length: Annotated[int, Between(1, 2**20)]
-    position: Literal["rotary", "learned", "none"]
+    position: Literal["rotary", "learned", "alibi", "none"]
     rotary_base: PositiveNumber
     norm: Literal["rmsnorm", "layernorm"]
     norm_epsilon: PositiveNumber
@@ -87,6 +87,8 @@ class AttentionConfig:
     qk_clip: PositiveNumber | None = None
     gate: Literal["scalar", "elementwise"] | None = None
     exclusive: Literal["fixed", "learned"] | None = None
+    score_softcap: PositiveNumber | None = None
+    sink: bool = False
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer, counted from 0. A list of windows repeats over the layers."""

@@ -20,8 +20,10 @@ from andrea.attention import (
     LayerCache,
     MultiHeadAttention,
     ScaledDotProduct,
+    ScoreModifiers,
     SharedInputs,
     ValueEmbedding,
+    alibi_slopes,
 )
 from andrea.attention.mask import Causal, SlidingWindow
 from andrea.config import UserError
@@ -81,7 +83,15 @@ class NativeAttention(nn.Module):
         self.epsilon = -1.0 if attention.qk_norm_epsilon is None else attention.qk_norm_epsilon
         self.scale = attention.d_head**-0.5 if isinstance(attention.compatibility, ScaledDotProduct) else 1.0
         self.rotary_table = position.table_bits.view(torch.float32) if isinstance(position, RotaryPosition) else None
-        self.scoring = Scoring(window=attention.mask.width if isinstance(attention.mask, SlidingWindow) else 0)
+        modifiers = attention.modifiers or ScoreModifiers()
+        self.slopes = alibi_slopes(self.n_head, weight.device) if modifiers.alibi else None
+        self.sinks = None if attention.sink is None else attention.sink.detach().float().contiguous()
+        self.scoring = Scoring(
+            window=attention.mask.width if isinstance(attention.mask, SlidingWindow) else 0,
+            slopes=None if self.slopes is None else address(self.slopes),
+            sinks=None if self.sinks is None else address(self.sinks),
+            cap=modifiers.softcap or 0.0,
+        )
         self.taps = None if attention.taps is None else attention.taps.detach().float().contiguous()
         self.own_share = None  # (H,)
         if attention.is_exclusive:

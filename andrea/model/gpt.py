@@ -20,6 +20,7 @@ from andrea.attention import (
     LayerCache,
     Mask,
     MultiHeadAttention,
+    ScoreModifiers,
     SharedInputs,
     ValueEmbedding,
     causal,
@@ -46,6 +47,12 @@ def make_mask(window: int | None) -> Mask:
     return causal() if window is None else sliding_window(window)
 
 
+def make_modifiers(config: ModelConfig, attention: AttentionConfig) -> ScoreModifiers | None:
+    """What changes the scores, if anything: a soft cap, and ALiBi if it gives the positions."""
+    alibi = config.position == "alibi"
+    return ScoreModifiers(attention.score_softcap, alibi) if alibi or attention.score_softcap is not None else None
+
+
 class Block(nn.Module):
     """A pre-norm transformer block: attention, then an MLP. Each adds its output to its input."""
 
@@ -56,7 +63,7 @@ class Block(nn.Module):
         if config.position == "rotary" and not compatibility.lowers:
             raise UserError(
                 f"attention.compatibility={attention.compatibility} has no method `lower`, which model.position=rotary needs; "
-                f"write one, or set model.position=learned or none"
+                f"write one, or set model.position=learned, alibi or none"
             )
         value_embedding = None
         if config.value_embedding is not None:
@@ -76,6 +83,8 @@ class Block(nn.Module):
             convolution=config.qkv_convolution,
             gate=attention.gate,
             exclusive=attention.exclusive,
+            modifiers=make_modifiers(config, attention),
+            sink=attention.sink,
             implementation=attention.implementation,
         )
         self.mlp_norm = make_norm(config)

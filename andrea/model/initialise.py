@@ -13,6 +13,7 @@ from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 # Parameters that begin with one number, by the end of their names.
 FIRST_VALUES = {
     ".attention.gate.weight": 0.0,
+    ".attention.sink": 0.0,
     ".exclusive_share": FIRST_SHARE,
     ".taps": 0.0,
     ".value_embedding.projection.weight": 0.0,
@@ -34,6 +35,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | these matrices and an untied head        | zero, with zero_init_projections: each block starts as identity   |
     | norm weights, biases                     | one, zero                                                         |
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
+    | logits of attention sinks                | zero: a 1 + in the softmax's denominator (softmax-off-by-one)     |
     | taps of a convolution                    | zero: queries, keys and values begin unmixed                      |
     | head gates                               | zero: every gate is one                                           |
     | shares of exclusive attention            | one half, the best in tests on the default data                   |

@@ -1,4 +1,4 @@
-"""Position encodings: learned vectors, rotary positions, or none.
+"""Position encodings: learned vectors, rotary positions, or none. ALiBi changes scores, in attention/modifiers.py.
 
 B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses positions start .. start + T - 1.
 `start` is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
@@ -29,7 +29,7 @@ class Position(nn.Module, ABC):
 
 
 class NoPosition(Position):
-    """No encoding: the model infers order from the causal mask alone (Haviv et al. 2022, arXiv 2203.16634)."""
+    """No encoding of vectors. The model infers order from the causal mask (Haviv et al. 2022, arXiv 2203.16634) or ALiBi."""
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x

@@ -15,6 +15,7 @@ from andrea.attention import (
     MultiHeadAttention,
     ScaledDotProduct,
     attend,
+    attention_weights,
     causal,
     sliding_window,
 )
@@ -67,7 +68,8 @@ def test_sees_asks_the_mask(mask):
 def measured(seed, n_batch=2):
     torch.manual_seed(seed)
     query, key, value = torch.randn(3, n_batch, 3, 11, 16)
-    _, rows = attend(query, key, value, mask=causal(), implementation="reference", statistics=True)
+    how = {"sink": torch.tensor([-1.0, 0.0, 1.0])}
+    _, rows = attend(query, key, value, mask=causal(), implementation="reference", statistics=True, **how)
     return head_statistics(rows, causal(), 0, 11, gate=2 * torch.rand(n_batch, 3, 11, 5)), rows
 
 
@@ -81,6 +83,23 @@ def test_heads_are_means_over_the_rows_that_count():
     # The first query is left out: it sees key 0 alone, and has no key before it.
     torch.testing.assert_close(figures["first_token_mass"], rows.first_token_mass[..., 1:].mean((0, 2)))
     torch.testing.assert_close(figures["previous_token_mass"], rows.previous_token_mass[..., 1:].mean((0, 2)))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_sink_s_share_is_logged_and_the_entropy_is_that_of_the_keys(implementation):
+    query, key, value = torch.randn(3, 2, 3, 11, 16)
+    sink = torch.tensor([-1.0, 0.0, 2.0])
+    how = {"mask": causal(), "implementation": implementation, "statistics": True}
+    without, plain = (attend(query, key, value, **how, **given)[1] for given in ({}, {"sink": None}))
+    _, rows = attend(query, key, value, **how, sink=sink)
+    torch.testing.assert_close(rows.entropy_nats, without.entropy_nats)
+    assert torch.equal(rows.largest_logit, without.largest_logit) and plain.sink_mass is None
+    weights = attention_weights(query, key, mask=causal(), sink=sink)
+    torch.testing.assert_close(rows.sink_mass, 1 - weights.sum(-1), atol=2e-6, rtol=0)
+    torch.testing.assert_close(rows.first_token_mass, weights[..., 0], atol=2e-6, rtol=0)
+    figures = HeadStatistics.of_layers([head_statistics(rows, causal(), 0, 11)]).figures()
+    torch.testing.assert_close(figures["sink_mass"][0], rows.sink_mass.mean((0, 2)))
+    assert "sink_mass" not in HeadStatistics.of_layers([head_statistics(without, causal(), 0, 11)]).figures()
 
 
 def test_parts_add_up():
@@ -102,6 +121,7 @@ def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementatio
         mask=causal(),
         n_kv_head=1,
         gate="scalar",
+        sink=implementation != "sdpa",  # which cannot compute one
         implementation=implementation,
     )
     x = torch.randn(2, n_token, 48)
@@ -110,7 +130,7 @@ def test_multi_head_attention_shows_its_heads_and_returns_the_same(implementatio
     assert isinstance(heads, HeadStatistics)
     query, key, _, _ = attention.project(x)
     rows = attend(query, key, key, mask=causal(), implementation="reference", statistics=True,
-                  compatibility=DotProduct())[1]  # fmt: skip
+                  compatibility=DotProduct(), sink=attention.sink)[1]  # fmt: skip
     torch.testing.assert_close(
         heads, head_statistics(rows, causal(), 0, n_token, attention.gates(x)), atol=1e-4, rtol=1e-5
     )

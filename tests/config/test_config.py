@@ -131,6 +131,10 @@ def test_a_head_width_that_is_not_whole_suggests_a_number_of_heads() -> None:
         ["attention.window=[[64], null]"],
         ["model.rotary_share=1.5"],
         ["model.rotary_share=0.01"],
+        ["attention.score_softcap=0"],
+        ["attention.score_softcap=50", "attention.implementation=sdpa"],
+        ["attention.sink=true", "attention.implementation=sdpa_flash"],
+        ["attention.score_softcap=50", "attention.qk_clip=100", "model.qk_norm=false"],
     ],
 )
 def test_impossible_combinations_are_refused(words: list[str]) -> None:

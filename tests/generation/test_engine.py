@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from head_options import HEAD_OPTIONS, draw_what_starts_alike
+from head_options import ALL_OPTIONS, draw_what_starts_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,9 +90,9 @@ def test_cached_and_uncached_logits_are_equal_while_the_window_slides(config, fi
         torch.testing.assert_close(cached[:, 0], expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("option", ALL_OPTIONS)
 def test_cached_logits_with_options_of_the_heads(option):
-    of_model, of_attention = HEAD_OPTIONS[option]
+    of_model, of_attention = ALL_OPTIONS[option]
     model = make_model(dataclasses.replace(CONFIG, **of_model), dataclasses.replace(ATTENTION, **of_attention))
     tokens = torch.randint(0, 257, (3, 25), generator=torch.Generator().manual_seed(3))
     for fixed_shapes, ragged in ((False, False), (True, False), (False, True)):

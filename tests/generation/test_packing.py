@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from head_options import HEAD_OPTIONS
+from head_options import ALL_OPTIONS
 from test_engine import ATTENTION, CONFIG, LIKE_GPT2, TOKENIZER, make_model
 from torch import Tensor
 from torch.nn import functional
@@ -38,11 +38,13 @@ CONFIGS = {
     "first layer's values, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3, value_residual=True),
     "windows": dataclasses.replace(SHARED_KEYS, n_layer=3, rotary_share=0.5),
     "windows, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3),
-    **{option: dataclasses.replace(SHARED_KEYS, **changes) for option, (changes, _) in HEAD_OPTIONS.items()},
+    **{option: dataclasses.replace(SHARED_KEYS, **changes) for option, (changes, _) in ALL_OPTIONS.items()},
+    "sink, layernorm": LIKE_GPT2,
 }
 ATTENTIONS = dict.fromkeys(CONFIGS, ATTENTION)
 ATTENTIONS |= dict.fromkeys(("windows", "windows, layernorm"), dataclasses.replace(ATTENTION, window=(3, None, 7)))
-ATTENTIONS |= {option: dataclasses.replace(ATTENTION, **changes) for option, (_, changes) in HEAD_OPTIONS.items()}
+ATTENTIONS |= {option: dataclasses.replace(ATTENTION, **changes) for option, (_, changes) in ALL_OPTIONS.items()}
+ATTENTIONS["sink, layernorm"] = dataclasses.replace(ATTENTION, sink=True)
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +223,7 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_t
         packed(each, caches[0])
 
 
-@pytest.mark.parametrize("name", ["andrea", "shared keys", *HEAD_OPTIONS])
+@pytest.mark.parametrize("name", ["andrea", "shared keys", *ALL_OPTIONS])
 def test_int8_model_is_the_model_of_its_rounded_weights(name):
     model = make_named(name)
     packed = pack(copy.deepcopy(model).requires_grad_(False), int8=True, compiled=False)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from head_options import ALL_KINDS, HEAD_OPTIONS, draw_what_starts_alike
+from head_options import ALL_KINDS, ALL_OPTIONS, HEAD_OPTIONS, SCORES, draw_what_starts_alike
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 
 from andrea.config import AttentionConfig, group_config
@@ -31,6 +32,7 @@ VARIANTS = {
     "swiglu": replace(TINY, mlp="swiglu", bias=True, tied_head=False),
     "first layer's values": replace(TINY, n_layer=3, n_kv_head=1, value_residual=not TINY.value_residual),
 }
+SINKS = AttentionConfig("scaled_dot", "auto", score_softcap=3.0, sink=True)
 WINDOWS = AttentionConfig("scaled_dot", "auto", window=(3, 5, None))
 COMPILED = {  # compiling takes seconds: what differs from nano is compiled together, as no two parts meet in one layer
     "nano": TINY,
@@ -85,6 +87,23 @@ def test_each_layer_s_window_in_the_cache():
         cache = model.make_cache(B, 19, fixed_shapes=fixed_shapes)
         pieces = [model.logits(model(chunk, cache)) for chunk in tokens.split([7, 1, 1, 3, 1, 4], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), model.logits(model(tokens)))
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize("attention", [SINKS, ATTENTION], ids=["cap and sink", "ALiBi alone"])
+def test_alibi_caps_and_sinks_in_the_cache(attention, fixed_shapes):
+    model, tokens = make(replace(TINY, position="alibi", n_kv_head=1), attention).double(), some_tokens()
+    cache = model.make_cache(B, 19, fixed_shapes=fixed_shapes)
+    pieces = [model.logits(model(chunk, cache)) for chunk in tokens.split([7, 1, 1, 3, 1, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model.logits(model(tokens)))
+
+
+def test_sinks_begin_at_zero_and_learn():
+    model, tokens = GPT(TINY, SINKS, V), some_tokens()
+    initialise(model, torch.Generator().manual_seed(0))
+    assert not any(block.attention.sink.any() for block in model.blocks)
+    model.logits(model(tokens)).square().sum().backward()
+    assert all(block.attention.sink.grad.all() for block in model.blocks)
 
 
 @pytest.mark.untraced
@@ -397,7 +416,7 @@ def test_a_model_trained_by_one_implementation_generates_by_any():
 
 
 def make_with(option, implementation="auto", **changes):
-    of_model, of_attention = HEAD_OPTIONS[option]
+    of_model, of_attention = ALL_OPTIONS[option]
     config = replace(TINY, **{"n_layer": 3, "n_kv_head": 1, **of_model, **changes})
     return make(config, AttentionConfig("scaled_dot", implementation, **of_attention))
 
@@ -421,7 +440,7 @@ def test_options_on_every_path_of_the_cpu(option):
     torch.testing.assert_close(of_documents(tokens), expected)  # of one document
 
 
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("option", ALL_OPTIONS)
 def test_options_in_bf16_err_no_more_than_the_model_without_them(option):
     """Under autocast, as in training: twice the error of the plain model."""
     tokens, errors = some_tokens(), []
@@ -433,7 +452,7 @@ def test_options_in_bf16_err_no_more_than_the_model_without_them(option):
     assert errors[0] <= 2 * errors[1] + 2**-8, errors
 
 
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("option", ALL_OPTIONS)
 def test_options_recompute_to_the_same_bits_and_every_parameter_learns(option):
     model = make_with(option)
     kept, recomputed = (loss_and_gradients(model, some_tokens(), each, True, False) for each in (False, True))
@@ -446,13 +465,13 @@ def test_options_recompute_to_the_same_bits_and_every_parameter_learns(option):
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     "option",
-    [option if option == ALL_KINDS else pytest.param(option, marks=pytest.mark.slow) for option in HEAD_OPTIONS],
+    [each if each in (ALL_KINDS, SCORES) else pytest.param(each, marks=pytest.mark.slow) for each in ALL_OPTIONS],
 )
 def test_options_compile_into_one_graph_for_all_blocks(option):
     """As compile=blocks does: the second and third block reuse the graph of the first."""
     model, tokens = make_with(option), some_tokens()
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call_block, backend=counter, fullgraph=True, dynamic=False)
     torch.testing.assert_close(model(tokens, call_block=compiled), model(tokens))
     assert counter.frame_count == 1

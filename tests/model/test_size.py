@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_options import HEAD_OPTIONS
+from head_options import ALL_OPTIONS
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -99,9 +99,9 @@ def test_flops_add_up_the_windows_of_the_layers():
     assert (wide - narrow, wide - mixed) == pytest.approx((3 * saved, 2 * saved), abs=1)
 
 
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("option", ALL_OPTIONS)
 def test_options_of_the_heads_are_counted(option):
-    of_model, of_attention = HEAD_OPTIONS[option]
+    of_model, of_attention = ALL_OPTIONS[option]
     config, attention = replace(TINY, **of_model), replace(REFERENCE, **of_attention)
     model, tokens = GPT(config, attention, V), torch.zeros(1, config.sequence_length, dtype=torch.int64)
     assert count_parameters(config, attention, V).total == sum(parameter.numel() for parameter in model.parameters())
@@ -113,10 +113,10 @@ def test_options_of_the_heads_are_counted(option):
     assert counter.get_total_flops() == (per_token + masked + again) * config.sequence_length
 
 
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("option", ALL_OPTIONS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_memory_of_options_is_what_the_allocator_really_hands_out(option, precision):
-    of_model, of_attention = HEAD_OPTIONS[option]
+    of_model, of_attention = ALL_OPTIONS[option]
     config = replace(TINY, d_model=96, d_mlp=256, n_layer=3, sequence_length=127, **of_model)
     attention = replace(ATTENTION, **of_attention)
     model = GPT(config, attention, V)

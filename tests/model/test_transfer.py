@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_options import ALL_KINDS, words_of
+from head_options import ALL_KINDS, SCORES, words_of
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
@@ -47,6 +47,7 @@ def test_factors_by_hand() -> None:
     assert transfer.factors("embedding.weight") == Factors(1, 1, 1, 1 / 4)
     assert transfer.factors("blocks.1.attention_norm.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.compatibility.matrix") == Factors(1, 1, 1, 1 / 8)
+    assert transfer.factors("blocks.1.attention.sink") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.mlp.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.value_embedding.table.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.value_embedding.projection.weight") == Factors(1, 1 / 4, 1, 1 / 8)
@@ -128,8 +129,9 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
         (["model.tied_head=false", "model.value_residual=false"], 0.1),
         ([], 0.17),
         pytest.param(words_of(ALL_KINDS), 0.17, marks=pytest.mark.slow),
+        pytest.param(words_of(SCORES), 0.17, marks=pytest.mark.slow),
     ],
-    ids=["plain", "default", "options of the heads"],
+    ids=["plain", "default", "options of the heads", "sinks"],
 )
 def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str], nearly: float) -> None:
     flat, swelling = (growth(optimizer, along, transfer, words) for transfer in (True, False))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import run_script, settings_in, tiny_command, tiny_words, with_own_mounts
-from head_options import ALL_KINDS, HEAD_OPTIONS, words_of
+from head_options import ALL_KINDS, HEAD_OPTIONS, SCORES, words_of
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.device import Choice
@@ -68,6 +68,7 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, tiny_run, tmp_path: Path) -> None:
     words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=normuon"]
     words += ["optimizer.average_half_life=3", *words_of(option)]
+    words += [*words_of(SCORES), "attention.window=[8, null]"]
     tiny_run("name=whole", *words)
     with pytest.MonkeyPatch.context() as patch:
         batch = TrainingStep.batch

@@ -95,6 +95,15 @@ def test_what_makes_the_run_cannot_change(key: str) -> None:
         typed(**{key: "77"})
 
 
+@pytest.mark.parametrize("value", [{"sink": True, "score_softcap": None}, {"sink": False, "score_softcap": 50.0}])
+def test_what_becomes_of_scores_cannot_change_and_is_absent_from_old_checkpoints(value: dict) -> None:
+    (key,) = [key for key in value if value[key]]
+    words = {f"attention.{key}": value[key]}
+    for saved in ({"sink": False, "score_softcap": None, "compatibility": "dot"}, {"compatibility": "dot"}):
+        with pytest.raises(UserError, match=f"attention.{key}=.* cannot replace attention.{key}=(False|None)"):
+            merge(SAVED | {"attention": saved}, COMPOSED | {"attention": {"compatibility": "dot"} | value}, {}, words)
+
+
 def test_numbers_are_the_same_however_they_are_written() -> None:
     assert same("1e-3") == same(0.001) and same(None) != same(0) and same(True) != same(1)
     assert same(10**400) == same(10**400) != same(10**401)  # an edited state.json may hold such a number

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from andrea.attention.compatibility import Compatibility
 from andrea.attention.mask import Mask
+from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
 
 Result = tuple[Tensor, AttentionStatistics | None]  # output (..., H, T, d_v); no statistics if Case.statistics is False
@@ -22,6 +23,8 @@ class Case:
     """query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v), and how the queries attend to the keys.
 
     start: position of the first query among the keys; S - T if None.
+    modifiers: what changes the scores before the mask, if anything.
+    sink: a logit per query head, (H,), or 0-dim without heads, that takes part in the softmax's denominator alone.
     statistics: whether to return statistics of the heads as well.
     compiled: whether torch.compile compiles the call; if None, `choose` asks torch whether it is tracing now.
     """
@@ -34,11 +37,22 @@ class Case:
     start: int | Tensor | None = None
     statistics: bool = False
     compiled: bool | None = None
+    modifiers: ScoreModifiers | None = None
+    sink: Tensor | None = None
 
     @property
     def first_position(self) -> int | Tensor:
         """Position of the first query among the keys."""
         return self.key.shape[-2] - self.query.shape[-2] if self.start is None else self.start
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap on the scores, if there is one."""
+        return None if self.modifiers is None else self.modifiers.softcap
+
+    @property
+    def alibi(self) -> bool:
+        return self.modifiers is not None and self.modifiers.alibi
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -77,6 +91,11 @@ class Case:
                 f"tensors of shape (B, H, T, d), `key_padding` needs lengths of shape (B, 1), and `packed_documents` needs "
                 f"documents of shape (B, 1, S)"
             )
+        if self.sink is not None and self.sink.shape != lead[-1:]:
+            raise ValueError(
+                f"the sink needs one logit for each query head, got sink {tuple(self.sink.shape)} and query "
+                f"{tuple(query.shape)}"
+            )
         if lead and (key.shape[-3] == 0 or lead[-1] % key.shape[-3]):
             raise ValueError(
                 f"key/value heads must divide the query heads, got query {tuple(query.shape)} and key {tuple(key.shape)}"
@@ -90,6 +109,13 @@ def refusal_of_kernels(case: Case, measures: bool = False) -> str | None:
         return f"every fused kernel needs a plain dot product, and {name} has no method `lower` that rewrites it as one"
     if case.statistics and not measures:
         return "it does not return statistics; use triton or reference"
+    return None
+
+
+def refusal_of_start(case: Case) -> str | None:
+    """The reason why a kernel that computes ALiBi's distances from an int `start` cannot serve the case, or None."""
+    if case.alibi and not isinstance(case.first_position, int):
+        return "ALiBi's distances need the position of the first query as an int, and it is a tensor here"
     return None
 
 

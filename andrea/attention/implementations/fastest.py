@@ -28,6 +28,7 @@ def measure(case: Case, n_batch: int) -> dict[str, float]:
     shapes = [(n_batch, *each.shape[1:]) for each in (case.query, case.key, case.value)]
     shapes.append((*shapes[0][:-1], case.value.shape[-1]))
     *leaves, upstream = (torch.randn(shape, dtype=case.query.dtype, device=case.query.device) for shape in shapes)
+    sink = None if case.sink is None else torch.zeros_like(case.sink).requires_grad_()
     leaves = [leaf.requires_grad_() for leaf in leaves]
     plain = dataclasses.replace(case, compatibility=DotProduct(), statistics=False)
     milliseconds = {}
@@ -36,11 +37,12 @@ def measure(case: Case, n_batch: int) -> dict[str, float]:
             continue
         # Training with triton computes statistics at every step, so their cost is part of its time.
         how = {"compatibility": plain.compatibility, "mask": case.mask, "statistics": name == "triton"}
+        how |= {"modifiers": case.modifiers, "sink": sink}
 
         def run(name: str = name, how: dict = how) -> None:
             output = attend(*leaves, **how, implementation=name)
             output = output[0] if isinstance(output, tuple) else output
-            torch.autograd.grad(output, leaves, upstream)
+            torch.autograd.grad(output, leaves if sink is None else [*leaves, sink], upstream)
 
         try:
             milliseconds[name] = median_milliseconds(run)

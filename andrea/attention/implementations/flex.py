@@ -14,15 +14,17 @@ from andrea.attention.implementations.case import (
     Result,
     as_batch_of_heads,
     refusal_of_kernels,
+    refusal_of_start,
     refusal_without_cuda,
 )
 from andrea.attention.mask import Causal, Mask, SlidingWindow, visible_interval, visible_keys
+from andrea.attention.modifiers import ScoreModifiers, alibi_slopes, capped
 from andrea.runtime.compiling import compile_graph
 
 
 def refusal(case: Case) -> str | None:
     """Why FlexAttention cannot serve the case, or None. On a CPU it has no backward pass."""
-    return refusal_of_kernels(case) or refusal_without_cuda(case)
+    return refusal_of_kernels(case) or refusal_without_cuda(case) or refusal_of_start(case)
 
 
 def run(case: Case) -> Result:
@@ -37,8 +39,29 @@ def run(case: Case) -> Result:
         by_position = isinstance(mask, (Causal, SlidingWindow)) and isinstance(start, int)
         block_mask = block_mask_of_positions(mask, *where) if by_position else block_mask_of_batch(mask, lead, *where)
     flex_attention = compiled_flex() if query.device.type == "cuda" else plain_flex()
-    output = flex_attention(query, key, value, block_mask=block_mask, scale=1.0, enable_gqa=n_head != key.shape[1])
+    options = {"block_mask": block_mask, "scale": 1.0, "enable_gqa": n_head != key.shape[1]}
+    if case.modifiers is not None:
+        options["score_mod"] = score_mod_of(case.modifiers, n_head, start, query.device)
+    if case.sink is None:
+        output = flex_attention(query, key, value, **options)
+    else:
+        output, log_sum_exp = flex_attention(query, key, value, **options, return_lse=True)
+        # With the sink in the denominator, e^lse / (e^lse + e^sink) of the weight remains on the keys.
+        kept = torch.sigmoid(log_sum_exp - case.sink.to(log_sum_exp.dtype)[..., None])
+        output = (output * kept[..., None]).to(output.dtype)
     return output.reshape(*lead, *output.shape[-2:]), None
+
+
+def score_mod_of(modifiers: ScoreModifiers, n_head: int, start: int, device: torch.device):
+    """The modifiers as FlexAttention takes them: a function of one score, its sequence, head, query and key."""
+    slopes = alibi_slopes(n_head, device)
+
+    def modify(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        if modifiers.softcap is not None:
+            score = capped(score, modifiers.softcap)
+        return score - slopes[h] * (i + start - j).abs() if modifiers.alibi else score
+
+    return modify
 
 
 @functools.lru_cache(maxsize=64)

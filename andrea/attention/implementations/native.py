@@ -1,4 +1,4 @@
-"""Our kernel for CPUs (kernels/attend.cpp): causal attention in bf16, forward and backward.
+"""Our kernel for CPUs (kernels/attend.cpp): causal attention in bf16, forward and backward, modifiers and sink included.
 
 H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head.
 """
@@ -10,6 +10,7 @@ import torch
 from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
 from andrea.attention.kernels.attend_cpp import library, native_attention
 from andrea.attention.mask import Causal
+from andrea.attention.modifiers import alibi_slopes
 
 D_STEP = 16  # the width of a head must be a multiple of this number
 
@@ -44,5 +45,8 @@ def has_native() -> bool:
 def run(case: Case) -> Result:
     query, key = case.lowered()
     tensors = (as_batch_of_heads(each.to(case.product_dtype)) for each in (query, key, case.value))
-    output, _ = native_attention(*tensors)  # (B, H, T, D)
+    n_head = query.shape[-3] if query.ndim > 2 else 1
+    slopes = alibi_slopes(n_head) if case.alibi else None
+    sink = None if case.sink is None else case.sink.float().reshape(-1)
+    output, _ = native_attention(*tensors, case.softcap or 0.0, slopes, sink)  # (B, H, T, D)
     return output.reshape(query.shape), None

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from andrea.attention.compatibility import Compatibility
 from andrea.attention.implementations.case import Case, Result
-from andrea.attention.mask import Mask, visible_keys
+from andrea.attention.mask import Mask, positions, visible_keys
+from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.shapes import shared_by_group
 from andrea.attention.statistics import statistics_of_scores
 
@@ -25,8 +26,8 @@ Scores = Callable[[Tensor, Tensor], Tensor]  # query (..., T, d_q), key (..., S,
 
 @dataclass(frozen=True)
 class Intermediates:
-    scores: Tensor  # (..., T, S), -inf where masked
-    weights: Tensor  # (..., T, S), the softmax of the scores
+    scores: Tensor  # (..., T, S), as modified, -inf where masked
+    weights: Tensor  # (..., T, S), the softmax of the scores; with a sink they sum to less than 1
     output: Tensor  # (..., T, d_v)
 
 
@@ -36,16 +37,17 @@ def refusal(case: Case) -> None:
 
 
 def run(case: Case) -> Result:
-    return result_of(
-        attend_reference(case.query, case.key, case.value, case.compatibility, case.mask, case.first_position), case
-    )
+    position = case.first_position
+    how = {"modifiers": case.modifiers, "sink": case.sink}
+    made = attend_reference(case.query, case.key, case.value, case.compatibility, case.mask, position, **how)
+    return result_of(made, case)
 
 
 def result_of(made: Intermediates, case: Case) -> Result:
     """The output, and the statistics of the scores if the case requires statistics."""
     if not case.statistics:
         return made.output, None
-    return made.output, statistics_of_scores(made.scores, made.weights, case.first_position)
+    return made.output, statistics_of_scores(made.scores, made.weights, case.first_position, case.sink)
 
 
 def attend_reference(
@@ -56,23 +58,36 @@ def attend_reference(
     mask: Mask | None,
     start: int | Tensor,
     scores_of: Scores | None = None,
+    modifiers: ScoreModifiers | None = None,
+    sink: Tensor | None = None,
 ) -> Intermediates:
     """output_i = Σ_j softmax_j(mask(f(q_i, k_j))) v_j (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
     query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v). The softmax is computed in fp32 or higher. A
     query that sees no key gets an output of zeros. start: position of the first query among the keys.
-    scores_of: computes the scores in place of `compatibility.scores`.
+    scores_of: computes the scores in place of `compatibility.scores`. modifiers, sink: as in `Case`.
     """
     key, value = shared_by_group(key, query), shared_by_group(value, query)
     scores = (scores_of or compatibility.scores)(query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if modifiers is not None:
+        query_position = positions(query.shape[-2], start, query.device)[..., None]
+        scores = modifiers.modified(scores, query_position, torch.arange(key.shape[-2], device=query.device))
     if mask is None:
-        weights = scores.softmax(dim=-1)
+        weights = softmax_of(scores, sink)
     else:
         visible = visible_keys(mask, query.shape[-2], key.shape[-2], start, query.device)
         nothing_visible = ~visible.any(dim=-1, keepdim=True)
         scores = scores.masked_fill(~visible, -torch.inf)
         # The softmax of a row of -inf is NaN, and so is its gradient. Such a row enters the softmax as zeros, and its
         # weights are set to zero afterwards.
-        weights = scores.masked_fill(nothing_visible, 0).softmax(dim=-1).masked_fill(nothing_visible, 0)
+        weights = softmax_of(scores.masked_fill(nothing_visible, 0), sink).masked_fill(nothing_visible, 0)
     return Intermediates(scores, weights, weights.to(value.dtype) @ value)
+
+
+def softmax_of(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """The softmax of scores (..., H, T, S): e^(s_j) / (Σ_j' e^(s_j') + e^sink), with a sink (H,), else without e^sink."""
+    if sink is None:
+        return scores.softmax(dim=-1)
+    column = sink.to(scores.dtype)[..., None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from andrea.attention.implementations.case import Case, Result, refusal_of_kernels, refusal_without_cuda
-from andrea.attention.mask import Causal, visible_keys
+from andrea.attention.mask import Causal, positions, visible_keys
+from andrea.attention.modifiers import distance_bias
 
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -23,15 +25,25 @@ SDPA_BACKENDS = {
 
 def refusal(case: Case, backend: str | None = None) -> str | None:
     """Why torch's kernels cannot serve the case, or None. backend: one of SDPA_BACKENDS; None for torch's own choice."""
-    if backend is None:
-        return refusal_of_kernels(case)
-    reason = refusal_of_kernels(case) or refusal_without_cuda(case)
+    reason = refusal_of_kernels(case) or refusal_of_scores(case)
+    if reason is not None or backend is None:
+        return reason
+    reason = refusal_without_cuda(case)
     if reason is not None:
         return reason
+    if backend == "sdpa_flash" and case.alibi:
+        return "torch's flash kernel adds no bias to the scores, which ALiBi needs"
     square = case.query.shape[-2] == case.key.shape[-2]
     if backend == "sdpa_flash" and not (case.mask is None or (isinstance(case.mask, Causal) and square)):
         return "torch's flash kernel supports only the causal mask, with equal numbers of queries and keys"
     return None
+
+
+def refusal_of_scores(case: Case) -> str | None:
+    """Why torch's kernels cannot compute the case's scores and softmax, or None. They can add ALiBi's bias."""
+    if case.softcap is not None:
+        return "torch's kernels do not cap scores"
+    return None if case.sink is None else "torch's kernels have no sink in the softmax"
 
 
 def run(case: Case, backend: str | None = None) -> Result:
@@ -40,6 +52,9 @@ def run(case: Case, backend: str | None = None) -> Result:
     n_query, n_key = query.shape[-2], key.shape[-2]
     attend_by = kernel_of(backend)
     options = {"scale": 1.0, "enable_gqa": query.ndim > 2 and query.shape[-3] != key.shape[-3]}
+    if case.alibi:
+        bias = bias_of(case, query).to(case.product_dtype)
+        return attend_by(query, key, case.value, attn_mask=bias, **options), None
     if isinstance(mask, Causal) and isinstance(start, int):
         if start == 0 and n_query == n_key:
             return attend_by(query, key, case.value, is_causal=True, **options), None
@@ -47,6 +62,17 @@ def run(case: Case, backend: str | None = None) -> Result:
             mask = None
     visible = None if mask is None else visible_keys(mask, n_query, n_key, start, query.device)
     return attend_by(query, key, case.value, attn_mask=visible, **options), None
+
+
+def bias_of(case: Case, query: Tensor) -> Tensor:
+    """What ALiBi adds to the scores, -inf where masked: (..., H, T, S), without H for a query (T, d)."""
+    n_query, n_key, device = query.shape[-2], case.key.shape[-2], query.device
+    query_position = positions(n_query, case.first_position, device)[..., None]
+    n_head = query.shape[-3] if query.ndim > 2 else 1
+    bias = distance_bias(n_head, query_position, torch.arange(n_key, device=device), torch.float32)
+    if case.mask is None:
+        return bias
+    return bias.masked_fill(~visible_keys(case.mask, n_query, n_key, case.first_position, device), -torch.inf)
 
 
 def kernel_of(backend: str | None) -> Callable[..., Tensor]:

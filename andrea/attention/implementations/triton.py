@@ -11,9 +11,10 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
+from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels, refusal_of_start
 from andrea.attention.mask import Causal, visible_interval
-from andrea.attention.statistics import statistics_of_pass
+from andrea.attention.modifiers import alibi_slopes
+from andrea.attention.statistics import FusedPass, statistics_of_pass
 
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # a constant: torch
 
 def refusal(case: Case) -> str | None:
     """Why the kernel cannot serve the case, or None."""
-    reason = refusal_of_kernels(case, measures=True)
+    reason = refusal_of_kernels(case, measures=True) or refusal_of_start(case)
     if reason is not None:
         return reason
     query, key, value, mask = case.query, case.key, case.value, case.mask
@@ -76,7 +77,10 @@ def run(case: Case) -> Result:
         first,
         stop,
         causal,
-        start if causal else 0,
+        start if isinstance(start, int) else 0,
+        case.softcap or 0.0,
+        alibi_slopes(query.shape[-3] if lead else 1, query.device) if case.alibi else None,
+        None if case.sink is None else case.sink.float().reshape(-1),
         case.statistics,
         torch.are_deterministic_algorithms_enabled() or not ATOMICS_ARE_FASTER,
     )
@@ -84,7 +88,8 @@ def run(case: Case) -> Result:
     if not case.statistics:
         return output, None
     log_sum_exp, largest, entropy = (row.detach().reshape(*lead, n_query) for row in rows)
-    return output, statistics_of_pass(query, key, mask, start, log_sum_exp, largest, entropy)
+    measured = FusedPass(log_sum_exp, largest, entropy, case.modifiers, case.sink)
+    return output, statistics_of_pass(query, key, mask, start, measured)
 
 
 def of_heads(end: Tensor, lead: torch.Size) -> Tensor:

@@ -54,6 +54,41 @@ __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
+// How scores become weights (attention/modifiers.py). cap: of the scores, or 0. slopes: ALiBi's, (H), or null. sinks: the
+// logits of the attention sinks, (H), or null.
+struct Scoring {
+    float cap;
+    const float *slopes, *sinks;
+};
+
+// tanh from e^(-2|x|), and from its series near 0, where 1 - e^(-2|x|) would cancel.
+__m512 tangent(__m512 x) {
+    const __m512 size = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x), one = _mm512_set1_ps(1);
+    const __m512 e = exponential(_mm512_mul_ps(size, _mm512_set1_ps(-2)));
+    __m512 near = _mm512_set1_ps(-1382.0f / 155925);
+    for (float c : {62.0f / 2835, -17.0f / 315, 2.0f / 15, -1.0f / 3, 1.0f})
+        near = _mm512_fmadd_ps(near, square, _mm512_set1_ps(c));
+    const __m512 far = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    const __mmask16 is_near = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.25f), _CMP_LT_OQ);
+    const __m512 y = _mm512_mask_mul_ps(far, is_near, size, near);
+    return _mm512_mask_sub_ps(y, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), _mm512_setzero_ps(), y);
+}
+
+// The scores of query i with the 16 keys from position `column` on, as modified. capped: receives tanh(s / cap) of each
+// score s, if there is a cap.
+__m512 modified(__m512 s, const Scoring& scoring, int64_t h, int64_t i, int64_t column, __m512& capped) {
+    if (scoring.cap > 0) {
+        capped = tangent(_mm512_div_ps(s, _mm512_set1_ps(scoring.cap)));
+        s = _mm512_mul_ps(_mm512_set1_ps(scoring.cap), capped);
+    }
+    if (scoring.slopes) {
+        const __m512 lanes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512 distance = _mm512_sub_ps(_mm512_set1_ps(float(i - column)), lanes);  // below 0 for masked keys alone
+        s = _mm512_fnmadd_ps(_mm512_set1_ps(scoring.slopes[h]), distance, s);
+    }
+    return s;
+}
+
 // C = A B, or C += A B with ADD: A (M, 2 · pairs), packed B, C (M, 16 · N). a_step and c_step: strides of the rows of A and C.
 template <int M, int N, bool ADD>
 void tile(const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs) {
@@ -134,7 +169,9 @@ __mmask16 visible(int64_t column, int64_t query) {
 void forward(
     const BF16* q, int64_t q_step, const BF16* keys, const BF16* values, BF16* out, int64_t out_step, float* lse,
     int64_t n_token, int64_t capacity, int64_t d, std::vector<float>& scores, std::vector<BF16>& weights,
-    std::vector<float>& block) {
+    std::vector<float>& block, const Scoring& scoring, int64_t h) {
+    const bool changes = scoring.cap > 0 || scoring.slopes;
+    __m512 capped;
     for (int64_t first = 0; first < n_token; first += QUERIES) {
         const int64_t rows = std::min(QUERIES, n_token - first);
         const int64_t columns = up_to(first + rows, COLUMNS);
@@ -143,9 +180,12 @@ void forward(
         for (int64_t m = 0; m < rows; ++m) {
             float* s = scores.data() + m * capacity;
             __m512 most = _mm512_set1_ps(-INFINITY);
+            for (int64_t n = 0; changes && n < columns; n += LANES)
+                _mm512_storeu_ps(s + n, modified(_mm512_loadu_ps(s + n), scoring, h, first + m, n, capped));
             for (int64_t n = 0; n < columns; n += LANES)
                 most = _mm512_mask_max_ps(most, visible(n, first + m), most, _mm512_loadu_ps(s + n));
-            const float largest = _mm512_reduce_max_ps(most);
+            float largest = _mm512_reduce_max_ps(most);
+            if (scoring.sinks) largest = std::max(largest, scoring.sinks[h]);
             __m512 total = _mm512_setzero_ps();
             for (int64_t n = 0; n < columns; n += LANES) {
                 const __m512 p = _mm512_maskz_mov_ps(
@@ -154,7 +194,8 @@ void forward(
                 total = _mm512_add_ps(total, p);
                 store(weights.data() + m * capacity + n, p);
             }
-            const float sum = _mm512_reduce_add_ps(total);
+            float sum = _mm512_reduce_add_ps(total);
+            if (scoring.sinks) sum += std::exp(scoring.sinks[h] - largest);
             scale[m] = 1 / sum;
             lse[first + m] = largest + std::log(sum);
         }
@@ -175,7 +216,8 @@ extern "C" int multiplies_bf16() { return 1; }
 
 extern "C" void attend_forward(
     const BF16* q, const BF16* k, const BF16* v, BF16* out, float* lse, const int64_t* steps, int64_t n_batch,
-    int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d) {
+    int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d, float cap, const float* slopes, const float* sinks) {
+    const Scoring scoring{cap, slopes, sinks};
     const int64_t shared = n_head / n_kv_head, capacity = up_to(n_token, COLUMNS);
     const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9;
 #pragma omp parallel
@@ -190,16 +232,19 @@ extern "C" void attend_forward(
             for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
                 forward(
                     q + b * sq[0] + h * sq[1], sq[2], keys.data(), values.data(), out + b * so[0] + h * so[1], so[2],
-                    lse + (b * n_head + h) * n_token, n_token, capacity, d, scores, weights, block);
+                    lse + (b * n_head + h) * n_token, n_token, capacity, d, scores, weights, block, scoring, h);
         }
     }
 }
 
 // With P = e^(scores - lse) and dP = d_out Vᵀ, the gradient of the scores is dS = P (dP - own), where own is the sum of
-// out · d_out over a row. Then d_q = dS K, d_k = dSᵀ Q and d_v = Pᵀ d_out.
+// out · d_out over a row. With a cap, dS is multiplied by the cap's derivative 1 - tanh². A sink is part of lse. Then d_q = dS K, d_k = dSᵀ Q and d_v = Pᵀ d_out.
 extern "C" void attend_backward(
     const BF16* q, const BF16* k, const BF16* v, const BF16* out, const float* lse, const BF16* d_out, BF16* d_q, BF16* d_k,
-    BF16* d_v, const int64_t* steps, int64_t n_batch, int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d) {
+    BF16* d_v, const int64_t* steps, int64_t n_batch, int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d,
+    float cap, const float* slopes) {
+    const Scoring scoring{cap, slopes, nullptr};
+    const bool changes = cap > 0 || slopes;
     const int64_t shared = n_head / n_kv_head, capacity = up_to(n_token, COLUMNS);
     const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9, *sg = steps + 12, *sdq = steps + 15,
                   *sdk = steps + 18, *sdv = steps + 21;
@@ -238,11 +283,14 @@ extern "C" void attend_backward(
                                 if (m + i >= rows) continue;
                                 const int64_t place = (m + i) * capacity + n;
                                 const __mmask16 seen = visible(n, first + m + i);
+                                __m512 s = _mm512_loadu_ps(scores.data() + place), capped;
+                                if (changes) s = modified(s, scoring, h, first + m + i, n, capped);
                                 const __m512 p = _mm512_maskz_mov_ps(
-                                    seen, exponential(_mm512_sub_ps(
-                                              _mm512_loadu_ps(scores.data() + place), _mm512_set1_ps(of_lse[i]))));
-                                const __m512 ds = _mm512_maskz_mul_ps(
+                                    seen, exponential(_mm512_sub_ps(s, _mm512_set1_ps(of_lse[i]))));
+                                __m512 ds = _mm512_maskz_mul_ps(
                                     seen, p, _mm512_sub_ps(_mm512_loadu_ps(d_weights.data() + place), _mm512_set1_ps(own[i])));
+                                if (cap > 0)
+                                    ds = _mm512_mul_ps(ds, _mm512_fnmadd_ps(capped, capped, _mm512_set1_ps(1)));
                                 p_bits[i] = rounded(p);
                                 s_bits[i] = rounded(ds);
                                 store(d_scores.data() + place, ds);

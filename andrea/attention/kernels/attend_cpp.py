@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from andrea.runtime.native import COUNT, POINTER, compiled_library
+from andrea.attention.kernels.sink import sink_gradient
+from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 
 SOURCE = Path(__file__).with_name("attend.cpp")
 
@@ -23,53 +24,71 @@ def library() -> ctypes.CDLL | None:
     functions = compiled_library(SOURCE)
     if functions is None or not functions.multiplies_bf16():
         return None
-    functions.attend_forward.argtypes = [POINTER] * 6 + [COUNT] * 5
-    functions.attend_backward.argtypes = [POINTER] * 10 + [COUNT] * 5
+    functions.attend_forward.argtypes = [POINTER] * 6 + [COUNT] * 5 + [NUMBER] + [POINTER] * 2
+    functions.attend_backward.argtypes = [POINTER] * 10 + [COUNT] * 5 + [NUMBER] + [POINTER]
     functions.attend_forward.restype = functions.attend_backward.restype = None
     return functions
 
 
 @torch.library.custom_op("andrea::native_attention", mutates_args=())
-def native_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def native_attention(
+    query: Tensor, key: Tensor, value: Tensor, softcap: float, slopes: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Causal attention in bf16. query (B, H, T, D), key and value (B, G, T, D) -> output (B, H, T, D), and log-sum-exp
-    (B, H, T) in fp32.
+    (B, H, T) in fp32. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks' logits (H,). Both
+    are fp32.
     """
     query, key, value = in_rows(query), in_rows(key), in_rows(value)
     output, lse = outputs(query)
     tensors = query, key, value, output
-    library().attend_forward(*map(Tensor.data_ptr, tensors), lse.data_ptr(), steps_of(*tensors), *shape_of(query, key))
+    pointers = *map(Tensor.data_ptr, tensors), lse.data_ptr()
+    scoring = softcap, address_of(slopes), address_of(sink)
+    library().attend_forward(*pointers, steps_of(*tensors), *shape_of(query, key), *scoring)
     return output, lse
 
 
 @native_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _(query, key, value, softcap, slopes, sink) -> tuple[Tensor, Tensor]:
     return outputs(query)
 
 
 @torch.library.custom_op("andrea::native_attention_backward", mutates_args=())
 def native_attention_backward(
-    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, d_output: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    d_output: Tensor,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, output, d_output = map(in_rows, (query, key, value, output, d_output))
     gradients = tuple(map(like, (query, key, value)))
     before, after = (query, key, value, output), (d_output, *gradients)
     pointers = *map(Tensor.data_ptr, before), lse.contiguous().data_ptr(), *map(Tensor.data_ptr, after)
-    library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key))
+    library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key), softcap, address_of(slopes))
     return gradients
 
 
 @native_attention_backward.register_fake
-def _(query, key, value, output, lse, d_output) -> tuple[Tensor, Tensor, Tensor]:
+def _(query, key, value, slopes, output, lse, d_output, softcap) -> tuple[Tensor, Tensor, Tensor]:
     return like(query), like(key), like(value)
 
 
 def keep(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output)
+    query, key, value, ctx.softcap, slopes, sink = inputs
+    ctx.save_for_backward(query, key, value, slopes, *output, sink)
     ctx.mark_non_differentiable(output[1])
 
 
-def differentiate(ctx, d_output: Tensor, _) -> tuple[Tensor, Tensor, Tensor]:
-    return native_attention_backward(*ctx.saved_tensors, d_output)
+def differentiate(ctx, d_output: Tensor, _) -> tuple[Tensor | None, ...]:
+    *saved, output, lse, sink = ctx.saved_tensors
+    gradients = native_attention_backward(*saved, output, lse, d_output, ctx.softcap)
+    if sink is None:
+        return *gradients, None, None, None
+    delta = (output.float() * d_output.float()).sum(-1)
+    return *gradients, None, None, sink_gradient(sink, lse, delta)
 
 
 native_attention.register_autograd(differentiate, setup_context=keep)
@@ -83,6 +102,10 @@ def like(x: Tensor) -> Tensor:
 
 def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
     return like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def address_of(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -17,6 +17,10 @@ other way is atomic additions in the first kernel. They save two matrix products
 A mask has one of three modes. NONE: every query sees every key. CAUSAL: the kernel computes visibility from positions.
 INTERVAL: query i sees the keys first[i] .. stop[i]-1, and neither end decreases in i. In every mode, blocks without a
 visible pair are skipped, and blocks in which every pair is visible are computed without a mask.
+
+CAPPED and SLOPED: the modifiers of attention/modifiers.py, a soft cap on scores and ALiBi. The backward pass computes them
+again. With SINK, the sink's logit joins the denominator after the last key; the statistics but the log-sum-exp are those
+of the keys alone. The sink's gradient is kernels/sink.py.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from andrea.attention.kernels.sink import sink_gradient
 
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -175,6 +181,41 @@ def head_of(source, b, h, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
 
 
 @triton.jit
+def tanh(x):
+    """From e^(-2|x|), and from the series near 0, where 1 - e^(-2|x|) would cancel."""
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2 * LOG2_E))
+    square = x * x
+    near = 1 + square * (
+        -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835 - square * (1382 / 155925))))
+    )
+    far = (1 - e) / (1 + e)
+    return tl.where(size < 0.25, x * near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def modified(s, rows, keys, start, cap, slope, CAPPED: tl.constexpr, SLOPED: tl.constexpr):
+    """The modified scores, and the derivative of the cap at each score (of no use without CAPPED). rows and keys broadcast
+    to the shape of s."""
+    derivative = 1.0
+    if CAPPED:
+        capped = tanh(s / cap)
+        s = cap * capped
+        derivative = 1 - capped * capped
+    if SLOPED:
+        s = s - slope * tl.abs(rows + start - keys).to(tl.float32)
+    return s, derivative
+
+
+@triton.jit
+def load_slope(slopes, h, SLOPED: tl.constexpr):
+    if SLOPED:
+        return tl.load(slopes + h)
+    else:
+        return 0.0
+
+
+@triton.jit
 def log2_weight(s, base, PRECISION: tl.constexpr):
     """(s - base) log2(e). For 16-bit inputs this is one fused multiply-add. In full fp32 the difference is computed first,
     because the difference is exact where the weight is large."""
@@ -189,10 +230,10 @@ def log2_weight(s, base, PRECISION: tl.constexpr):
 
 @triton.jit
 def forward_stretch(
-    carried, q, k_head, v_head, k_stride, v_stride, rows, interval, b, h, g, start, T, S, low, high,
+    carried, q, k_head, v_head, k_stride, v_stride, rows, interval, b, h, g, start, T, S, low, high, cap, slope,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Update the running values (z, m, total, c) of a block of queries with the keys low .. high-1. `total` is l in the
     module's docstring, which also defines z, m and c."""
@@ -201,6 +242,7 @@ def forward_stretch(
         keys = n0 + tl.arange(0, BLOCK_N)
         k = load_block(k_head, b, g, n0, S, k_stride, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), not yet in base 2
+        s, _ = modified(s, rows[:, None], keys[None, :], start, cap, slope, CAPPED, SLOPED)
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
@@ -223,12 +265,13 @@ def forward_stretch(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, z, lse, largest, entropy, first, stop,
+    q, k, v, z, lse, largest, entropy, first, stop, slopes, sink,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, z_b, z_h, z_t, i_b, i_h, i_t,
-    H, T, S, start, GROUP,
+    H, T, S, start, GROUP, cap,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics of BLOCK_M queries of one head."""
     n_block = tl.cdiv(T, BLOCK_M)
@@ -241,6 +284,7 @@ def forward_kernel(
 
     q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, tl.arange(0, PADDED_QK), D_QK, PADDED_QK, True)
     g = h // GROUP
+    slope = load_slope(slopes, h, SLOPED)
     k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
     carried = (
         tl.zeros([BLOCK_M, PADDED_V], tl.float32),
@@ -251,28 +295,38 @@ def forward_kernel(
     if MODE == INTERVAL:
         carried = forward_stretch(
             carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, low, full_low,
-            D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
+            cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
+            CAPPED, SLOPED,
         )  # fmt: skip
     carried = forward_stretch(
         carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_low, full_high,
-        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION, DESCRIPTORS,
+        cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION, DESCRIPTORS,
+        CAPPED, SLOPED,
     )  # fmt: skip
     carried = forward_stretch(
         carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_high, high,
-        D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
+        cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
+        CAPPED, SLOPED,
     )  # fmt: skip
 
     z_tile, m, total, c = carried
     blind = total == 0
     total = tl.where(blind, 1.0, total)
+    top, whole = m, total  # of keys and sink: the largest logit, and the denominator in units of e^top
+    if SINK:
+        sink_logit = tl.load(sink + h)
+        top = tl.maximum(m, sink_logit)
+        shrink = tl.exp2((m - top) * LOG2_E)
+        whole = total * shrink + tl.exp2((sink_logit - top) * LOG2_E)
+        z_tile = z_tile * shrink[:, None]
     inside = rows < T
     columns = tl.arange(0, PADDED_V)
     z_pointers = z + b * z_b + h * z_h + rows[:, None] * z_t + columns[None, :]
     tl.store(
-        z_pointers, (z_tile / total[:, None]).to(z.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < D_V)
+        z_pointers, (z_tile / whole[:, None]).to(z.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < D_V)
     )
     row = bh.to(tl.int64) * T + rows
-    tl.store(lse + row, tl.where(blind, float("-inf"), m + tl.log2(total) * LN_2), mask=inside)
+    tl.store(lse + row, tl.where(blind, float("-inf"), top + tl.log2(whole) * LN_2), mask=inside)
     if STATISTICS:
         tl.store(largest + row, tl.where(blind, float("-inf"), m), mask=inside)
         tl.store(entropy + row, tl.where(blind, 0.0, (tl.log2(total) - c / total) * LN_2), mask=inside)
@@ -307,9 +361,10 @@ def load_row_sums(lse, delta, rows, T):
 @triton.jit
 def keys_stretch(
     carried, k, v, q_head, dz_head, dq_base, lse, delta, interval, b, h, keys, q_t, dz_t, dq_t, start, T, S, low, high,
+    cap, slope,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the queries low .. high-1 to the gradients (dk, dv) of a block of keys. Scores and
     weights are (N, M)."""
@@ -319,6 +374,7 @@ def keys_stretch(
         q = load_block(q_head, b, h, m0, T, q_t, D_QK, PADDED_QK, BLOCK_M, True, DESCRIPTORS)
         log_sum, row_delta = load_row_sums(lse, delta, rows, T)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        s, derivative = modified(s, rows[None, :], keys[:, None], start, cap, slope, CAPPED, SLOPED)
         p = tl.exp2(log2_weight(s, log_sum[None, :], PRECISION))
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
@@ -327,7 +383,10 @@ def keys_stretch(
         dz = load_block(dz_head, b, h, m0, T, dz_t, D_V, PADDED_V, BLOCK_M, True, DESCRIPTORS)
         dv = tl.dot(p.to(dz.dtype), dz, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dz), input_precision=PRECISION)
-        ds = (p * (dp - row_delta[None, :])).to(q.dtype)
+        ds = p * (dp - row_delta[None, :])
+        if CAPPED:
+            ds = ds * derivative
+        ds = ds.to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if ATOMIC_DQ:
             columns_qk = tl.arange(0, PADDED_QK)
@@ -339,13 +398,14 @@ def keys_stretch(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dz, lse, delta, dk, dv, dq, first, stop, query_low, query_high,
+    q, k, v, dz, lse, delta, dk, dv, dq, first, stop, query_low, query_high, slopes,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dq_b, dq_h, dq_t,
     i_b, i_h, i_t, r_b, r_h, r_n,
-    H, T, S, start, GROUP,
+    H, T, S, start, GROUP, cap,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys of one key/value head; with ATOMIC_DQ also the contribution of these keys to dQ."""
     groups, n_block = H // GROUP, tl.cdiv(S, BLOCK_N)
@@ -359,6 +419,7 @@ def keys_kernel(
     carried = tl.zeros([BLOCK_N, PADDED_QK], tl.float32), tl.zeros([BLOCK_N, PADDED_V], tl.float32)
     for member in tl.range(0, GROUP):
         h = g * GROUP + member
+        slope = load_slope(slopes, h, SLOPED)
         low, full_low, high = 0, 0, T
         if MODE == CAUSAL:  # key n is visible from row n - start on
             low = tl.maximum(n0 - start, 0) // BLOCK_M * BLOCK_M
@@ -375,23 +436,26 @@ def keys_kernel(
         if MODE == INTERVAL:
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
-                q_t, dz_t, dq_t, start, T, S, low, high,
+                q_t, dz_t, dq_t, start, T, S, low, high, cap, slope,
                 D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                CAPPED, SLOPED,
             )  # fmt: skip
         else:
             if MODE == CAUSAL:
                 carried = keys_stretch(
                     carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
-                    q_t, dz_t, dq_t, start, T, S, low, full_low,
+                    q_t, dz_t, dq_t, start, T, S, low, full_low, cap, slope,
                     D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                    CAPPED, SLOPED,
                 )  # fmt: skip
             # Keys beyond the last one are zeros, so without a mask their weights would be e^-lse. With ATOMIC_DQ these
             # weights would enter dQ, so every block is masked. Without ATOMIC_DQ they enter only rows of dK and dV that
             # are not stored.
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
-                q_t, dz_t, dq_t, start, T, S, full_low, high,
+                q_t, dz_t, dq_t, start, T, S, full_low, high, cap, slope,
                 D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, ATOMIC_DQ, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                CAPPED, SLOPED,
             )  # fmt: skip
     dk_tile, dv_tile = carried
     inside = keys[:, None] < S
@@ -403,9 +467,10 @@ def keys_kernel(
 
 @triton.jit
 def queries_stretch(
-    dq, q, dz, k_head, v_head, k_t, v_t, log_sum, delta, rows, interval, b, h, g, start, T, S, low, high,
+    dq, q, dz, k_head, v_head, k_t, v_t, log_sum, delta, rows, interval, b, h, g, start, T, S, low, high, cap, slope,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the keys low .. high-1 to the gradient dq of a block of queries."""
     for n0 in tl.range(low, high, BLOCK_N):
@@ -413,24 +478,29 @@ def queries_stretch(
         k = load_block(k_head, b, g, n0, S, k_t, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
         v = load_block(v_head, b, g, n0, S, v_t, D_V, PADDED_V, BLOCK_N, MASKED, DESCRIPTORS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s, derivative = modified(s, rows[:, None], keys[None, :], start, cap, slope, CAPPED, SLOPED)
         p = tl.exp2(log2_weight(s, log_sum[:, None], PRECISION))
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
             p = tl.where(visible, p, 0.0)
         dp = tl.dot(dz, tl.trans(v), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        ds = p * (dp - delta[:, None])
+        if CAPPED:
+            ds = ds * derivative
+        ds = ds.to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
 @triton.jit
 def queries_kernel(
-    q, k, v, dz, lse, delta, dq, first, stop,
+    q, k, v, dz, lse, delta, dq, first, stop, slopes,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dq_b, dq_h, dq_t, i_b, i_h, i_t,
-    H, T, S, start, GROUP,
+    H, T, S, start, GROUP, cap,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M queries of one head."""
     n_block = tl.cdiv(T, BLOCK_M)
@@ -445,20 +515,24 @@ def queries_kernel(
     row = bh.to(tl.int64) * T
     log_sum, row_delta = load_row_sums(lse + row, delta + row, rows, T)
     g = h // GROUP
+    slope = load_slope(slopes, h, SLOPED)
     k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
     dq_tile = tl.zeros([BLOCK_M, PADDED_QK], tl.float32)
     if MODE == INTERVAL:
         dq_tile = queries_stretch(
             dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
-            low, full_low, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
+            low, full_low, cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
+            CAPPED, SLOPED,
         )  # fmt: skip
     dq_tile = queries_stretch(
         dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
-        full_low, full_high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION, DESCRIPTORS,
+        full_low, full_high, cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION, DESCRIPTORS,
+        CAPPED, SLOPED,
     )  # fmt: skip
     dq_tile = queries_stretch(
         dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
-        full_high, high, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
+        full_high, high, cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
+        CAPPED, SLOPED,
     )  # fmt: skip
     pointers = dq + b * dq_b + h * dq_h + rows[:, None] * dq_t + columns_qk[None, :]
     tl.store(pointers, dq_tile.to(dq.dtype.element_ty), mask=(rows[:, None] < T) & (columns_qk[None, :] < D_QK))
@@ -515,6 +589,10 @@ def shape_constants(query: Tensor, value: Tensor) -> dict:
     return {"D_QK": d_qk, "D_V": d_v, "PADDED_QK": padded(d_qk), "PADDED_V": padded(d_v), "PRECISION": precision}
 
 
+def modifier_constants(softcap: float, slopes: Tensor | None) -> dict:
+    return {"CAPPED": softcap > 0, "SLOPED": slopes is not None}
+
+
 def interval_of(first: Tensor | None, stop: Tensor | None, query: Tensor, causal: bool) -> tuple:
     """Return (mode, first, stop, strides): the mask's mode; for each query the index of the first key that it sees and
     the index after the last, as (B, H, T) views; and the strides of these views."""
@@ -550,6 +628,9 @@ def fused_attention(
     stop: Tensor | None,
     causal: bool,
     start: int,
+    softcap: float,
+    slopes: Tensor | None,
+    sink: Tensor | None,
     statistics: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -559,6 +640,8 @@ def fused_attention(
     logit and the entropy are empty. If first and stop are given, query i sees the keys first[i] .. stop[i]-1; both are
     int32, broadcastable to (B, H, T), have equal strides and do not decrease in i. With `causal` query i sees the keys
     0 .. start + i, otherwise all keys. deterministic: whether the backward pass computes dQ without atomic additions.
+    start: position of the first query. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks'
+    logits (H,). Both are fp32.
     """
     query, key, value = rows_first(query), rows_first(key), rows_first(value)
     n_batch, n_head, n_query = query.shape[:3]
@@ -571,11 +654,12 @@ def fused_attention(
     k_source, v_source, descriptors = described(key, value, blocks.n)
     launch(
         forward_kernel, triton.cdiv(n_query, blocks.m) * n_batch * n_head, query,
-        query, k_source, v_source, output, lse, largest, entropy, first, stop,
+        query, k_source, v_source, output, lse, largest, entropy, first, stop, slopes, sink,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
-        n_head, n_query, n_key, start, n_head // n_group,
+        n_head, n_query, n_key, start, n_head // n_group, softcap,
         **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
-        DESCRIPTORS=descriptors, num_warps=blocks.warps, num_stages=blocks.stages,
+        DESCRIPTORS=descriptors, SINK=sink is not None, **modifier_constants(softcap, slopes),
+        num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return output, lse, largest, entropy
 
@@ -588,7 +672,7 @@ def empty_outputs(query: Tensor, value: Tensor, statistics: bool) -> tuple[Tenso
 
 
 @fused_attention.register_fake
-def _(query, key, value, first, stop, causal, start, statistics, deterministic):
+def _(query, key, value, first, stop, causal, start, softcap, slopes, sink, statistics, deterministic):
     return empty_outputs(query, value, statistics)
 
 
@@ -604,15 +688,18 @@ def fused_attention_backward(
     stop: Tensor | None,
     causal: bool,
     start: int,
+    softcap: float,
+    slopes: Tensor | None,
+    sink: Tensor | None,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in their shapes and types."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sink, in their shapes and types; the last is empty without a sink."""
     d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
     n_batch, n_head, n_query = query.shape[:3]
     n_group, n_key, d_v = value.shape[1:]
-    d_query, d_key, d_value = empty_gradients(query, key, value)
+    d_query, d_key, d_value, d_sink = empty_gradients(query, key, value, sink)
     if 0 in (n_batch, n_head, n_query):
-        return d_query.zero_(), d_key.zero_(), d_value.zero_()
+        return d_query.zero_(), d_key.zero_(), d_value.zero_(), d_sink.zero_()
     mode, first, stop, strides = interval_of(first, stop, query, causal)
     constants, blocks = shape_constants(query, value), tuned_for(query, value)
 
@@ -623,6 +710,9 @@ def fused_attention_backward(
         D_V=d_v, PADDED_V=constants["PADDED_V"], BLOCK_M=64,
     )  # fmt: skip
 
+    if sink is not None:
+        d_sink = sink_gradient(sink, lse, delta)
+    modifiers = modifier_constants(softcap, slopes)
     low, high, range_strides = (
         query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
     )
@@ -630,30 +720,32 @@ def fused_attention_backward(
     q_source, dz_source, descriptors = described(query, d_output, blocks.keys.m)
     launch(
         keys_kernel, triton.cdiv(n_key, blocks.keys.n) * n_batch * n_group, query,
-        q_source, key, value, dz_source, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high,
+        q_source, key, value, dz_source, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high, slopes,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
         *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
-        n_head, n_query, n_key, start, n_head // n_group,
+        n_head, n_query, n_key, start, n_head // n_group, softcap,
         **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=not deterministic,
-        DESCRIPTORS=descriptors, num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
+        DESCRIPTORS=descriptors, **modifiers, num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
     )  # fmt: skip
     if not deterministic:
-        return d_query_sum.to(query.dtype), d_key, d_value
+        return d_query_sum.to(query.dtype), d_key, d_value, d_sink
     k_source, v_source, descriptors = described(key, value, blocks.queries.n)
     launch(
         queries_kernel, triton.cdiv(n_query, blocks.queries.m) * n_batch * n_head, query,
-        query, k_source, v_source, d_output, lse, delta, d_query, first, stop,
+        query, k_source, v_source, d_output, lse, delta, d_query, first, stop, slopes,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3], *d_query.stride()[:3], *strides,
-        n_head, n_query, n_key, start, n_head // n_group,
+        n_head, n_query, n_key, start, n_head // n_group, softcap,
         **constants, BLOCK_M=blocks.queries.m, BLOCK_N=blocks.queries.n, MODE=mode, DESCRIPTORS=descriptors,
-        num_warps=blocks.queries.warps, num_stages=blocks.queries.stages,
+        **modifiers, num_warps=blocks.queries.warps, num_stages=blocks.queries.stages,
     )  # fmt: skip
-    return d_query, d_key, d_value
+    return d_query, d_key, d_value, d_sink
 
 
-def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = [like_heads(*tensor.shape, tensor) for tensor in (query, key, value)]
-    return made[0], made[1], made[2]
+    return made[0], made[1], made[2], query.new_empty(0 if sink is None else len(sink), dtype=torch.float32)
 
 
 def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[Tensor, Tensor, tuple]:
@@ -678,21 +770,22 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 @fused_attention_backward.register_fake
-def _(d_output, query, key, value, output, lse, first, stop, causal, start, deterministic):
-    return empty_gradients(query, key, value)
+def _(d_output, query, key, value, output, lse, first, stop, causal, start, softcap, slopes, sink, deterministic):
+    return empty_gradients(query, key, value, sink)
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
-    query, key, value, first, stop, causal, start, _, deterministic = inputs
-    ctx.save_for_backward(query, key, value, output[0], output[1], first, stop)
-    ctx.options = (causal, start, deterministic)
+    query, key, value, first, stop, causal, start, softcap, slopes, sink, _, deterministic = inputs
+    ctx.save_for_backward(query, key, value, output[0], output[1], first, stop, slopes, sink)
+    ctx.options = (causal, start, softcap, deterministic)
 
 
 def backward(ctx, d_output, *of_statistics):
     """Only the output has a gradient, because the statistics are detached."""
-    query, key, value, output, lse, first, stop = ctx.saved_tensors
-    gradients = fused_attention_backward(d_output, query, key, value, output, lse, first, stop, *ctx.options)
-    return *gradients, None, None, None, None, None, None
+    *saved, slopes, sink = ctx.saved_tensors
+    causal, start, softcap, deterministic = ctx.options
+    *gradients, d_sink = fused_attention_backward(d_output, *saved, causal, start, softcap, slopes, sink, deterministic)
+    return *gradients, None, None, None, None, None, None, None if sink is None else d_sink, None, None
 
 
 fused_attention.register_autograd(backward, setup_context=keep_for_backward)

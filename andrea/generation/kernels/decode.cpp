@@ -199,9 +199,12 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, con
     return head;
 }
 
-// How a layer's scores become weights. window: the number of keys that a query sees, or 0 for all up to its own.
+// How a layer's scores become weights (attention/modifiers.py). window: the number of keys that a query sees, or 0 for all up
+// to its own. cap: of the scores, or 0. slopes: ALiBi's, (H), or null. sinks: the logits of the attention sinks, (H), or null.
 struct Scoring {
     int64_t window;
+    const float *slopes, *sinks;
+    float cap;
 };
 
 // Attention of one new token for each of B texts of equal length: qkv (B, (H + 2G) D) -> out (B, H D). The first `length`
@@ -223,11 +226,14 @@ void attend_by_team(
         std::vector<float> weights(length + 1), retrieved(d);
         for (int64_t h = g * shared; h < (g + 1) * shared; ++h) {
             const std::vector<float> query = placed(qkv + b * width + h * d, d, epsilon, scale, turn);
-            float largest = -INFINITY, total = 0;
+            float largest = scoring.sinks ? scoring.sinks[h] : -INFINITY, total = 0;
             for (int64_t s = first; s <= length; ++s) {
                 weights[s] = dot(key + s * d, query.data(), d);
+                if (scoring.cap > 0) weights[s] = scoring.cap * std::tanh(weights[s] / scoring.cap);
+                if (scoring.slopes) weights[s] -= scoring.slopes[h] * float(length - s);
                 largest = std::max(largest, weights[s]);
             }
+            if (scoring.sinks) total = std::exp(scoring.sinks[h] - largest);
             for (int64_t s = first; s <= length; ++s) total += weights[s] = std::exp(weights[s] - largest);
             std::fill(retrieved.begin(), retrieved.end(), 0.0f);
             for (int64_t s = first; s <= length; ++s)

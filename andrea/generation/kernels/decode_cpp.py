@@ -27,7 +27,7 @@ class Shape(ctypes.Structure):
 
 
 class Scoring(ctypes.Structure):
-    _fields_ = [("window", COUNT)]
+    _fields_ = [("window", COUNT), ("slopes", POINTER), ("sinks", POINTER), ("cap", NUMBER)]
 
 
 class Layer(ctypes.Structure):

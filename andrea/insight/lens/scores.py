@@ -111,10 +111,12 @@ def mass_on(weights: Tensor, target: Tensor, visible: Tensor) -> Tensor:
 def score_layer(layer: LayerTrace, targets: dict[str, Tensor]) -> dict[str, Tensor]:
     """The scores of a layer's heads, (H,) each: `entropy_share`, and the weight on each of the targets, bool (B, T, T).
 
-    `entropy_share` is the entropy divided by ln(visible keys), so that 1 means uniform attention.
+    `entropy_share` is the entropy divided by ln(visible keys), so that 1 means uniform attention. A layer with attention
+    sinks also has `sink_mass`, the mean weight on the sink.
     """
-    measured = statistics_of_scores(layer.scores, layer.weights, 0)
-    scores = {"entropy_share": measured.per_head()["entropy_share"].mean(0)}
+    measured = statistics_of_scores(layer.scores, layer.weights, 0, layer.sink)
+    per_head = measured.per_head()
+    scores = {name: per_head[name].mean(0) for name in ("entropy_share", "sink_mass") if name in per_head}
     for name, target in targets.items():
         scores[name] = mass_on(layer.weights, target, layer.visible)
     return scores

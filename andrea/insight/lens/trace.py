@@ -26,15 +26,17 @@ class LayerTrace:
     query and key are the factors of the dot product: QK-norm, the compatibility function's factors and rotary positions
     are already applied. The additive function has no dot product; its query and key are A q and B k. For a user's own
     function without a dot product N is T: each query is its row of scores, and key j is the unit vector j, so that
-    their dot products are the scores. Keys and values that several heads share are repeated for each head.
+    their dot products are the scores. A soft cap or ALiBi comes after these products. Keys and values that several heads
+    share are repeated for each head.
     """
 
     before: Tensor  # (B, T, d_model): the residual stream that the layer reads
     query: Tensor  # (B, H, T, N)
     key: Tensor  # (B, H, T, N)
     value: Tensor  # (B, H, T, D)
-    scores: Tensor  # (B, H, T, T): -inf where masked
+    scores: Tensor  # (B, H, T, T): as modified, -inf where masked
     weights: Tensor  # (B, H, T, T)
+    sink: Tensor | None  # (H,): logits of the attention sinks, which have the rest of the weight
     retrieved: Tensor  # (B, H, T, D): z, the weighted sum of the values
     gate: Tensor | None  # (B, H, T, 1 or D): the heads' gates; None without gates
     written: Tensor  # (B, H, T, D): what W_O is applied to: z, after exclusion and gate
@@ -64,13 +66,14 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     query, key, value, compatibility = attention.project(normed, shared=shared)
     mask = attention.mask_with(shared.packing)
     attend_readably = attend_chunked if type(compatibility) is Additive else attend_reference
-    attended = attend_readably(query, key, value, compatibility, mask, 0)
+    scoring = {"modifiers": attention.modifiers, "sink": attention.sink}
+    attended = attend_readably(query, key, value, compatibility, mask, 0, **scoring)
     gate = attention.gates(normed)
     written = attention.finish(attended.output, value, gate)
     if type(compatibility) is Additive:
         query, key = compatibility.transformed(query, shared_by_group(key, query))
     elif not compatibility.lowers:
-        query = attended.scores.masked_fill(attended.scores.isinf(), 0)
+        query = compatibility.scores(query, shared_by_group(key, query)).float()
         key = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand_as(query)
     return LayerTrace(
         before=x,
@@ -79,6 +82,7 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
         value=shared_by_group(value, query),
         scores=attended.scores,
         weights=attended.weights,
+        sink=attention.sink,
         retrieved=attended.output,
         gate=gate,
         written=written,

@@ -113,6 +113,8 @@ class AttentionCheck(Check):
         model, attention = self.run.model, self.run.attention
         if attention.qk_clip is not None:
             return remedy_settings(f"attention.qk_clip={attention.qk_clip / 2:g}")
+        if attention.score_softcap is not None:
+            return remedy_settings(f"attention.score_softcap={attention.score_softcap / 2:g}")
         if not model.qk_norm:
             return remedy_settings("model.qk_norm=true")
         if attention.compatibility in ("cosine", "additive") or "." in attention.compatibility:

@@ -35,7 +35,7 @@ GROUP_OF_NAME = (
     # Also the head gates: andrea-nano at 280 steps ends at 1.358 and 1.366 bits per byte (two seeds), with AdamW for the
     # gates at 1.363 and 1.372 (elementwise gates: 1.380 and 1.396). At 60 steps AdamW is still ahead, 1.931 to 1.949.
     (re.compile(r"blocks\.\d+\.attention\.\w+\.weight"), "matrix"),
-    (re.compile(r".*(norm\.weight|\.bias|\.value_mix|\.value_embedding\.mix|\.exclusive_share)"), "vector"),
+    (re.compile(r".*(norm\.weight|\.bias|\.value_mix|\.value_embedding\.mix|\.exclusive_share|\.sink)"), "vector"),
     (re.compile(r"blocks\.\d+\.attention\.taps"), "taps"),  # one row per channel: not a matrix for Muon
     (re.compile(r"blocks\.\d+\.attention\.compatibility\..+"), "vector"),  # one entry per head: not a matrix for Muon
 )

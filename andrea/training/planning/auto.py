@@ -12,7 +12,7 @@ import torch
 from andrea.attention import Case, choose, make_compatibility, packed_documents
 from andrea.attention.implementations.fastest import measure
 from andrea.config import RunConfig, TrainConfig, UserError
-from andrea.model.gpt import make_mask
+from andrea.model.gpt import make_mask, make_modifiers
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import WEIGHT_DTYPE, Choice, choose_precision, choose_threads
@@ -146,8 +146,10 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     asked, measured = config.attention.implementation, measures_every_step(config.attention)
     try:
         compiled = config.compile != "off"
+        sink = torch.empty(model.n_head, device=device, requires_grad=True) if config.attention.sink else None
+        how = {"modifiers": make_modifiers(model, config.attention), "sink": sink}
         cases = {
-            window: Case(query, key, key, compatibility, mask, statistics=measured, compiled=compiled)
+            window: Case(query, key, key, compatibility, mask, statistics=measured, compiled=compiled, **how)
             for window, mask in masks.items()
         }
         chosen = [choose(asked, case) for case in cases.values()]

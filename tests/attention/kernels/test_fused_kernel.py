@@ -7,7 +7,7 @@ import torch
 from oracle import MASKS, Case, everything, judge
 from torch.utils.checkpoint import checkpoint
 
-from andrea.attention import ScaledDotProduct, attend, causal, packed_documents
+from andrea.attention import ScaledDotProduct, ScoreModifiers, alibi_slopes, attend, causal, packed_documents
 from andrea.attention.implementations import triton as path
 
 pytestmark = pytest.mark.untraced
@@ -34,6 +34,49 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_gradients_and_statistics_against_float64(case):
     judge(case, "triton", measured=True)
+
+
+MODIFIED = {
+    "cap": {"softcap": 1.5},
+    "ALiBi": {"alibi": True},
+    "sink": {"sink": True},
+    "all": {"softcap": 4.0, "alibi": True, "sink": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("mask", "how"), [("causal", "all"), ("window & documents & padding", "ALiBi"), ("none", "cap")]
+)
+def test_modified_scores_and_sinks_against_float64(mask, how):
+    judge(Case(1, 2, 1, 13, 13, 16, 16, mask, **MODIFIED[how]), "triton", measured=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", MODIFIED.values(), ids=MODIFIED)
+@pytest.mark.parametrize("mask", OF_EACH_KIND)
+def test_modified_scores_and_sinks_of_many_shapes(mask, how):
+    """Queries as many as the keys, fewer and more; a number of heads that is no power of two."""
+    for shape, dtype in (((1, 6, 3, 37, 37, 24, 16), torch.float32), ((2, 2, 1, 5, 41, 16, 16), torch.float16)):
+        judge(Case(*shape, mask, dtype, **how), "triton", measured=True)
+    judge(Case(1, 3, 3, 43, 11, 16, 16, mask, **how), "triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("atomics", [False, True])
+def test_modified_scores_in_many_small_tiles(atomics, monkeypatch):
+    blocks = fused.Blocks(32, 16, 4, 1)
+    small = fused.Tuning(blocks, fused.Blocks(16, 32, 4, 1), blocks)
+    monkeypatch.setattr(fused, "tuning", lambda *card: small)
+    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", atomics)
+    judge(Case(1, 4, 2, 71, 71, 24, 40, "causal", **MODIFIED["all"]), "triton", measured=True)
+
+
+def test_alibi_needs_the_position_of_the_first_query_on_the_host():
+    tensor = torch.randn(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="position of the first query as an int, and it is a tensor here"):
+        attend(
+            tensor, tensor, tensor, start=torch.tensor(0), modifiers=ScoreModifiers(alibi=True), implementation="triton"
+        )
 
 
 @pytest.mark.parametrize(("tiles", "atomics"), [("small", False), ("small", True), ("tuned", True)])
@@ -91,7 +134,7 @@ def test_statistics_change_nothing_and_carry_no_gradient():
     alone = attend(query, key, value, mask=causal(), implementation="triton")
     output, measured = attend(query, key, value, mask=causal(), implementation="triton", statistics=True)
     assert torch.equal(alone, output)
-    assert not any(getattr(measured, name).requires_grad for name in vars(measured))
+    assert not any(part is not None and part.requires_grad for part in vars(measured).values())
 
 
 @pytest.mark.parametrize("level", [1e4, -1e4])
@@ -125,7 +168,9 @@ def test_the_operator_obeys_torchs_rules(mask, statistics):
     if mask != "causal":
         position = torch.arange(13)
         first, stop = (end.expand(2, 1, 13).int().contiguous() for end in (position // 5 * 5, position + 1))
-    torch.library.opcheck(fused.fused_attention, (query, key, value, first, stop, first is None, 0, statistics, True))
+    scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True)) if statistics else (0.0, None, None)
+    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics, True)
+    torch.library.opcheck(fused.fused_attention, arguments)
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal & documents"])

@@ -38,6 +38,13 @@ def test_tuned_kernels_spill_nothing(width, dtype, tmp_path):
 
 
 @pytest.mark.slow
+def test_modified_scores_and_sinks_compile(tmp_path):
+    rows = compiled(tmp_path, "--modified", "--widths", "64", "--types", "bf16", "fp32", "--targets", "80", "90")
+    assert sum("modified" in row["kernel"] for row in rows) == 2 * 2 * 5
+    assert all(row["occupancy"] >= 1 for row in rows), rows
+
+
+@pytest.mark.slow
 def test_the_other_modes_a_padded_width_and_fp32_compile(tmp_path):
     rows = compiled(
         tmp_path, "--widths", "24", "--types", "bf16", "fp32", "--targets", "90", "--modes", "none", "interval"

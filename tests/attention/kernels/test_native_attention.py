@@ -9,7 +9,7 @@ import torch
 from oracle import Case, judge
 
 from andrea.attention import Case as AttentionCase
-from andrea.attention import DotProduct, ScaledDotProduct, attend, causal, choose, refusal, sliding_window
+from andrea.attention import DotProduct, ScaledDotProduct, alibi_slopes, attend, causal, choose, refusal, sliding_window
 from andrea.attention.kernels.attend_cpp import library, native_attention
 
 BF16 = torch.bfloat16
@@ -33,6 +33,15 @@ SHAPES = [
 def test_it_errs_no_more_than_the_readable_path(shape):
     B, H, G, T, D = shape
     judge(Case(B, H, G, T, T, D, D, "causal", BF16), "native")
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[-1]])
+@pytest.mark.parametrize(
+    "how", [{"softcap": 1.5}, {"alibi": True}, {"sink": True}, {"softcap": 4.0, "alibi": True, "sink": True}]
+)
+def test_modifiers_and_sinks(shape, how):
+    B, H, G, T, D = shape
+    judge(Case(B, H, G, T, T, D, D, "causal", BF16, **how), "native")
 
 
 def draw(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -91,7 +100,10 @@ def test_a_large_score_takes_all():
 def test_it_is_an_operator_of_torch():
     inputs = [draw(2, 4, 19, 16, seed=1), draw(2, 2, 19, 16, seed=2), draw(2, 2, 19, 16, seed=3)]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(native_attention, [each.requires_grad_() for each in inputs], test_utils=checks)
+    inputs = [each.requires_grad_() for each in inputs]
+    torch.library.opcheck(native_attention, (*inputs, 0.0, None, None), test_utils=checks)
+    scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True))
+    torch.library.opcheck(native_attention, (*inputs, *scoring), test_utils=checks)
 
 
 @pytest.mark.untraced

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
 
-from andrea.attention import Cosine, ScaledDotProduct, attention_weights
+from andrea.attention import Cosine, ScaledDotProduct, alibi_slopes, attention_weights
 from andrea.insight.lens.effects import ablate_heads
 from andrea.insight.lens.page.facts import Source
 from andrea.insight.lens.page.measurements import measure
@@ -73,7 +73,8 @@ def weights_of(model: GPT, layer: int, text: str = PROMPT) -> torch.Tensor:
     block, before = model.blocks[layer], list(trace_layers(model, tokens))[layer].before
     _, shared = model.block_inputs(tokens)
     query, key, _, compatibility = block.attention.project(block.attention_norm(before), shared=shared)
-    return attention_weights(query, key, compatibility=compatibility, mask=block.attention.mask)[0]
+    scoring = {"modifiers": block.attention.modifiers, "sink": block.attention.sink}
+    return attention_weights(query, key, compatibility=compatibility, mask=block.attention.mask, **scoring)[0]
 
 
 def assert_shown(text: str, expected: float) -> None:
@@ -99,7 +100,10 @@ def test_three_random_cells_show_the_attention_weights(browser, tmp_path: Path, 
         )
         expected = weights_of(model, layer)[head, query, key].item()
         assert_shown(opened.text("#cell-weight"), expected)
-        assert opened.text("#row-sum") == "1.000000"
+        of_keys = weights_of(model, layer)[head, query].sum().item()
+        assert_shown(opened.text("#row-sum"), of_keys)
+        if model.blocks[0].attention.sink is not None:
+            assert_shown(opened.text("#sink-share"), 1 - of_keys)
         if expected > 0:
             assert opened.text("#weight-shown") == opened.text("#cell-weight")
         else:
@@ -110,6 +114,10 @@ def test_three_random_cells_show_the_attention_weights(browser, tmp_path: Path, 
 def results_up_to_the_score(model: GPT, score: torch.Tensor) -> list[torch.Tensor]:
     """The results of the steps up to the score of head 1.3."""
     function = model.blocks[1].attention.compatibility
+    if modifiers := model.blocks[1].attention.modifiers:  # the case has both; head 3 of 5, five positions apart
+        capped = score + 5 * alibi_slopes(5)[3]
+        raw = modifiers.softcap * torch.atanh(capped / modifiers.softcap)
+        return [raw * CONFIG.d_head**0.5, raw, capped, score]
     if isinstance(function, ScaledDotProduct):
         return [score * CONFIG.d_head**0.5, score]
     if isinstance(function, Cosine):
@@ -117,7 +125,7 @@ def results_up_to_the_score(model: GPT, score: torch.Tensor) -> list[torch.Tenso
     return [score]
 
 
-@pytest.mark.parametrize("case", ["scaled_dot", "dot", "bilinear", "cosine", "additive"])
+@pytest.mark.parametrize("case", ["scaled_dot", "dot", "bilinear", "cosine", "additive", "cap, ALiBi and sink"])
 def test_the_arithmetic_leads_from_score_to_weight(browser, tmp_path: Path, case: str) -> None:
     model = make(*CASES[case])
     with torch.no_grad():

@@ -8,7 +8,7 @@ from tiny_models import CASES, CONFIG, TOKENIZER, make, prompt_tokens
 
 from andrea.attention import attention_weights
 from andrea.insight.lens.effects import ablate_heads, logit_attribution
-from andrea.insight.lens.trace import trace_layers
+from andrea.insight.lens.trace import LayerTrace, trace_layers
 from andrea.model.gpt import GPT
 
 
@@ -30,9 +30,16 @@ def test_weights_are_attention_weights_and_rows_sum_to_one(model: GPT) -> None:
     first = next(iter(trace_layers(model, tokens)))
     attention = model.blocks[0].attention
     query, key, _, compatibility = attention.project(model.blocks[0].attention_norm(x), shared=shared)
-    expected = attention_weights(query, key, compatibility=compatibility, mask=attention.mask)
+    scoring = {"modifiers": attention.modifiers, "sink": attention.sink}
+    expected = attention_weights(query, key, compatibility=compatibility, mask=attention.mask, **scoring)
     torch.testing.assert_close(first.weights, expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(first.weights.sum(-1), torch.ones_like(first.weights[..., 0]))
+    of_keys = 1 if first.sink is None else 1 - (first.sink[:, None] - log_sum_exp_of(first)).exp()
+    torch.testing.assert_close(first.weights.sum(-1), of_keys * torch.ones_like(first.weights[..., 0]))
+
+
+def log_sum_exp_of(layer: LayerTrace) -> torch.Tensor:
+    """(B, H, T): of the keys' scores and the sink."""
+    return torch.logaddexp(layer.scores.logsumexp(-1), layer.sink[:, None])
 
 
 def test_ablating_a_head_equals_zeroing_its_slice_of_the_output_matrix(model: GPT) -> None:

@@ -28,6 +28,8 @@ CASES = {
     "fewer key/value heads, biases": ({"n_kv_head": 1, "bias": True, "norm": "layernorm"}, {}),
     "first layer's values": ({"n_kv_head": 1, "value_residual": True}, {}),
     "sliding window": ({}, {"window": 7}),
+    "cap, ALiBi and sink": ({"position": "alibi", "n_kv_head": 1}, {"score_softcap": 3.0, "sink": True}),
+    "additive with ALiBi": ({"position": "alibi"}, {"compatibility": "additive", "sink": True}),
     "windows by layer": ({"rotary_share": 0.4}, {"window": (7, None)}),
     "convolution": ({"n_kv_head": 1, "qkv_convolution": 3}, {"across_documents": False}),
     "packed documents": ({}, {"across_documents": False}),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from head_options import HEAD_OPTIONS, words_of
+from head_options import ALL_OPTIONS, words_of
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
@@ -57,7 +57,7 @@ def test_every_parameter_is_in_exactly_one_group_and_moves(name: str, kind: str)
         assert torch.equal(parameter, before[name]) != moves, name
 
 
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
+@pytest.mark.parametrize("option", ALL_OPTIONS)
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_options_of_the_heads_move_and_keep_their_state(option: str, kind: str) -> None:
     model, optimizer = make(f"optimizer={kind}", *words_of(option))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention
+from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention, ScoreModifiers, alibi_slopes
 from andrea.attention.head_options import OWN_VALUE_EPSILON
 from andrea.attention.mask import Mask, visible_interval
 from andrea.insight.lens.head_names import NAMES
@@ -33,6 +33,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
     attention = model.blocks[0].attention
     function = type(attention.compatibility)
     name = function.__name__ if function in BUILT_IN.values() else f"{function.__module__}.{function.__name__}"
+    modifiers = attention.modifiers or ScoreModifiers()
     functions = [block.attention.compatibility for block in model.blocks]
     visible = [visible_keys(block, model.document_mask(tokens), tokens) for block in model.blocks]
     distinct = list(dict.fromkeys(visible))
@@ -47,6 +48,9 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "lowers": attention.compatibility.lowers,
         "qk_norm": config.qk_norm,
         "position": config.position,
+        "softcap": modifiers.softcap,
+        "slopes": alibi_slopes(config.n_head).tolist() if modifiers.alibi else None,
+        "sinks": None if attention.sink is None else [block.attention.sink.tolist() for block in model.blocks],
         "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
         "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,

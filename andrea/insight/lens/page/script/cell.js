@@ -13,7 +13,7 @@ function writeCell() {
     return byId("steps").replaceChildren();
   }
   writeCellNote();
-  const steps = [...scoreSteps(head), ...weightSteps(head), ...outputSteps(head)];
+  const steps = [...scoreSteps(head), ...modifierSteps(head), ...weightSteps(head), ...outputSteps(head)];
   byId("steps").replaceChildren(...steps.map(newStep));
   if (head.key_logits) byId("steps").append(attributionNote());
 }
@@ -84,7 +84,7 @@ function mixtureText(name, shares) {
 function scoreStepsOf(head) {
   const { head: n, i, j } = state;
   const [query, key] = [rowOf(head.query, i, head.width), rowOf(head.key, j, head.width)];
-  const score = scoreOf(head, n, i, j);
+  const score = compatibilityOf(head, n, i, j);
   switch (facts.compatibility) {
     case "ScaledDotProduct":
       return scaledDotProductSteps(query, key, score);
@@ -162,6 +162,32 @@ function additiveStep(query, key, score, mixing) {
   return { title: "w · tanh(A q + B k)", detail: "a network with one hidden layer", formula, result: score };
 }
 
+// The soft cap and ALiBi, where the model has them.
+function modifierSteps(head) {
+  const { head: n, i, j } = state;
+  const score = compatibilityOf(head, n, i, j);
+  const [capped, cap] = [cappedScore(score), facts.softcap];
+  const steps = [];
+  if (cap !== null) {
+    steps.push({
+      title: "soft cap",
+      detail: `keeps scores between −${cap} and ${cap}`,
+      formula: [`${cap} · tanh(${formatNumber(score)} / ${cap})`],
+      result: capped,
+    });
+  }
+  if (facts.slopes !== null) {
+    const slope = facts.slopes[n % H];
+    steps.push({
+      title: "ALiBi",
+      detail: "the score falls with the distance, in each head at its own rate",
+      formula: [`${formatNumber(capped)} − ${formatNumber(slope)} × |${i} − ${j}|`],
+      result: capped - slope * Math.abs(i - j),
+    });
+  }
+  return steps;
+}
+
 // --------------------------------------------------------------------------------------------------------- weight
 
 // From the score to the weight.
@@ -192,10 +218,12 @@ function weightSteps(head) {
     },
     {
       title: "normalise",
-      detail: "divide by the row's sum, so that the row's weights sum to 1",
+      detail: hasSink()
+        ? `divide by the row's sum; the sink, with the logit ${formatNumber(sinkOf(n))}, takes part in it`
+        : "divide by the row's sum, so that the row's weights sum to 1",
       formula: [
         `${formatNumber(exponential)} / ${formatNumber(softmax.sum)}`,
-        line(`the row's sum over ${softmax.keys.length} visible keys`),
+        line(`the row's sum over ${softmax.keys.length} visible keys${hasSink() ? " and the sink" : ""}`),
       ],
       result: exponential / softmax.sum,
       unit: "the weight",

@@ -117,7 +117,8 @@ function withWeights(head, n) {
   return head;
 }
 
-// The softmax of query i: the largest score and its key, e^(score - largest) of each visible key, and their sum.
+// The softmax of query i: the largest score and its key, e^(score - largest) of each visible key, and their sum, in which
+// the head's sink takes part.
 function softmaxRow(head, n, i) {
   const keys = visibleKeys(n, i);
   const exponentials = new Float64Array(T);
@@ -125,10 +126,31 @@ function softmaxRow(head, n, i) {
   const largest = scores.reduce((most, score) => Math.max(most, score), -Infinity);
   let sum = 0;
   keys.forEach((j, index) => (sum += exponentials[j] = Math.exp(scores[index] - largest)));
+  if (hasSink()) sum += Math.exp(sinkOf(n) - largest);
   return { keys, exponentials, largest, largestKey: keys[scores.indexOf(largest)], sum };
 }
 
+function hasSink() {
+  return facts.sinks !== null;
+}
+
+// The logit of a head's sink.
+function sinkOf(n) {
+  return facts.sinks[layerOf(n)][n % H];
+}
+
+// The score as the softmax takes it: capped, and lower with the distance, where the model does so.
 function scoreOf(head, n, i, j) {
+  const score = cappedScore(compatibilityOf(head, n, i, j));
+  return facts.slopes === null ? score : score - facts.slopes[n % H] * Math.abs(i - j);
+}
+
+function cappedScore(score) {
+  return facts.softcap === null ? score : facts.softcap * Math.tanh(score / facts.softcap);
+}
+
+// What the compatibility function says.
+function compatibilityOf(head, n, i, j) {
   const N = head.width;
   const mixing = facts.mixing && facts.mixing[layerOf(n)][n % H]; // of the additive function alone
   let sum = 0;

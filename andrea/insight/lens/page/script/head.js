@@ -257,6 +257,11 @@ function writeTopKeys() {
   }
   const total = newElement("td", { class: "n", id: "row-sum" }, sum(inOrder).toFixed(6));
   rows.push(totalRow(isApproximate ? "sum (weights rounded to 8 bits)" : "sum over all visible keys", total));
+  if (hasSink()) {
+    const share = formatNumber(1 - sum(inOrder), isApproximate ? 2 : 5);
+    const number = newElement("td", { class: "n", id: "sink-share" }, share);
+    rows.push(totalRow("the head's sink, which has no value: the rest", number));
+  }
   byId("top-keys").replaceChildren(newElement("tbody", {}, rows));
 }
 
@@ -293,6 +298,10 @@ function writeScores() {
     rows.push(row(cell("mean gate"), numberCell(formatScore(meanGate(state.head))), numberCell(), cell(range)));
   }
   if (facts.own_shares) rows.push(row(cell("share of the own value removed"), numberCell(shareOf(state.head)), cell(), cell()));
+  if (hasSink()) {
+    const mass = numberCell(formatScore(head.prompt.sink_mass));
+    rows.push(row(cell("mean weight on the sink"), mass, cell(), cell()));
+  }
   if (head.loss_change !== null) {
     const change = `${head.loss_change < 0 ? "" : "+"}${formatNumber(head.loss_change, 3)}`;
     rows.push(row(cell("loss change when ablated, nats per token"), numberCell(change), cell(), cell()));
