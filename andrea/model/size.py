@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +58,14 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
 
     A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head is counted, tied or not; the
     lookups of embeddings and value tables are not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the
-    scores and 2 d_model
-    for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention term is half of
-    that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are visible.
-    The tanh of additive scores is not counted.
+    scores and 2 d_model for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention
+    term is half of that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are visible.
+    The tanh of additive scores and a convolution are not counted.
     """
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
-    products = [each for name, each in model.blocks.named_parameters() if each.dim() >= 2 and ".table." not in name]
+    uncounted = re.compile(r".*(\.table\..+|\.taps)")
+    products = [each for name, each in model.blocks.named_parameters() if each.dim() >= 2 and not uncounted.match(name)]
     matrices = sum(parameter.numel() for parameter in products)
     head = n_vocab * config.d_model
     visible = sum(mean_visible(attention.window_of(layer), config.sequence_length) for layer in range(config.n_layer))
