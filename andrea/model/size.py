@@ -56,11 +56,11 @@ def flops_per_token(config: ModelConfig, attention: AttentionConfig, n_vocab: in
 def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
     """Forward FLOPs per token, averaged over a full sequence.
 
-    A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head is counted, tied or not; the
-    lookups of embeddings and value tables are not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the
-    scores and 2 d_model for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention
-    term is half of that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are visible.
-    The tanh of additive scores and a convolution are not counted.
+    A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head is counted, tied or not; the lookups of
+    embeddings and value tables are not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the scores and
+    2 d_model for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention term is
+    half of that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are
+    visible. The tanh of additive scores and a convolution are not counted.
     """
     with torch.device("meta"):
         model = GPT(config, attention, n_vocab, END_OF_TEXT)

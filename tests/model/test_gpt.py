@@ -271,7 +271,7 @@ def test_every_weight_is_drawn_and_the_seed_decides():
         for parameter in second.parameters():
             parameter.fill_(torch.nan)
     initialise(second, torch.Generator().manual_seed(0))
-    draw_what_starts_at_zero(second)
+    draw_what_starts_alike(second)
     for (name, one), two, other in zip(first.named_parameters(), second.parameters(), third.parameters(), strict=True):
         assert torch.equal(one, two), name
         assert one.dim() == 1 or name.endswith(STARTS_AT_ZERO) or not torch.equal(one, other), name
