@@ -128,6 +128,7 @@ class State:
     health: Annotated[HealthState, one_length] | None = None
     compared_bpb: Measured | None = None
     evaluated_step: Step | None = None
+    evaluations_since_best: Count = 0
     ranks: Annotated[int, Between(1, 2**20)] = 1
     wandb_id: Annotated[str, wandb_name] | None = None
     own_parts: dict[str, str | None] = dataclasses.field(default_factory=dict)

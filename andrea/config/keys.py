@@ -86,6 +86,7 @@ TRAINING_NAMES = {
     "train.eval_tokens": "eval_iters eval.max_iters",
     "train.save_every": "save_interval save_steps save_strategy checkpoint_interval",
     "train.keep": "save_total_limit",
+    "train.patience": "early_stopping early_stopping_patience",
     "train.sample_every": "sample_interval",
     "train.sample_tokens": "max_new_tokens",
 }

@@ -182,6 +182,7 @@ class TrainConfig:
     flops: PositiveNumber | None = None
     lens_prompt: Text | None = None
     activation_checkpointing: bool = False
+    patience: PositiveInteger | None = None
 
 
 @dataclass(frozen=True)

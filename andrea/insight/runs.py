@@ -95,7 +95,7 @@ def read_row(folder: Path) -> RunRow:
 
 
 def state_of(folder: Path, records: list[dict[str, Any]]) -> str:
-    """running, done, interrupted, stopped (by time), failed (by health), or crashed: no end recorded, or not finite."""
+    """running, done, interrupted, stopped (by time or patience), failed (by health), or crashed: no end recorded, or not finite."""
     if is_locked(folder / ".lock"):
         return "running"
     event = records[-1].get("event") if records else None

@@ -37,10 +37,11 @@ class Endings:
         """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal's number."""
         progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
         step, done = self.evaluator.step, progress.step == progress.planned_steps
-        if not done and self.stopping.agreed == "stopped":
+        is_out_of_time = self.stopping.agreed == "stopped" and not self.stopping.is_out_of_patience
+        if not done and is_out_of_time:
             self.records.log(self.evaluator.evaluate(size_ratios=None, whole=True))
         checkpoints.save_if_new()
-        if not done and self.stopping.agreed == "stopped":
+        if not done and is_out_of_time:
             self.evaluator.show_sample()
         self.records.watchdog.rest(progress.step, "writing the last checkpoint to the disk")
         if done:
@@ -65,7 +66,8 @@ class Endings:
         train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
         resume = f"{train} {typed_words(name=checkpoints.folder.name, resume='auto', **self.trust())}"
         sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **self.trust())}"
-        console.say(f"next: {sample}" if done else f"continue with: {resume}")
+        is_ended = done or self.stopping.is_out_of_patience
+        console.say(f"next: {sample}" if is_ended else f"continue with: {resume}")
         return 0 if done else self.stopping.exit_code
 
     def trust(self) -> dict[str, str]:
@@ -74,7 +76,9 @@ class Endings:
         return {"trust": "true"} if any(map(is_own, named)) else {}
 
     def reason(self, done: bool) -> str:
-        """The words on train.max_minutes in the run's last line; empty if it did not decide when the run ended."""
+        """The words on train.max_minutes or train.patience in the run's last line; empty if neither decided its end."""
+        if self.stopping.is_out_of_patience:
+            return f", no new best in train.patience={self.config.train.patience} evaluations"
         budget, is_planned = self.stopping.budget, self.progress.planned_steps != self.config.steps
         if budget is None or self.stopping.agreed == "interrupted" or (done and not is_planned):
             return ""

@@ -27,6 +27,7 @@ class Progress:
     evaluated_step: int | None = None  # step of the last evaluation
     compared_bpb: float | None = None  # the same on the held-out tokens that every evaluation of the run reads
     best_bpb: float | None = None  # the lowest compared_bpb of a saved step
+    evaluations_since_best: int = 0  # or since the learning rate began to fall because of train.patience
     planned_steps: int = 0  # length of the whole run, as planned now; set when a process starts
     rewarm_step: int | None = None  # at which the run was extended with optimizer.rewarm_steps
     rewarm_rate: float = 0.0  # the learning rate before it, as a share of the peak

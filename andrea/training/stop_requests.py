@@ -1,4 +1,4 @@
-"""Requests to stop before the last step: a signal, or `train.max_minutes`. All ranks agree on them once a step.
+"""Requests to stop before the last step: a signal, `train.max_minutes`, or `train.patience`. All ranks agree on them once a step.
 
 Together with the requests, the ranks exchange the length that rank 0 proposes for the run, from the time that is left.
 """
@@ -30,6 +30,7 @@ class StopRequests:
         self.signal: int | None = None  # the first one this process received
         self.agreed: Literal["interrupted", "stopped"] | None = None  # why all ranks stop after this step
         self.agreed_signal: int | None = None  # one that this rank or another received
+        self.is_out_of_patience = False  # whether train.patience is the reason
         self.wanted_steps = 0  # the length that rank 0 has last asked for; 0: none since it was taken
 
     def flags(self, wanted_steps: int) -> list[Tensor]:
@@ -50,6 +51,11 @@ class StopRequests:
             return
         self.agreed_signal = next((number for number, flag in zip(SIGNALS, received, strict=True) if flag), None)
         self.agreed = "interrupted" if self.agreed_signal else "stopped" if out_of_time else None
+
+    def end_without_new_best(self) -> None:
+        """Stop because of train.patience. Every rank must call this after the same step."""
+        if not self.agreed:
+            self.agreed, self.is_out_of_patience = "stopped", True
 
     def take_wanted_steps(self) -> int:
         """The length that all ranks have agreed on since the last call; 0: none."""

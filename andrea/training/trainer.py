@@ -126,6 +126,8 @@ class Trainer:
             self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
         if due.evaluation and self.is_planned_for_text:
             self.decay_if_worse()
+        if due.evaluation:
+            self.heed_patience()
         if due.save:  # before the extras: none of them can cost the checkpoint
             self.checkpoints.save()
         if due.evaluation:
@@ -174,13 +176,29 @@ class Trainer:
         read_once = progress.tokens > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
         if not read_once or is_best_so_far(vars(progress), NOTICED_RISE):
             return
-        before = progress.planned_steps
+        self.begin_decay("the validation loss has risen")
+
+    def heed_patience(self) -> None:
+        """After train.patience evaluations in a row without a new best: begin the decay of the rate, or end the run."""
+        progress, patience = self.progress, self.config.train.patience
+        is_best = progress.best_bpb is None or progress.compared_bpb < progress.best_bpb
+        progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
+        if patience is None or progress.evaluations_since_best < patience:
+            return
+        progress.evaluations_since_best = 0
+        if not self.begin_decay(f"no new best in train.patience={patience} evaluations"):
+            self.stopping.end_without_new_best()
+
+    def begin_decay(self, why: str) -> bool:
+        """Let the learning rate fall from now on, unless it falls already. Returns whether the run is now shorter."""
+        progress, before = self.progress, self.progress.planned_steps
         self.change_length(1)
         if progress.planned_steps < before:
             self.records.console.say(
-                f"the validation loss has risen: the learning rate falls from step {progress.step} on, and the run ends at step "
+                f"{why}: the learning rate falls from step {progress.step} on, and the run ends at step "
                 f"{progress.planned_steps} instead of {before}"
             )
+        return progress.planned_steps < before
 
     def may_change(self) -> bool:
         return may_change(self.progress.step, self.progress.planned_steps, self.config.optimizer)

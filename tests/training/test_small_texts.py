@@ -18,7 +18,7 @@ from conftest import settings_in, tiny_words
 
 import andrea
 from andrea.__main__ import main
-from andrea.checkpoint import best_of, checkpoints_of, read_checkpoint, step_of
+from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint, step_of
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters
@@ -217,3 +217,33 @@ def test_a_figure_of_an_earlier_step_does_not_make_a_checkpoint_the_best(tiny_ru
     states = {step_of(path): read_checkpoint(path).state for path in checkpoints_of(tmp_path / "runs" / "a")}
     assert {step: state["evaluated_step"] for step, state in states.items()} == {3: 2, 6: 6, 9: 9}
     assert states[3]["best_bpb"] is None and states[6]["best_bpb"] == states[6]["compared_bpb"]
+
+
+FROZEN = [
+    "optimizer.learning_rate=1e-30",
+    "optimizer.matrix_learning_rate=1e-30",
+    "optimizer.embedding_learning_rate=1e-30",
+]
+
+
+def test_patience_begins_the_decay_and_then_ends_the_run_also_if_it_was_resumed(
+    tiny_run, tmp_path: Path, capsys
+) -> None:
+    """The weights stay as they are, so that no evaluation after the first is a new best."""
+    words = [*FROZEN, "train.steps=40", "train.eval_every=2", "train.save_every=2", "train.patience=2"]
+    words += ["train.keep=100"]
+    words += ["optimizer.decay_fraction=0.5", "optimizer.warmup_steps=0", "train.sample_tokens=0", "train.lens_prompt="]
+    assert tiny_run("name=whole", *words) == 0
+    out = capsys.readouterr().out
+    assert "no new best in train.patience=2 evaluations: the learning rate falls from step 6 on" in out
+    assert "ends at step 12 instead of 40" in out
+    assert "stopped at step 10 of 12, no new best in train.patience=2 evaluations" in out
+    assert "next: " in out and "continue with" not in out
+    run = tmp_path / "runs" / "whole"
+    whole = newest_whole(run)
+    assert whole.step == 10
+    for step in (4, 8):  # before the decay began, and after it
+        assert tiny_run(f"resume={run / 'checkpoints' / f'step-{step:08d}'}", *words) == 0
+        again = newest_whole(run)
+        assert (again.step, again.state["planned_steps"]) == (10, 12)
+        assert again.state["evaluations_since_best"] == whole.state["evaluations_since_best"]
