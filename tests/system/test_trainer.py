@@ -138,7 +138,8 @@ def test_weights_alone_start_a_new_run(tiny_run, tmp_path: Path) -> None:
     tiny_run("name=a", "train.steps=4")
     source = checkpoints_of(tmp_path / "runs" / "a")[-1]
     assert tiny_run("name=b", f"init_from={source}", "train.steps=1", "optimizer.learning_rate=1e-9",
-                    "optimizer.embedding_learning_rate=1e-9", "optimizer.matrix_learning_rate=1e-9") == 0  # fmt: skip
+                    "optimizer.embedding_learning_rate=1e-9", "optimizer.matrix_learning_rate=1e-9",
+                    "optimizer.convolution_learning_rate=1e-9") == 0  # fmt: skip
     started, ended = read_checkpoint(source).model_tensors(), newest_whole(tmp_path / "runs" / "b").model_tensors()
     assert all(torch.allclose(started[name], ended[name], atol=1e-6) for name in started)
 

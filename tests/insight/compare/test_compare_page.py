@@ -89,7 +89,7 @@ def test_the_page_shows_figures_by_pointer_and_by_keyboard(tmp_path: Path) -> No
         assert page.locator("#figures tbody tr").count() == 8
         assert "a<b>&" in page.locator("#figures").text_content()
         page.set_viewport_size({"width": 360, "height": 740})
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.wait_for_function("document.documentElement.scrollWidth <= 360")
 
 
 def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -> None:
@@ -133,4 +133,4 @@ def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -
         )
         assert inside
         page.set_viewport_size({"width": 360, "height": 740})
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.wait_for_function("document.documentElement.scrollWidth <= 360")

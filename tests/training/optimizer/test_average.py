@@ -58,6 +58,7 @@ def test_evaluations_and_loaded_models_use_the_average_and_training_does_not(tin
         "train.steps=1",
         "optimizer.learning_rate=1e-12",
         "optimizer.matrix_learning_rate=1e-12",
+        "optimizer.convolution_learning_rate=1e-12",
     ]
     assert tiny_run("name=next", *words, *start, "optimizer.embedding_learning_rate=1e-12") == 0
     begun = newest_whole(tmp_path / "runs" / "next")

@@ -75,6 +75,7 @@ byId("chart").addEventListener("pointermove", selectNearest);
 byId("chart").addEventListener("pointerdown", selectNearest);
 byId("chart").addEventListener("pointerleave", unselect);
 byId("chart").addEventListener("keydown", moveSelection);
+addEventListener("resize", unselect); // the tip would stay where it was, outside a narrower window
 darkTheme.addEventListener("change", () => {
   fillLegend();
   drawChart();
