@@ -58,7 +58,7 @@ def test_parts_add_up_to_the_model(changes):
     parameters = count_parameters(config, ATTENTION, V)
     assert parameters.total == sum(parameter.numel() for parameter in GPT(config, ATTENTION, V).parameters())
     assert parameters.head == (0 if config.tied_head else V * 30)
-    taps = 3 * 30 * config.qkv_convolution
+    taps = 3 * 30 * (config.qkv_convolution or 0)
     assert parameters.attention == 2 * (4 * (30 * 30 + 30 * config.bias) + config.value_residual + taps)
     assert parameters.norm == 5 * 30 * (2 if config.norm == "layernorm" and config.bias else 1)
 
