@@ -223,6 +223,7 @@ FROZEN = [
     "optimizer.learning_rate=1e-30",
     "optimizer.matrix_learning_rate=1e-30",
     "optimizer.embedding_learning_rate=1e-30",
+    "optimizer.convolution_learning_rate=1e-30",
 ]
 
 
