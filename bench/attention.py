@@ -74,7 +74,7 @@ def ours(q, k, v, way: str, wanted: bool) -> torch.Tensor:
     """The operator itself, with what the kernel measures and nothing beside it."""
     from andrea.attention.kernels.attend_triton import fused_attention
 
-    return fused_attention(q, k, v, None, None, True, 0, wanted, way == "two_pass")[0]
+    return fused_attention(q, k, v, None, None, True, 0, 0.0, None, None, wanted, way == "two_pass")[0]
 
 
 def flash_attention() -> dict[str, Attend]:

@@ -232,7 +232,14 @@ def test_a_rank_that_is_stuck_is_named_with_its_step(doomed: int, parallel: str,
 @pytest.mark.slow
 def test_a_failure_that_a_restart_cannot_cure_ends_the_job(place: Path, words, capfd) -> None:
     """Exit codes 2 (before and after the process group exists), 3 and 4: one rank prints one line, and torchrun ends."""
-    wild = ["optimizer=adamw", "optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.learning_rate=1"]
+    wild = [
+        "optimizer=adamw",
+        "optimizer.muon_rows=none",
+        "optimizer.orthogonalisation=quintic",
+        "optimizer.clip_norm=null",
+        "optimizer.warmup_steps=0",
+        "optimizer.learning_rate=1",
+    ]
     cases = {
         2: ["model.n_head=5"],
         -2: ["init_from=absent"],
