@@ -220,7 +220,8 @@ def measure_models(
     for path in checkpoints_of(folder):
         checkpoint = read_checkpoint(path)
         tokenizer = checkpoint.tokenizer()
-        request = Request(run.train.sample_tokens, samples, seed=checkpoint.step, sampling=Sampling(temperature=0.8))
+        sampling = Sampling(run.train.sample_temperature)
+        request = Request(run.train.sample_tokens, samples, seed=checkpoint.step, sampling=sampling)
         texts = Engine(load_model(checkpoint, tokenizer), tokenizer).write(str(run.data.sample_prompt), request)
         evaluations = [findings_of(reference, config, group) for group in grouped(texts, config.samples)]
         name = f"{folder.name} step {checkpoint.step}"

@@ -89,6 +89,7 @@ TRAINING_NAMES = {
     "train.patience": "early_stopping early_stopping_patience",
     "train.sample_every": "sample_interval",
     "train.sample_tokens": "max_new_tokens",
+    "train.sample_temperature": "temperature",
 }
 SAMPLING_NAMES = {
     "checkpoint": "ckpt out_dir checkpoint_dir model model_name_or_path name run resume init_from",

@@ -183,6 +183,7 @@ class TrainConfig:
     lens_prompt: Text | None = None
     activation_checkpointing: bool = False
     patience: PositiveInteger | None = None
+    sample_temperature: NonNegativeNumber = 0.8  # of the runs that were begun before this key
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep
 
-SAMPLE_TEMPERATURE = 0.8
 SECOND_SAMPLES = 4  # times as many samples are judged if the first ones suggest a failure
 LENS_TOKENS = 40  # length of the default prompt, taken from held-out text
 DrawLens = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> a page of HTML
@@ -232,7 +231,7 @@ class Evaluator:
         if self.config.train.sample_tokens and len(self.samples) < count:
             self.records.working("writing samples")
             prompt = str(self.config.data.sample_prompt)
-            sampling, seed = Sampling(temperature=SAMPLE_TEMPERATURE), self.config.seed + self.progress.step
+            sampling, seed = Sampling(self.config.train.sample_temperature), self.config.seed + self.progress.step
             request = Request(self.config.train.sample_tokens, num_samples=count, seed=seed, sampling=sampling)
             with self.records.extra("writing samples"):
                 texts = Engine(model, self.corpus.tokenizer).write(prompt, request)

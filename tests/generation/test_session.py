@@ -224,8 +224,8 @@ def test_interactive_answers_line_by_line_and_cuts_a_long_one(tmp_path, capsys, 
 
 def started(runs: Path, *words: str) -> subprocess.Popen:
     """A process of sample.py that writes without an end."""
-    words = (f"runs_dir={runs}", "prompt=def ", "max_new_tokens=1000000", "device=cpu", "threads=1", *words)
-    command = [sys.executable, "-m", "andrea", "sample", *words]
+    words = ("prompt=def ", "max_new_tokens=1000000", "temperature=0", "device=cpu", "threads=1", *words)
+    command = [sys.executable, "-m", "andrea", "sample", f"runs_dir={runs}", *words]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, cwd=ROOT)
 
