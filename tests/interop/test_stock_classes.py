@@ -1,0 +1,107 @@
+"""Classes of transformers that hold a model exactly: which is chosen, and that its logits are ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exportable import LAYERNORM, NANO, logits_of, make_trained, tokens_of
+
+from andrea.config import UserError, group_config
+from andrea.interop.hugging_face.classes import STOCK, choose_class
+from andrea.interop.hugging_face.folder import write_folder
+
+RELU2 = {"mlp": "relu2"}
+GPT2 = LAYERNORM | {"position": "learned", "mlp": "gelu"}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}, {}),
+    "llama, groups and its own head": ("LlamaForCausalLM", {"n_kv_head": 2, "tied_head": False}, {}),
+    "llama, biases": ("LlamaForCausalLM", {"bias": True, "n_kv_head": 3}, {}),
+    "llama, no positions": ("LlamaForCausalLM", {"position": "none"}, {}),
+    "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "n_kv_head": 2}, {}),
+    "qwen3, windows": ("Qwen3ForCausalLM", {"qk_norm": True, "tied_head": False}, {"window": (9, None)}),
+    "qwen3, no positions": ("Qwen3ForCausalLM", {"qk_norm": True, "position": "none"}, {}),
+    "gpt2": ("GPT2LMHeadModel", GPT2, {}),
+    "gpt2, no biases, groups": ("GPT2LMHeadModel", GPT2 | {"bias": False, "n_kv_head": 2, "tied_head": False}, {}),
+    "gpt2, squared ReLU, no positions": ("GPT2LMHeadModel", GPT2 | RELU2 | {"position": "none"}, {}),
+    "arcee": ("ArceeForCausalLM", RELU2 | {"bias": True, "n_kv_head": 2}, {}),
+    "apertus": ("ApertusForCausalLM", RELU2 | {"qk_norm": True, "n_kv_head": 3}, {}),
+    "starcoder2": ("Starcoder2ForCausalLM", LAYERNORM | {"mlp": "gelu", "n_kv_head": 2}, {}),
+    "starcoder2, no biases": ("Starcoder2ForCausalLM", LAYERNORM | RELU2 | {"bias": False, "tied_head": False}, {}),
+    "vaultgemma": ("VaultGemmaForCausalLM", {"logit_softcap": 15.0, "n_kv_head": 2}, {}),
+    "vaultgemma, capped scores, own head": (
+        "VaultGemmaForCausalLM",
+        {"tied_head": False},
+        {"score_softcap": 4.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_ours_within_the_class_s_tolerance(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    kind, model, attention = CASES[name]
+    trained = make_trained(model, attention)
+    chosen, why = choose_class(trained)
+    assert chosen.name == kind and kind in why and not chosen.is_remote
+    write_folder(tmp_path, trained, chosen, "f32")
+    assert not (tmp_path / "modeling_andrea.py").exists()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = tokens_of()
+    with torch.no_grad():
+        theirs = loaded.eval()(tokens).logits
+    ours = logits_of(trained, tokens)
+    assert type(loaded).__name__ == kind and ours.abs().max() > 5
+    torch.testing.assert_close(theirs, ours, atol=chosen.tolerance * float(ours.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind"),
+    [
+        ("gpt2", "GPT2LMHeadModel"),
+        ("nano-llama", "LlamaForCausalLM"),
+        ("nano-qwen3", "Qwen3ForCausalLM"),
+        ("andrea-nano", "AndreaForCausalLM"),
+        ("nano-nope", "AndreaForCausalLM"),
+    ],
+)
+def test_the_class_of_each_preset(preset: str, kind: str) -> None:
+    config = group_config("model", preset)
+    small = {"d_model": 12, "n_head": 3, "n_layer": 1, "d_mlp": 8, "sequence_length": 16}
+    names = [name for name in config.__dataclass_fields__ if name not in small]
+    trained = make_trained({name: getattr(config, name) for name in names} | small)
+    assert choose_class(trained)[0].name == kind
+
+
+def test_why_no_stock_class_fits() -> None:
+    chosen, why = choose_class(make_trained(NANO))
+    assert chosen.is_remote and "Qwen3ForCausalLM, lacks model.logit_softcap=15.0, model.value_residual=true" in why
+    assert len({stock.model_type for stock in STOCK}) == len(STOCK)
+
+
+def test_multiplied_weights_are_not_rounded() -> None:
+    assert choose_class(make_trained({"logit_softcap": 15.0}), is_rounded=True)[0].is_remote
+
+
+def test_additive_scores_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="attention.compatibility=additive cannot be exported.*train with attention=bilinear"
+    ):
+        choose_class(make_trained({"position": "learned"}, {"compatibility": "additive"}))
+
+
+def test_large_weights_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    monkeypatch.setattr("andrea.interop.hugging_face.folder.LARGEST_SHARD_BYTES", 50_000)
+    trained = make_trained(NANO)
+    write_folder(tmp_path, trained, choose_class(trained)[0], "f32")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3 and not (tmp_path / "model.safetensors").exists()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=True
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens_of()).logits, logits_of(trained, tokens_of()))
