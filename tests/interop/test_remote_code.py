@@ -161,6 +161,10 @@ def test_generation_with_and_without_a_cache_in_a_padded_batch(name: str, folder
         text = row[11 - len(prompt) :]
         chosen = logits_of(trained, text[None])[0, len(prompt) - 1 : -1].argmax(-1)
         assert torch.equal(chosen, text[len(prompt) :])
+    for of_cache in ({"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}):
+        rows = slice(None) if "cache_implementation" in of_cache else slice(1, 2)  # prompt lookup takes one text
+        found = model.generate(padded[rows], attention_mask=mask[rows], **how, **of_cache)
+        assert torch.equal(found, cached[rows])
     beams = model.generate(padded, attention_mask=mask, num_beams=3, **how)
     assert beams.shape == cached.shape
 

@@ -17,6 +17,7 @@ from andrea.interop.settings import Trained
 
 MODEL_CODE = "modeling_andrea.py"
 LARGEST_SHARD_BYTES = 5 * 10**9
+SAMPLING = {"do_sample": True, "temperature": 1.0}  # the likeliest tokens of a small model repeat themselves
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -25,7 +26,7 @@ def write_folder(folder: Path, trained: Trained, chosen: HuggingFaceClass, dtype
     end = trained.tokenizer.end_of_text
     special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     write_json(folder / "config.json", config_json(trained, chosen, dtype) | special)
-    write_json(folder / "generation_config.json", special)
+    write_json(folder / "generation_config.json", special | SAMPLING)
     write_tokenizer(folder, trained.tokenizer, trained.model.sequence_length)
     if chosen.is_remote:
         (folder / MODEL_CODE).write_bytes(Path(__file__).with_name(MODEL_CODE).read_bytes())

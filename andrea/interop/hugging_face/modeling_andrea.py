@@ -241,10 +241,11 @@ def without_own_value(retrieved, own_value, share):
 # -------------------------------------------------------------------------------------------------------- attention
 
 
-def eager_attention(module, query, key, value, attention_mask, scaling=1.0, dropout=0.0, **kwargs):
+def eager_attention(module, query, key, value, attention_mask, first_slot=0, **kwargs):
     """The formula, written out: query (B, H, T, D), key and value (B, G, S, D) -> (B, T, H, D), and weights (B, H, T, S).
 
-    attention_mask: (B, 1, T, S), 0 where a key is visible and a very negative number elsewhere.
+    attention_mask: (B, 1, T, S), 0 where a key is visible and a very negative number elsewhere. first_slot: the place of the
+    first query among the keys.
     """
     config, repeats = module.config, module.num_key_value_groups
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -253,9 +254,8 @@ def eager_attention(module, query, key, value, attention_mask, scaling=1.0, drop
     if config.attn_logit_softcapping is not None:
         scores = config.attn_logit_softcapping * torch.tanh(scores / config.attn_logit_softcapping)
     if config.position == "alibi":
-        n_query, n_key = scores.shape[-2:]
-        place = torch.arange(n_key, device=scores.device)
-        distance = (place[n_key - n_query :, None] - place).abs().to(scores.dtype)
+        of_query, of_key = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+        distance = (first_slot + of_query[:, None] - of_key).abs().to(scores.dtype)
         scores = scores - alibi_slopes(scores.shape[1], scores.device, scores.dtype)[:, None, None] * distance
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -458,11 +458,13 @@ class AndreaModel(AndreaPreTrainedModel):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=config)
-        position_ids = self.positions(x, attention_mask, position_ids, past_key_values)
+        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        start = start.clone() if isinstance(start, torch.Tensor) else start  # a cache of fixed size changes it in place
+        position_ids = self.positions(x, attention_mask, position_ids, start)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         shared = {"tables": rotary_tables(config, position_ids), "position_ids": position_ids, **kwargs}
-        shared |= {"past_key_values": past_key_values}
+        shared |= {"past_key_values": past_key_values, "first_slot": start}
         value_source, first_value = self.value_source(x, input_ids), None
         masks = self.masks(x, attention_mask, past_key_values, position_ids)
         hidden_states, attentions = (x,), ()
@@ -480,14 +482,13 @@ class AndreaModel(AndreaPreTrainedModel):
             attentions=attentions if weighed else None,
         )
 
-    def positions(self, x, attention_mask, position_ids, past_key_values):
+    def positions(self, x, attention_mask, position_ids, start):
         """The position of each new token in its text, (B, T): given, counted by a mask (B, S), or one after another."""
         if position_ids is not None:
             return position_ids.expand(len(x), -1)
         if attention_mask is not None and attention_mask.ndim == 2:
             counted = attention_mask.long().cumsum(-1)[:, -x.shape[1] :] - 1
             return counted.clamp(min=0)
-        start = 0 if past_key_values is None else past_key_values.get_seq_length()
         return (torch.arange(x.shape[1], device=x.device) + start).expand(len(x), -1)
 
     def masks(self, x, attention_mask, past_key_values, position_ids):
@@ -564,3 +565,8 @@ class AndreaForCausalLM(AndreaPreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask, **kwargs):
+        """generate() would prepare masks for caches of fixed size. The model makes its own, one for each window."""
+        return attention_mask

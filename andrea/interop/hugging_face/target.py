@@ -19,7 +19,7 @@ from andrea.model.gpt import GPT
 USAGE = """\
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained("{folder}")
+    tokenizer = AutoTokenizer.from_pretrained("{folder}"{trust})
     model = AutoModelForCausalLM.from_pretrained("{folder}"{trust})
     tokens = tokenizer("def main(", return_tensors="pt")
     print(tokenizer.decode(model.generate(**tokens, max_new_tokens=64, do_sample=True, temperature=0.8)[0]))
