@@ -161,10 +161,10 @@ def test_generation_with_and_without_a_cache_in_a_padded_batch(name: str, folder
         text = row[11 - len(prompt) :]
         chosen = logits_of(trained, text[None])[0, len(prompt) - 1 : -1].argmax(-1)
         assert torch.equal(chosen, text[len(prompt) :])
-    for of_cache in ({"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}):
-        rows = slice(None) if "cache_implementation" in of_cache else slice(1, 2)  # prompt lookup takes one text
-        found = model.generate(padded[rows], attention_mask=mask[rows], **how, **of_cache)
-        assert torch.equal(found, cached[rows])
+    one = {"input_ids": padded[1:], "attention_mask": mask[1:]}
+    assert torch.equal(model.generate(**one, **how | {"eos_token_id": 257}, prompt_lookup_num_tokens=3), cached[1:])
+    if not trained.model.qkv_convolution:
+        assert torch.equal(model.generate(padded, attention_mask=mask, cache_implementation="static", **how), cached)
     beams = model.generate(padded, attention_mask=mask, num_beams=3, **how)
     assert beams.shape == cached.shape
 
@@ -191,6 +191,26 @@ def test_gradients_are_ours_with_and_without_checkpointing(name: str, folders) -
                 model.get_parameter(two).grad, ours.get_parameter(one).grad, atol=1e-5, rtol=1e-4
             )
         assert all(each.grad is not None for each in model.parameters())
+
+
+def test_a_cache_that_cannot_hold_the_convolution_is_refused(folders) -> None:
+    model = load(folders["the default model"][1])
+    with pytest.raises(ValueError, match="needs an empty DynamicCache, got StaticCache"):
+        model.generate(tokens_of(1, 5), max_new_tokens=3, cache_implementation="static")
+
+
+def test_tokens_removed_from_the_cache_leave_no_trace(folders) -> None:
+    trained, folder = folders["the default model"]
+    model, tokens = load(folder), tokens_of(1, 30)
+    with torch.no_grad():
+        cache = model(torch.cat([tokens[:, :20], tokens_of(1, 7)], dim=1), use_cache=True).past_key_values
+        cache.crop(-7)
+        found = model(tokens[:, 20:], past_key_values=cache).logits
+        cache.crop(-30)
+        again = model(tokens, past_key_values=cache).logits
+    expected = logits_of(trained, tokens)
+    torch.testing.assert_close(found, expected[:, 20:], atol=2e-4, rtol=0)
+    torch.testing.assert_close(again, expected, atol=2e-4, rtol=0)
 
 
 def test_packed_texts_are_apart_by_their_positions(folders) -> None:

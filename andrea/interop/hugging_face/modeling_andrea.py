@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, pad, relu, rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 OWN_VALUE_EPSILON = 1e-6  # added to v·v, so that a value of zeros excludes nothing
+CROPPED_TOKENS = 128  # at most: speculative decoding removes rejected tokens from the cache
 
 
 class AndreaConfig(PreTrainedConfig):
@@ -97,11 +98,7 @@ class AndreaConfig(PreTrainedConfig):
         self.final_logit_softcapping = final_logit_softcapping
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        # What a cache keeps for a layer: with "hybrid" keys, values and the last tokens before the convolution. Windows
-        # are masks here: every layer's cache keeps all tokens.
-        self.layer_types = ["hybrid" if qkv_convolution else "full_attention"] * num_hidden_layers
         kwargs.pop("head_dim", None)
-        kwargs.pop("layer_types", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     @property
@@ -238,6 +235,65 @@ def without_own_value(retrieved, own_value, share):
     return (z - along * v).to(retrieved.dtype)
 
 
+# ------------------------------------------------------------------------------------------------------------ cache
+
+
+class AndreaCacheLayer(DynamicLayer):
+    """Keys and values of all tokens, and queries, keys and values before the convolution of the last ones."""
+
+    rows = None  # (B, H + 2G, R, D)
+
+    def with_earlier_rows(self, rows, n_earlier):
+        """Keep rows (B, H + 2G, T, D) of the new tokens; return them after the n_earlier before them, zeros before a text."""
+        earlier = rows[:, :, :0] if self.rows is None else self.rows
+        known = torch.cat((earlier, rows), dim=2)
+        self.rows = known[:, :, -(n_earlier + CROPPED_TOKENS) :]
+        missing = n_earlier + rows.shape[2] - known.shape[2]
+        return pad(known, (0, 0, missing, 0)) if missing > 0 else known[:, :, -missing:]
+
+    def crop(self, length):
+        """Remove the last -length tokens; a positive number is the length that remains, as in earlier versions."""
+        before = self.get_seq_length()
+        super().crop(length)
+        n_removed = before - self.get_seq_length()
+        if n_removed and self.rows is not None:
+            if n_removed > CROPPED_TOKENS:
+                raise ValueError(f"at most {CROPPED_TOKENS} tokens can be removed from the cache, not {n_removed}")
+            self.rows = self.rows[:, :, :-n_removed]
+
+    def reorder_cache(self, beam_idx):
+        super().reorder_cache(beam_idx)
+        self.rows = self.rows.index_select(0, beam_idx.to(self.rows.device))
+
+    def batch_repeat_interleave(self, repeats):
+        super().batch_repeat_interleave(repeats)
+        self.rows = self.rows.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices):
+        super().batch_select_indices(indices)
+        self.rows = self.rows[indices]
+
+    def reset(self):
+        super().reset()
+        self.rows = None
+
+
+def with_rows(cache, config):
+    """An empty cache whose layers also keep rows for the convolution, if the model has one; a filled one as it is."""
+    if (
+        config.qkv_convolution is None
+        or cache is None
+        or any(isinstance(layer, AndreaCacheLayer) for layer in cache.layers)
+    ):
+        return cache
+    if not isinstance(cache, DynamicCache) or cache.get_seq_length():
+        raise ValueError(
+            f"the convolution of this model needs an empty DynamicCache, got {type(cache).__name__}; leave it out"
+        )
+    cache.layers = [AndreaCacheLayer() for _ in range(config.num_hidden_layers)]
+    return cache
+
+
 # -------------------------------------------------------------------------------------------------------- attention
 
 
@@ -336,12 +392,10 @@ class AndreaAttention(nn.Module):
         """
         n_heads, n_mixed, n_token = [each.shape[1] for each in (query, key, value)], self.taps.shape[-1], query.shape[2]
         x = torch.cat((query, key, value), dim=1)  # (B, H + 2G, T, D)
-        padded = x
-        if past_key_values is not None and n_mixed > 1:
-            # The cache keeps the last K - 1 rows, with the tokens in the last dimension.
-            state = past_key_values.update_conv_state(x.mT.flatten(1, 2), self.layer_idx, conv_kernel_size=n_mixed - 1)
-            padded = state.unflatten(1, x.shape[1:4:2]).mT[:, :, -(n_token + n_mixed - 1) :]
-        padded = pad(padded, (0, 0, n_token + n_mixed - 1 - padded.shape[2], 0))
+        if past_key_values is None:
+            padded = pad(x, (0, 0, n_mixed - 1, 0))
+        else:
+            padded = past_key_values.layers[self.layer_idx].with_earlier_rows(x, n_mixed - 1)
         taps = self.taps.to(x.dtype)[:, None].unbind(-1)  # K of (H + 2G, 1, D)
         y = x + x * taps[0]
         for distance in range(1, n_mixed):
@@ -458,6 +512,7 @@ class AndreaModel(AndreaPreTrainedModel):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=config)
+        past_key_values = with_rows(past_key_values, config)
         start = 0 if past_key_values is None else past_key_values.get_seq_length()
         start = start.clone() if isinstance(start, torch.Tensor) else start  # a cache of fixed size changes it in place
         position_ids = self.positions(x, attention_mask, position_ids, start)
