@@ -45,7 +45,7 @@ def refused(runs: Path, capsys: pytest.CaptureFixture, *words: str) -> str:
 
 
 def test_the_default_model_becomes_a_folder_with_its_own_code(runs: Path, capsys) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.0")
+    transformers = pytest.importorskip("transformers", minversion="5.10")
     code, out, _ = export(runs, capsys, "checkpoint=default")
     assert code == 0 and "becomes AndreaForCausalLM: no class of transformers computes this function" in out
     assert "logits: largest difference 0 of" in out and "proven by transformers" in out
@@ -64,7 +64,7 @@ def test_the_default_model_becomes_a_folder_with_its_own_code(runs: Path, capsys
 
 
 def test_the_exported_folder_needs_nothing_of_this_package(runs: Path, tmp_path: Path, capsys) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.10")
     assert export(runs, capsys, "checkpoint=default", f"out={tmp_path / 'out'}")[0] == 0
     program = (
         "import sys; sys.modules['andrea'] = None\n"
@@ -81,7 +81,7 @@ def test_the_exported_folder_needs_nothing_of_this_package(runs: Path, tmp_path:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_fewer_bits_have_a_cost_that_is_said(dtype: str, runs: Path, capsys) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.10")
     code, out, _ = export(runs, capsys, "checkpoint=qwen3", f"dtype={dtype}")
     assert code == 0 and "becomes Qwen3ForCausalLM" in out and ", in fp32 " in out
     found = json.loads((runs / "qwen3-hf" / "proof.json").read_text())
@@ -119,7 +119,7 @@ def test_without_the_other_program_the_export_is_not_proven(
 def test_an_export_that_computes_something_else_leaves_nothing(
     runs: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.10")
     from andrea.interop.hugging_face import folder
 
     def one_weight_off(place: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -135,14 +135,14 @@ def test_an_export_that_computes_something_else_leaves_nothing(
 
 
 def test_a_text_to_compare_on(runs: Path, tmp_path: Path, capsys) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.10")
     (tmp_path / "a.txt").write_text("One two three, four five. " * 100)
     code, out, _ = export(runs, capsys, "checkpoint=qwen3", f"text={tmp_path / 'a.txt'}")
     assert code == 0 and "bits per byte of a.txt" in out
 
 
 def test_a_sharded_checkpoint_is_exported(tmp_path: Path, capsys) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.0")
+    transformers = pytest.importorskip("transformers", minversion="5.10")
     trained = make_trained(NANO)
     path = write_sharded(tmp_path / "runs" / "parts", trained)
     code, _, error = export(tmp_path / "runs", capsys, f"checkpoint={path}", f"out={tmp_path / 'out'}")

@@ -12,7 +12,7 @@ from exportable import LAYERNORM, NANO, T, Trained, logits_of, make_trained, tok
 from andrea.interop.hugging_face.classes import REMOTE_CODE, choose_class
 from andrea.interop.hugging_face.folder import write_folder
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.10")
 
 # Together they hold each value of each option at least once, most pairs of them, and the default model.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_ours_within_the_class_s_tolerance(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.0")
+    transformers = pytest.importorskip("transformers", minversion="5.10")
     kind, model, attention = CASES[name]
     trained = make_trained(model, attention)
     chosen, why = choose_class(trained)
@@ -95,7 +95,7 @@ def test_additive_scores_are_refused() -> None:
 
 
 def test_large_weights_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.0")
+    transformers = pytest.importorskip("transformers", minversion="5.10")
     monkeypatch.setattr("andrea.interop.hugging_face.folder.LARGEST_SHARD_BYTES", 50_000)
     trained = make_trained(NANO)
     write_folder(tmp_path, trained, choose_class(trained)[0], "f32")

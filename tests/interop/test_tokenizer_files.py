@@ -16,7 +16,7 @@ from andrea.interop.hugging_face.tokenizer_files import write_tokenizer
 from andrea.interop.merges import merges_of, visible_tokens
 from andrea.text.tokenizer import END_OF_TEXT, ByteTokenizer, RankTokenizer, Tokenizer, train_bpe
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.10")
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 CUT_DIFFERENTLY = st.sampled_from(
     [" ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "n't", END_OF_TEXT, "12", "½", "日本", "🤖", "\u2028"]
