@@ -320,6 +320,7 @@ class ExportConfig:
     out: PathText | None
     dtype: Literal["f32", "f16", "bf16", "q8_0"]
     text: PathText | None
+    data_dir: PathText
 
 
 @dataclass(frozen=True)

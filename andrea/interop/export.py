@@ -13,9 +13,10 @@ from andrea.checkpoint.folder import removed_on_failure
 from andrea.checkpoint.model import configs_of, load_model
 from andrea.config import ExportConfig, UserError
 from andrea.interop.card import card_of
+from andrea.interop.compared_text import ComparedText, compared_text, read_text
 from andrea.interop.gguf.target import Gguf
 from andrea.interop.hugging_face.target import HuggingFace
-from andrea.interop.proof import Proof, prove, read_text
+from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.interop.settings import Trained
 from andrea.interop.target import Target
 from andrea.runtime.files import flush_to_disk, staging_path, storing
@@ -35,11 +36,12 @@ def export(config: ExportConfig) -> int:
     print(f"{checkpoint.path} becomes {target.what}: {target.why}")
     if not trained.attention.across_documents:
         print("attention.across_documents=false is not exported: the export equals the model on single documents")
+    compared = compared_text(trained, text, Path(config.data_dir), MOST_TOKENS + 1)
     staging = staging_path(folder)
     with storing(folder, of_run=False), removed_on_failure(staging):
         staging.mkdir(parents=True)
         target.write(staging)
-        proof, reason = proof_of(trained, target, staging, text)
+        proof, reason = proof_of(trained, target, staging, compared)
         if proof is not None and proof.failures:
             shutil.rmtree(staging)
             print(f"error: {proof.program} computes something else: {'; '.join(proof.failures)}", file=sys.stderr)
@@ -90,7 +92,7 @@ def load_trained(checkpoint: Checkpoint) -> Trained:
     return Trained(name_of(checkpoint), checkpoint, gpt, attention, tokenizer)
 
 
-def proof_of(trained: Trained, target: Target, folder: Path, text: Path | None) -> tuple[Proof | None, str]:
+def proof_of(trained: Trained, target: Target, folder: Path, text: ComparedText) -> tuple[Proof | None, str]:
     """The proof; or None, and the reason, if the package of the other program is missing or too old."""
     try:
         other = target.open(folder)

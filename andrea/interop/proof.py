@@ -6,11 +6,9 @@ bits changes nothing of what is demanded of logits, and its cost in bits per byt
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from andrea.config import UserError
+from andrea.interop.compared_text import ComparedText
 from andrea.interop.program import OtherProgram
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 from andrea.text.tokenizer import END_OF_TEXT
 
-MOST_WINDOWS, LONGEST_WINDOW = 4, 512  # of the text that logits are compared on
+MOST_TOKENS, LONGEST_WINDOW = 4096, 512  # of the text that logits are compared on
 N_FUZZ_TEXTS, N_GREEDY = 10_000, 64
 PROMPT_TOKENS = 8  # of the text, in front of the greedy tokens
 MOST_PIECES = 12  # of a fuzz text
@@ -79,34 +77,32 @@ class Proof:
             bits += f", in fp32 {self.bits_per_byte:.4f}"
         return [
             f"logits: largest difference {self.largest_difference:.3g} of {self.largest_logit:.3g}, over {self.n_token} tokens",
-            f"bits per byte of {self.text}, which may have been trained on: {bits}",
+            f"bits per byte of {self.text}: {bits}",
             f"token ids: equal for {self.n_fuzz_texts - self.n_texts_with_other_ids:,} of {self.n_fuzz_texts:,} texts",
             f"greedy tokens: {self.n_greedy_tokens}, each the likeliest here too",
         ]
 
 
-def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, least: float, text: Path | None) -> Proof:
+def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, least: float, text: ComparedText) -> Proof:
     """Compare the other program with our model.
 
     rounded: our model with the weights as the export holds them. share, least: the tolerance, as a share of the largest
-    logit, and at least so much. text: a file; None for a module of Python's standard library.
+    logit, and at least so much.
     """
-    content = read_text(text)
-    length = min(trained.model.sequence_length, LONGEST_WINDOW)
-    batches = windows_of(trained, content, length)
+    batches = windows_of(text.ids, min(trained.model.sequence_length, LONGEST_WINDOW))
     exact = [logits_of(trained.gpt, tokens) for tokens, _ in batches]
     ours = exact if rounded is trained.gpt else [logits_of(rounded, tokens) for tokens, _ in batches]
     theirs = [other.logits(tokens.tolist()) for tokens, _ in batches]
     largest = max(float(logits.abs().max()) for logits in ours)
     tolerance = max(least, share * largest)
-    fuzz = list(fuzz_texts(content))
+    fuzz = list(fuzz_texts(text.content))
     expected = [[trained.tokenizer.end_of_text, *trained.tokenizer.encode(each)] for each in fuzz]
     wrong = sum(one != two for one, two in zip(expected, other.encode(fuzz), strict=True))
     n_greedy, n_other = greedy_tokens(rounded, other, batches[0][0], tolerance)
     bits = [bits_per_byte(trained, logits, batches) for logits in (exact, ours, theirs)]
     return Proof(
         program=other.name,
-        text=text.name if text else f"{Path(argparse.__file__).name} of Python's library",
+        text=text.name,
         n_token=sum(int((targets != IGNORED_TARGET).sum()) for _, targets in batches),
         largest_logit=largest,
         largest_difference=max(float((one - two).abs().max()) for one, two in zip(ours, theirs, strict=True)),
@@ -121,26 +117,9 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
     )
 
 
-def read_text(text: Path | None) -> str:
-    """The text that is compared. Raises UserError if the file cannot be read as UTF-8, or holds too little."""
-    path = text or Path(argparse.__file__)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"text={path} cannot be read as text in UTF-8 ({error}); name another file") from error
-    if len(content) < 1000:
-        raise UserError(
-            f"text={path} has {len(content)} characters, too few to compare on; name a file with 1000 or more"
-        )
-    return content
-
-
-def windows_of(trained: Trained, content: str, length: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets (T,) of the text's first windows; a target after the end is IGNORED_TARGET."""
-    limit = MOST_WINDOWS * length * 20  # characters: more than a token has, on average
-    ids = np.array([trained.tokenizer.end_of_text, *trained.tokenizer.encode(content[:limit])])
-    batches = validation_batches(ids[: MOST_WINDOWS * length + 1], length, 1)
-    return [(tokens[0], targets[0]) for tokens, targets in batches]
+def windows_of(ids: np.ndarray, length: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets (T,) of the windows of ids (n,); a target after the end is IGNORED_TARGET."""
+    return [(tokens[0], targets[0]) for tokens, targets in validation_batches(ids, length, 1)]
 
 
 @torch.no_grad()

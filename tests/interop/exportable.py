@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from andrea.checkpoint.folder import flushed_files, make_staging_folder, publish
 from andrea.checkpoint.shards import write_shard
 from andrea.config import AttentionConfig, ModelConfig, to_plain
 from andrea.interop.hugging_face.names import weights_of
+from andrea.interop.hugging_face.program import CODE_CACHE
 from andrea.interop.settings import Trained
 from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 
+os.environ.setdefault("HF_MODULES_CACHE", CODE_CACHE.name)  # before transformers is imported: not the user's cache
 T = 43  # sequence_length
 MODEL = ModelConfig(
     name="small", d_model=60, n_layer=3, n_head=6, d_mlp=77, sequence_length=T, position="rotary", rotary_base=10000.0,
@@ -49,7 +52,7 @@ def make_trained(
         for table in {gpt.embedding.weight, gpt.head_weight}:
             table.mul_(15)
     gpt.eval().requires_grad_(False)
-    return Trained("small", Checkpoint(Path("nowhere"), {}), gpt, attention_config, tokenizer)
+    return Trained("small", Checkpoint(Path("nowhere"), {"config": {}}), gpt, attention_config, tokenizer)
 
 
 def write_trained(run: Path, trained: Trained, **attention: Any) -> Path:

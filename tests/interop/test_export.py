@@ -13,6 +13,7 @@ from conftest import ROOT, run_script
 from exportable import BLOCKS_OF_32, NANO, logits_of, make_trained, tokens_of, write_sharded, write_trained
 
 from andrea.__main__ import main
+from andrea.checkpoint import read_checkpoint
 from andrea.interop import proof
 from andrea.text.tokenizer import train_bpe
 
@@ -139,6 +140,21 @@ def test_a_text_to_compare_on(runs: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "a.txt").write_text("One two three, four five. " * 100)
     code, out, _ = export(runs, capsys, "checkpoint=qwen3", f"text={tmp_path / 'a.txt'}")
     assert code == 0 and "bits per byte of a.txt" in out
+
+
+def test_the_run_s_held_out_text_is_compared_where_it_is_prepared(
+    trained: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits per byte of the whole held-out text are those of the run's last evaluation."""
+    pytest.importorskip("transformers", minversion="5.10")
+    monkeypatch.setattr("andrea.interop.export.MOST_TOKENS", 10_000)  # more than there are
+    data = trained.parent.parent / "data"
+    words = [f"checkpoint={trained}", f"out={tmp_path / 'out'}", f"data_dir={data}"]
+    assert export(trained.parent, capsys, *words)[0] == 0
+    found = json.loads((tmp_path / "out" / "proof.json").read_text())
+    state = read_checkpoint(trained / "checkpoints" / "step-00000008").state
+    assert found["text"] == "the run's held-out text" and 1000 < found["n_token"] < 10_000
+    assert found["bits_per_byte_other"] == pytest.approx(state["val_bpb"], abs=1e-5)
 
 
 def test_a_sharded_checkpoint_is_exported(tmp_path: Path, capsys) -> None:

@@ -10,6 +10,7 @@ from exportable import BLOCKS_OF_32, LAYERNORM, NANO, make_trained
 
 from andrea.config import UserError
 from andrea.interop import proof
+from andrea.interop.compared_text import compared_text
 from andrea.interop.gguf.architectures import choose_architecture, neighbours_first
 from andrea.interop.gguf.file import check_file
 from andrea.interop.gguf.target import Gguf
@@ -49,7 +50,8 @@ def test_llama_cpp_computes_ours(name: str, dtype: str, bpe: Tokenizer, tmp_path
     trained = make_trained(BLOCKS_OF_32 | changes, tokenizer=bpe)
     target = Gguf(trained, dtype)
     target.write(tmp_path)
-    found = proof.prove(trained, target.rounded_gpt(), target.open(tmp_path), target.share, target.least, None)
+    text = compared_text(trained, None, tmp_path, 200)
+    found = proof.prove(trained, target.rounded_gpt(), target.open(tmp_path), target.share, target.least, text)
     assert target.what == architecture and found.largest_logit > 5
     assert found.failures == []
     assert found.n_greedy_tokens == 35  # the window of 43 tokens, less the prompt
