@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from exportable import BLOCKS_OF_32, LAYERNORM, NANO, make_trained
 
 from andrea.config import UserError
@@ -82,7 +84,13 @@ def test_tokenizers_and_types_that_a_file_cannot_hold_are_refused(bpe: Tokenizer
         check_file(make_trained(tokenizer=bpe), "q8_0")
 
 
-def test_rows_of_pairs_become_neighbours() -> None:
-    import torch
+def test_without_the_package_gguf_one_line_says_what_to_install(
+    bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="needs the package gguf; run: pip install gguf"):
+        Gguf(make_trained(tokenizer=bpe), "f32")
 
+
+def test_rows_of_pairs_become_neighbours() -> None:
     assert neighbours_first(torch.arange(12), 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]

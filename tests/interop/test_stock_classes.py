@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from exportable import LAYERNORM, NANO, logits_of, make_trained, tokens_of
 
-from andrea.config import UserError, group_config
+from andrea.cli.command_line import configure
+from andrea.config import RunConfig, UserError
+from andrea.interop.gguf.architectures import choose_architecture
 from andrea.interop.hugging_face.classes import STOCK, choose_class
 from andrea.interop.hugging_face.folder import write_folder
+from andrea.interop.settings import Trained
+from andrea.text.tokenizer import RankTokenizer
 
+PAGE = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
 RELU2 = {"mlp": "relu2"}
 GPT2 = LAYERNORM | {"position": "learned", "mlp": "gelu"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -59,22 +66,38 @@ def test_logits_are_ours_within_the_class_s_tolerance(name: str, tmp_path: Path)
     torch.testing.assert_close(theirs, ours, atol=chosen.tolerance * float(ours.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("preset", "kind"),
-    [
-        ("gpt2", "GPT2LMHeadModel"),
-        ("nano-llama", "LlamaForCausalLM"),
-        ("nano-qwen3", "Qwen3ForCausalLM"),
-        ("andrea-nano", "AndreaForCausalLM"),
-        ("nano-nope", "AndreaForCausalLM"),
-    ],
+ROWS = re.findall(
+    r"^\| `(\S+?)`(?: and the larger sizes)?(?: with (.+?))? \| `(\w+)`.*? \| (\S+) \|$", PAGE, re.MULTILINE
 )
-def test_the_class_of_each_preset(preset: str, kind: str) -> None:
-    config = group_config("model", preset)
-    small = {"d_model": 12, "n_head": 3, "n_layer": 1, "d_mlp": 8, "sequence_length": 16}
-    names = [name for name in config.__dataclass_fields__ if name not in small]
-    trained = make_trained({name: getattr(config, name) for name in names} | small)
-    assert choose_class(trained)[0].name == kind
+
+
+@pytest.mark.parametrize(("preset", "changes", "kind", "architecture"), ROWS)
+def test_the_table_of_the_page_says_what_is_chosen(preset: str, changes: str, kind: str, architecture: str) -> None:
+    """Each row of docs/interop.md; `or` separates settings that have the same effect."""
+    for words in re.findall("`(.+?)`", changes) or [""]:
+        trained = small_of(preset, words)
+        assert choose_class(trained)[0].name == kind
+        if architecture == "no":
+            with pytest.raises(UserError, match="train with model=nano-qwen3"):
+                choose_architecture(trained)
+        else:
+            assert choose_architecture(trained).name == architecture.strip("`")
+
+
+def small_of(preset: str, words: str = "") -> Trained:
+    """A model with the settings of a preset, of few parameters. words: further settings, as typed."""
+    config = configure(RunConfig, "train", [f"model={preset}", *words.split()])
+    small = {"d_model": 12, "n_head": 3, "n_kv_head": None, "n_layer": 1, "d_mlp": 8, "sequence_length": 16}
+    model = {name: getattr(config.model, name) for name in config.model.__dataclass_fields__} | small
+    attention = {name: getattr(config.attention, name) for name in config.attention.__dataclass_fields__}
+    bpe = RankTokenizer("bpe", {bytes([value]): value for value in range(256)} | {b"ab": 256})
+    return make_trained(model, attention, bpe)
+
+
+def test_the_table_has_every_stock_class_and_is_right_for_the_larger_sizes() -> None:
+    assert {kind for _, _, kind, _ in ROWS} == {stock.name for stock in STOCK} | {"AndreaForCausalLM"}
+    for size in ("12m", "120m", "480m", "2b"):
+        assert choose_class(small_of(f"andrea-{size}"))[0].name == "AndreaForCausalLM"
 
 
 def test_why_no_stock_class_fits() -> None:

@@ -27,6 +27,7 @@ class Transformers(OtherProgram):
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # it warns of texts that are longer than a window
         self.name = f"transformers {transformers.__version__}"
         loading = {"trust_remote_code": True}
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **loading)
