@@ -13,9 +13,12 @@ from exportable import LAYERNORM, NANO, logits_of, make_trained, tokens_of
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
+from andrea.interop import proof
+from andrea.interop.compared_text import compared_text
 from andrea.interop.gguf.architectures import choose_architecture
 from andrea.interop.hugging_face.classes import STOCK, choose_class
 from andrea.interop.hugging_face.folder import write_folder
+from andrea.interop.hugging_face.target import HuggingFace
 from andrea.interop.settings import Trained
 from andrea.text.tokenizer import RankTokenizer
 
@@ -47,23 +50,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_ours_within_the_class_s_tolerance(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.10")
+def test_the_class_computes_ours(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits within the class's tolerance, greedy tokens with its own cache, and token ids."""
+    pytest.importorskip("transformers", minversion="5.10")
+    monkeypatch.setattr(proof, "N_FUZZ_TEXTS", 50)
     kind, model, attention = CASES[name]
     trained = make_trained(model, attention)
-    chosen, why = choose_class(trained)
-    assert chosen.name == kind and kind in why and not chosen.is_remote
-    write_folder(tmp_path, trained, chosen, "f32")
+    target = HuggingFace(trained, "f32")
+    assert target.what == kind and kind in target.why and not target.chosen.is_remote
+    target.write(tmp_path)
     assert not (tmp_path / "modeling_andrea.py").exists()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    )
-    tokens = tokens_of()
-    with torch.no_grad():
-        theirs = loaded.eval()(tokens).logits
-    ours = logits_of(trained, tokens)
-    assert type(loaded).__name__ == kind and ours.abs().max() > 5
-    torch.testing.assert_close(theirs, ours, atol=chosen.tolerance * float(ours.abs().max()), rtol=0)
+    other = target.open(tmp_path)
+    text = compared_text(trained, None, tmp_path, 200)
+    found = proof.prove(trained, trained.gpt, other, target.share, target.least, text)
+    assert type(other.model).__name__ == kind and found.largest_logit > 5
+    assert found.failures == [] and found.n_greedy_tokens == 35
 
 
 ROWS = re.findall(

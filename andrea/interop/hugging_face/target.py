@@ -8,7 +8,6 @@ from typing import final
 
 import torch
 
-from andrea.config import UserError
 from andrea.interop.hugging_face.classes import choose_class
 from andrea.interop.hugging_face.folder import DTYPES, write_folder
 from andrea.interop.hugging_face.program import Transformers
@@ -31,11 +30,7 @@ class HuggingFace(Target):
     package = "transformers"
 
     def __init__(self, trained: Trained, dtype: str) -> None:
-        """Raises UserError for a model or a type that transformers cannot hold."""
-        if dtype not in DTYPES:
-            raise UserError(
-                f"dtype={dtype} is a type of GGUF files; with to=hf use {', '.join(DTYPES)}, or set to=gguf"
-            )
+        """dtype: one of DTYPES. Raises UserError for a model that transformers cannot hold."""
         self.trained, self.dtype = trained, dtype
         self.chosen, self.why = choose_class(trained, is_rounded=dtype != "f32")
         self.what, self.share = self.chosen.name, self.chosen.tolerance
