@@ -9,12 +9,13 @@ Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)
 """
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, relu, rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 OWN_VALUE_EPSILON = 1e-6  # added to v·v, so that a value of zeros excludes nothing
+LayerOutput = tuple[Tensor, Tensor | None, Tensor]  # x (B, T, C), attention weights or None, first values (B, G, T, D)
 CROPPED_TOKENS = 128  # at most: speculative decoding removes rejected tokens from the cache
 
 
@@ -37,72 +39,47 @@ class AndreaConfig(PreTrainedConfig):
 
     model_type = "andrea"
     keys_to_ignore_at_inference = ["past_key_values"]
+    defaults = {
+        "vocab_size": 4097,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": None,  # None: num_attention_heads
+        "max_position_embeddings": 512,
+        "position": "rotary",
+        "rotary_base": 10000.0,
+        "rotary_share": 1.0,
+        "norm": "rmsnorm",
+        "norm_epsilon": 1e-6,
+        "mlp": "swiglu",
+        "bias": False,
+        "qk_norm": False,
+        "value_residual": False,
+        "value_embedding": None,
+        "qkv_convolution": None,
+        "compatibility": "scaled_dot",
+        "windows": None,  # None: no layer has one
+        "gate": None,
+        "exclusive": None,
+        "sink": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    }
 
-    def __init__(
-        self,
-        vocab_size=4097,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=None,
-        max_position_embeddings=512,
-        position="rotary",
-        rotary_base=10000.0,
-        rotary_share=1.0,
-        norm="rmsnorm",
-        norm_epsilon=1e-6,
-        mlp="swiglu",
-        bias=False,
-        qk_norm=False,
-        value_residual=False,
-        value_embedding=None,
-        qkv_convolution=None,
-        compatibility="scaled_dot",
-        windows=None,
-        gate=None,
-        exclusive=None,
-        sink=False,
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-        initializer_range=0.02,
-        use_cache=True,
-        tie_word_embeddings=True,
-        **kwargs,
-    ):
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads or num_attention_heads
-        self.head_dim = hidden_size // num_attention_heads
-        self.max_position_embeddings = max_position_embeddings
-        self.position = position
-        self.rotary_base = rotary_base
-        self.rotary_share = rotary_share
-        self.norm = norm
-        self.norm_epsilon = norm_epsilon
-        self.mlp = mlp
-        self.bias = bias
-        self.qk_norm = qk_norm
-        self.value_residual = value_residual
-        self.value_embedding = value_embedding
-        self.qkv_convolution = qkv_convolution
-        self.compatibility = compatibility
-        self.windows = windows or [None] * num_hidden_layers
-        self.gate = gate
-        self.exclusive = exclusive
-        self.sink = sink
-        self.attn_logit_softcapping = attn_logit_softcapping
-        self.final_logit_softcapping = final_logit_softcapping
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
-        kwargs.pop("head_dim", None)
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+    def __init__(self, tie_word_embeddings: bool = True, **values: Any) -> None:
+        for name, default in self.defaults.items():
+            setattr(self, name, values.pop(name, default))
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.windows = self.windows or [None] * self.num_hidden_layers
+        self.head_dim = self.hidden_size // self.num_attention_heads
+        values.pop("head_dim", None)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **values)
 
     @property
-    def needs_eager(self):
+    def needs_eager(self) -> bool:
         """Whether scores are changed, or have a sink, so that only the attention in this file computes them."""
         return self.position == "alibi" or self.sink or self.attn_logit_softcapping is not None
 
@@ -113,7 +90,7 @@ class AndreaConfig(PreTrainedConfig):
 class AndreaRMSNorm(nn.RMSNorm):
     """RMS norm, computed in the type of its input (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -121,7 +98,7 @@ class AndreaLayerNorm(nn.LayerNorm):
     """Layer norm; its bias is optional."""
 
 
-def make_norm(config):
+def make_norm(config: AndreaConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return AndreaRMSNorm(config.hidden_size, config.norm_epsilon)
     return AndreaLayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias)
@@ -130,7 +107,7 @@ def make_norm(config):
 class AndreaMLP(nn.Module):
     """down(silu(gate(x)) · up(x)) (SwiGLU), or down(activation(up(x))) with GELU or squared ReLU."""
 
-    def __init__(self, config):
+    def __init__(self, config: AndreaConfig) -> None:
         super().__init__()
         self.kind = config.mlp
         width, inner, bias = config.hidden_size, config.intermediate_size, config.bias
@@ -139,7 +116,7 @@ class AndreaMLP(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias)
         self.down_proj = nn.Linear(inner, width, bias)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
             return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         up = self.up_proj(x)
@@ -150,7 +127,7 @@ class AndreaValueEmbedding(nn.Module):
     """mix · E(source) (B, T, G D), added to a layer's values: E is a matrix on the first layer's normed input (B, T, C), or
     a table on the token ids (B, T)."""
 
-    def __init__(self, config):
+    def __init__(self, config: AndreaConfig) -> None:
         super().__init__()
         width = config.num_key_value_heads * config.head_dim
         is_table = config.value_embedding == "table"
@@ -158,7 +135,7 @@ class AndreaValueEmbedding(nn.Module):
         self.projection = None if is_table else nn.Linear(config.hidden_size, width, bias=False)
         self.mix = nn.Parameter(torch.ones(1))
 
-    def forward(self, source, dtype):
+    def forward(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         embedded = self.projection(source) if self.table is None else self.table(source)
         return self.mix.to(dtype) * embedded.to(dtype)
 
@@ -169,13 +146,13 @@ class AndreaCompatibility(nn.Module):
     scaled_dot: q·k / √D. dot: q·k. bilinear: qᵀ M k with M (D, D) per head. cosine: s q·k / (|q||k|) with s per head.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: AndreaConfig) -> None:
         super().__init__()
         self.kind, n_head, width = config.compatibility, config.num_attention_heads, config.head_dim
         self.matrix = nn.Parameter(torch.empty(n_head, width, width)) if self.kind == "bilinear" else None
         self.log_sharpness = nn.Parameter(torch.empty(n_head)) if self.kind == "cosine" else None
 
-    def forward(self, query, key):
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind == "dot":
             return query, key
         if self.kind == "scaled_dot":
@@ -190,13 +167,13 @@ class AndreaCompatibility(nn.Module):
         return query.to(dtype), key.to(dtype)
 
 
-def unit(vectors):
+def unit(vectors: Tensor) -> Tensor:
     """Vectors (..., D) scaled to length 1; a zero vector stays zero."""
     length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / torch.where(length > 0, length, torch.inf)
 
 
-def rotary_tables(config, position_ids):
+def rotary_tables(config: AndreaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
     """Cosines and sines (B, 1, T, D) for position_ids (B, T), fp32; None unless positions are rotary.
 
     Pair p is entries p and p + D/2. The first `rotary_share` of the pairs turn by position · base^(-2p / R), where R is the
@@ -213,19 +190,19 @@ def rotary_tables(config, position_ids):
     return torch.cat((cosine, cosine), dim=-1).float(), torch.cat((-sine, sine), dim=-1).float()
 
 
-def turn(x, cosine, sine):
+def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate x (B, H, T, D) by the tables of `rotary_tables`."""
     return (x * cosine + x.roll(x.shape[-1] // 2, dims=-1) * sine).to(x.dtype)
 
 
-def alibi_slopes(n_head, device, dtype):
+def alibi_slopes(n_head: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The slope of each head (Press et al. 2022, arXiv 2108.12409, section 3), (H,)."""
     power = 1 << (n_head.bit_length() - 1)
     head = torch.arange(1, n_head + 1, device=device, dtype=dtype)
     return torch.exp2(-8 * torch.where(head <= power, head / power, (2 * (head - power) - 1) / (2 * power)))
 
 
-def without_own_value(retrieved, own_value, share):
+def without_own_value(retrieved: Tensor, own_value: Tensor, share: Tensor | None) -> Tensor:
     """retrieved (B, H, T, D) without `share` (H,) of its component along own_value (B, H, T, D); all of it if None."""
     dtype = torch.promote_types(retrieved.dtype, torch.float32)
     z, v = retrieved.to(dtype), own_value.to(dtype)
@@ -243,15 +220,17 @@ class AndreaCacheLayer(DynamicLayer):
 
     rows = None  # (B, H + 2G, R, D)
 
-    def with_earlier_rows(self, rows, n_earlier):
+    def with_earlier_rows(self, rows: Tensor, n_earlier: int) -> Tensor:
         """Keep rows (B, H + 2G, T, D) of the new tokens; return them after the n_earlier before them, zeros before a text."""
         earlier = rows[:, :, :0] if self.rows is None else self.rows
         known = torch.cat((earlier, rows), dim=2)
         self.rows = known[:, :, -(n_earlier + CROPPED_TOKENS) :]
-        missing = n_earlier + rows.shape[2] - known.shape[2]
-        return pad(known, (0, 0, missing, 0)) if missing > 0 else known[:, :, -missing:]
+        n_wanted, n_known = n_earlier + rows.shape[2], known.shape[2]
+        if n_known < n_wanted:
+            return pad(known, (0, 0, n_wanted - n_known, 0))
+        return known[:, :, n_known - n_wanted :]
 
-    def crop(self, length):
+    def crop(self, length: int) -> None:
         """Remove the last -length tokens; a positive number is the length that remains, as in earlier versions."""
         before = self.get_seq_length()
         super().crop(length)
@@ -261,24 +240,27 @@ class AndreaCacheLayer(DynamicLayer):
                 raise ValueError(f"at most {CROPPED_TOKENS} tokens can be removed from the cache, not {n_removed}")
             self.rows = self.rows[:, :, :-n_removed]
 
-    def reorder_cache(self, beam_idx):
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self.rows = self.rows.index_select(0, beam_idx.to(self.rows.device))
+        if self.rows is not None:
+            self.rows = self.rows.index_select(0, beam_idx.to(self.rows.device))
 
-    def batch_repeat_interleave(self, repeats):
+    def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.rows = self.rows.repeat_interleave(repeats, dim=0)
+        if self.rows is not None:
+            self.rows = self.rows.repeat_interleave(repeats, dim=0)
 
-    def batch_select_indices(self, indices):
+    def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.rows = self.rows[indices]
+        if self.rows is not None:
+            self.rows = self.rows[indices]
 
-    def reset(self):
+    def reset(self) -> None:
         super().reset()
         self.rows = None
 
 
-def with_rows(cache, config):
+def with_rows(cache: Cache | None, config: AndreaConfig) -> Cache | None:
     """An empty cache whose layers also keep rows for the convolution, if the model has one; a filled one as it is."""
     if (
         config.qkv_convolution is None
@@ -297,7 +279,15 @@ def with_rows(cache, config):
 # -------------------------------------------------------------------------------------------------------- attention
 
 
-def eager_attention(module, query, key, value, attention_mask, first_slot=0, **kwargs):
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    first_slot: int | Tensor = 0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
     """The formula, written out: query (B, H, T, D), key and value (B, G, S, D) -> (B, T, H, D), and weights (B, H, T, S).
 
     attention_mask: (B, 1, T, S), 0 where a key is visible and a very negative number elsewhere. first_slot: the place of the
@@ -328,7 +318,7 @@ class AndreaAttention(nn.Module):
     """Causal self-attention with every option of ANDREA's, in this order: project, mix values, convolve, normalise, score,
     rotate, attend, exclude, gate, and merge."""
 
-    def __init__(self, config, layer_idx):
+    def __init__(self, config: AndreaConfig, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.head_dim, n_head, n_kv_head = config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -351,8 +341,16 @@ class AndreaAttention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(n_head)) if config.sink else None
 
     def forward(
-        self, x, first_value, value_source, tables, position_ids, attention_mask=None, past_key_values=None, **kwargs
-    ):
+        self,
+        x: Tensor,
+        first_value: Tensor | None,
+        value_source: Tensor | None,
+        tables: tuple[Tensor, Tensor] | None,
+        position_ids: Tensor,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> LayerOutput:
         """x (B, T, C) -> output (B, T, C), attention weights or None, and the first layer's values (B, G, T, D).
 
         first_value: the values that layer 0 has returned; None in layer 0. value_source: as in AndreaValueEmbedding.
@@ -380,11 +378,13 @@ class AndreaAttention(nn.Module):
         retrieved = self.finished(retrieved.reshape(*x.shape[:2], -1, self.head_dim).transpose(1, 2), own_value, x)
         return self.o_proj(retrieved.transpose(1, 2).flatten(2)), weights, first_value
 
-    def heads(self, x):
+    def heads(self, x: Tensor) -> Tensor:
         """(B, T, H D) -> (B, H, T, D)."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def convolved(self, query, key, value, position_ids, past_key_values):
+    def convolved(
+        self, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor, past_key_values: Cache | None
+    ) -> tuple[Tensor, ...]:
         """y_t = x_t + Σ_i taps_i · x_{t-i} for i = 0 … K - 1, for queries, keys and values of every head.
 
         position_ids (B, T): a token at position p mixes none from further back than p, so neither padding in front of a
@@ -405,7 +405,7 @@ class AndreaAttention(nn.Module):
             y = y + earlier * taps[distance]
         return y.split(n_heads, dim=1)
 
-    def finished(self, retrieved, own_value, x):
+    def finished(self, retrieved: Tensor, own_value: Tensor, x: Tensor) -> Tensor:
         """Exclusion and gates on retrieved (B, H, T, D), for own_value (B, G, T, D) and x (B, T, C)."""
         if self.config.exclusive is not None:
             own_value = own_value.repeat_interleave(self.num_key_value_groups, dim=1)
@@ -422,14 +422,14 @@ class AndreaAttention(nn.Module):
 class AndreaDecoderLayer(GradientCheckpointingLayer):
     """A block: attention, then an MLP. Each adds its output to its input."""
 
-    def __init__(self, config, layer_idx):
+    def __init__(self, config: AndreaConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config)
         self.self_attn = AndreaAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = AndreaMLP(config)
 
-    def forward(self, x, first_value, value_source, **kwargs):
+    def forward(self, x: Tensor, first_value: Tensor | None, value_source: Tensor | None, **kwargs: Any) -> LayerOutput:
         """x (B, T, C) -> x (B, T, C), attention weights or None, and the first layer's values (B, G, T, D)."""
         attended, weights, first_value = self.self_attn(self.input_layernorm(x), first_value, value_source, **kwargs)
         x = x + attended
@@ -447,7 +447,7 @@ class AndreaPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+    def get_correct_attn_implementation(self, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if not self.config.needs_eager:
             return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
         if requested_attention not in (None, "eager"):
@@ -458,7 +458,7 @@ class AndreaPreTrainedModel(PreTrainedModel):
         return "eager"
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         """Initial values of a new model from a configuration; a loaded model has those of its file."""
         super()._init_weights(module)
         if isinstance(module, AndreaCompatibility):
@@ -480,7 +480,7 @@ class AndreaPreTrainedModel(PreTrainedModel):
 class AndreaModel(AndreaPreTrainedModel):
     """Tokens to hidden vectors."""
 
-    def __init__(self, config):
+    def __init__(self, config: AndreaConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         is_learned = config.position == "learned"
@@ -493,16 +493,16 @@ class AndreaModel(AndreaPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        output_attentions=None,
-        output_hidden_states=None,
-        **kwargs,
-    ):
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         config = self.config
@@ -537,7 +537,9 @@ class AndreaModel(AndreaPreTrainedModel):
             attentions=attentions if weighed else None,
         )
 
-    def positions(self, x, attention_mask, position_ids, start):
+    def positions(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, start: int | Tensor
+    ) -> Tensor:
         """The position of each new token in its text, (B, T): given, counted by a mask (B, S), or one after another."""
         if position_ids is not None:
             return position_ids.expand(len(x), -1)
@@ -546,7 +548,9 @@ class AndreaModel(AndreaPreTrainedModel):
             return counted.clamp(min=0)
         return (torch.arange(x.shape[1], device=x.device) + start).expand(len(x), -1)
 
-    def masks(self, x, attention_mask, past_key_values, position_ids):
+    def masks(
+        self, x: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None, position_ids: Tensor
+    ) -> dict[int | None, Any]:
         """The mask of each window that a layer has, in the form that the attention implementation wants."""
         how = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         how |= {"past_key_values": past_key_values, "position_ids": position_ids}
@@ -557,7 +561,7 @@ class AndreaModel(AndreaPreTrainedModel):
             for window in dict.fromkeys(self.config.windows)
         }
 
-    def value_source(self, x, input_ids):
+    def value_source(self, x: Tensor, input_ids: Tensor | None) -> Tensor | None:
         """What the value embeddings of all layers read: x (B, T, C), normed, or the ids (B, T); None without them."""
         if self.config.value_embedding == "table" and input_ids is None:
             raise ValueError(
@@ -573,7 +577,7 @@ class AndreaForCausalLM(AndreaPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
-    def __init__(self, config):
+    def __init__(self, config: AndreaConfig) -> None:
         super().__init__(config)
         self.model = AndreaModel(config)
         self.vocab_size = config.vocab_size
@@ -583,17 +587,17 @@ class AndreaForCausalLM(AndreaPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        num_items_in_batch=None,
-        **kwargs,
-    ):
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
         """logits_to_keep: compute logits of the last so many tokens only; 0 for all. labels (B, T): -100 is not scored."""
         output = self.model(
             input_ids=input_ids,
@@ -622,6 +626,6 @@ class AndreaForCausalLM(AndreaPreTrainedModel, GenerationMixin):
         )
 
     @staticmethod
-    def create_masks_for_generate(attention_mask, **kwargs):
+    def create_masks_for_generate(attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
         """generate() would prepare masks for caches of fixed size. The model makes its own, one for each window."""
         return attention_mask
