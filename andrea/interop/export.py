@@ -44,8 +44,9 @@ def export(config: ExportConfig) -> int:
         proof, reason = proof_of(trained, target, staging, compared)
         if proof is not None and proof.failures:
             shutil.rmtree(staging)
-            print(f"error: {proof.program} computes something else: {'; '.join(proof.failures)}", file=sys.stderr)
-            print(f"{folder} was not written; please report this with the run's config.yaml", file=sys.stderr)
+            failures = "; ".join(proof.failures)
+            message = f"{proof.program} computes something else: {failures}; {folder} was not written"
+            print(f"error: {message}; please report this with the run's config.yaml", file=sys.stderr)
             return PROOF_FAILED
         record = proof.as_json() if proof else {"proven": False, "reason": reason}
         (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

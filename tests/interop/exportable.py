@@ -15,12 +15,12 @@ from andrea.checkpoint.folder import flushed_files, make_staging_folder, publish
 from andrea.checkpoint.shards import write_shard
 from andrea.config import AttentionConfig, ModelConfig, to_plain
 from andrea.interop.hugging_face.names import weights_of
-from andrea.interop.hugging_face.program import CODE_CACHE
+from andrea.interop.hugging_face.program import code_cache
 from andrea.interop.settings import Trained
 from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 
-os.environ.setdefault("HF_MODULES_CACHE", CODE_CACHE.name)  # before transformers is imported: not the user's cache
+os.environ.setdefault("HF_MODULES_CACHE", code_cache().name)  # before transformers is imported: not the user's cache
 T = 43  # sequence_length
 MODEL = ModelConfig(
     name="small", d_model=60, n_layer=3, n_head=6, d_mlp=77, sequence_length=T, position="rotary", rotary_base=10000.0,

@@ -161,8 +161,9 @@ def test_generation_with_and_without_a_cache_in_a_padded_batch(name: str, folder
         text = row[11 - len(prompt) :]
         chosen = logits_of(trained, text[None])[0, len(prompt) - 1 : -1].argmax(-1)
         assert torch.equal(chosen, text[len(prompt) :])
-    one = {"input_ids": padded[1:], "attention_mask": mask[1:]}
-    assert torch.equal(model.generate(**one, **how | {"eos_token_id": 257}, prompt_lookup_num_tokens=3), cached[1:])
+    one = {"input_ids": padded[1:], "attention_mask": mask[1:]} | how | {"eos_token_id": 257}
+    looked_up = model.generate(**one, prompt_lookup_num_tokens=3)
+    assert torch.equal(looked_up[:, : cached.shape[1]], cached[1:])  # some versions write one token more
     if not trained.model.qkv_convolution:
         assert torch.equal(model.generate(padded, attention_mask=mask, cache_implementation="static", **how), cached)
     beams = model.generate(padded, attention_mask=mask, num_beams=3, **how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -13,8 +14,14 @@ from torch import Tensor
 
 from andrea.interop.program import OtherProgram
 
-# Code of exported folders is copied here when it is imported, and not into the user's cache. Removed when the program ends.
-CODE_CACHE = tempfile.TemporaryDirectory(prefix="andrea-export-", ignore_cleanup_errors=True)
+
+@functools.cache
+def code_cache() -> tempfile.TemporaryDirectory:
+    """The folder to which transformers copies the code of exported folders, in place of the user's cache.
+
+    It is removed when the program ends.
+    """
+    return tempfile.TemporaryDirectory(prefix="andrea-export-", ignore_cleanup_errors=True)
 
 
 @final
@@ -22,7 +29,7 @@ class Transformers(OtherProgram):
     """A model of an exported folder, loaded in fp32 with eager attention. Raises ImportError without transformers."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ.setdefault("HF_MODULES_CACHE", CODE_CACHE.name)
+        os.environ.setdefault("HF_MODULES_CACHE", code_cache().name)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import transformers
 
