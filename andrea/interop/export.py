@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from andrea.checkpoint import Checkpoint, locate
 from andrea.checkpoint.folder import removed_on_failure
@@ -38,25 +39,37 @@ def export(config: ExportConfig) -> int:
         print("attention.across_documents=false is not exported: the export equals the model on single documents")
     compared = compared_text(trained, text, Path(config.data_dir), MOST_TOKENS + 1)
     staging = staging_path(folder)
-    with storing(folder, of_run=False), removed_on_failure(staging):
-        staging.mkdir(parents=True)
-        target.write(staging)
+    with removed_on_failure(staging):
+        with storing(folder, of_run=False):
+            staging.mkdir(parents=True)
+            target.write(staging)
         proof, reason = proof_of(trained, target, staging, compared)
         if proof is not None and proof.failures:
-            shutil.rmtree(staging)
-            failures = "; ".join(proof.failures)
-            message = f"{proof.program} computes something else: {failures}; {folder} was not written"
-            print(f"error: {message}; please report this with the run's config.yaml", file=sys.stderr)
-            return PROOF_FAILED
-        record = proof.as_json() if proof else {"proven": False, "reason": reason}
-        (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        card = card_of(trained, target, config.dtype, folder.name, proof, reason)
-        (staging / "README.md").write_text(card, encoding="utf-8")
-        for path in (*staging.iterdir(), staging):
-            flush_to_disk(path)
-        os.rename(staging, folder)
+            return failed(proof, folder, staging)
+        with storing(folder, of_run=False):
+            card = card_of(trained, target, config.dtype, folder.name, proof, reason)
+            publish(staging, folder, proof.as_json() if proof else {"proven": False, "reason": reason}, card)
     report(folder, proof, reason)
     return 0
+
+
+def failed(proof: Proof, folder: Path, staging: Path) -> int:
+    """Remove the staging folder, say what is beyond tolerance, and return the exit code."""
+    shutil.rmtree(staging)
+    failures = "; ".join(proof.failures)
+    message = f"{proof.program} computes something else: {failures}; {folder} was not written"
+    print(f"error: {message}; please report this with the run's config.yaml", file=sys.stderr)
+    return PROOF_FAILED
+
+
+def publish(staging: Path, folder: Path, record: dict[str, Any], card: str) -> None:
+    """Add proof.json and README.md to the staging folder, and give it its name. Raises OSError."""
+    (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (staging / "README.md").write_text(card, encoding="utf-8")
+    for path in (*staging.iterdir(), staging):
+        flush_to_disk(path)
+    os.rename(staging, folder)
+    flush_to_disk(folder.parent)
 
 
 def folder_of(config: ExportConfig, checkpoint: Checkpoint) -> Path:
@@ -90,6 +103,7 @@ def load_trained(checkpoint: Checkpoint) -> Trained:
     gpt = load_model(checkpoint, tokenizer)
     for block in gpt.blocks:
         block.attention.implementation = "reference"
+    gpt.end_of_text = None  # other programs, like generation here, read a text as one document
     return Trained(name_of(checkpoint), checkpoint, gpt, attention, tokenizer)
 
 

@@ -55,11 +55,13 @@ def make_trained(
     return Trained("small", Checkpoint(Path("nowhere"), {"config": {}}), gpt, attention_config, tokenizer)
 
 
-def write_trained(run: Path, trained: Trained, **attention: Any) -> Path:
-    """The model as a checkpoint of a run; `attention` changes what its configuration says."""
-    return write_checkpoint(
-        run / "checkpoints", state_of(trained, attention), weights_of(trained), {}, trained.tokenizer
-    )
+def write_trained(run: Path, trained: Trained, data: str | None = None, **attention: Any) -> Path:
+    """The model as a checkpoint of a run.
+
+    data: the fingerprint of the text that it says it was trained on. `attention` changes what its configuration says.
+    """
+    state = state_of(trained, attention) | ({"data": data} if data else {})
+    return write_checkpoint(run / "checkpoints", state, weights_of(trained), {}, trained.tokenizer)
 
 
 def write_sharded(run: Path, trained: Trained) -> Path:
@@ -81,7 +83,7 @@ def write_sharded(run: Path, trained: Trained) -> Path:
 
 def state_of(trained: Trained, attention: dict[str, Any]) -> dict[str, Any]:
     groups = {"model": to_plain(trained.model), "attention": to_plain(trained.attention) | attention}
-    return {"step": 7, "tokens": 7 * T, "config": groups | {"data": {"kind": "pystdlib"}}, "val_bpb": 1.25}
+    return {"step": 7, "tokens": 7 * T, "config": groups | {"data": {"kind": "text"}}, "val_bpb": 1.25}
 
 
 def tokens_of(n_batch: int = 2, n_token: int = 40, n_vocab: int = 257) -> torch.Tensor:

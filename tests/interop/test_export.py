@@ -157,6 +157,18 @@ def test_the_run_s_held_out_text_is_compared_where_it_is_prepared(
     assert found["bits_per_byte_other"] == pytest.approx(state["val_bpb"], abs=1e-5)
 
 
+def test_a_run_with_packed_documents_is_compared_as_one_document(trained: Path, tmp_path: Path, capsys) -> None:
+    """Its held-out text has several documents in a window, which the other program does not keep apart."""
+    pytest.importorskip("transformers", minversion="5.10")
+    state = read_checkpoint(trained / "checkpoints" / "step-00000008").state
+    packed = make_trained(NANO, {"across_documents": False})
+    path = write_trained(tmp_path / "runs" / "packed", packed, data=state["data"])
+    words = [f"checkpoint={path}", f"data_dir={trained.parent.parent / 'data'}"]
+    code, out, _ = export(tmp_path / "runs", capsys, *words)
+    assert code == 0 and "the export equals the model on single documents" in out and "held-out text" in out
+    assert "attention did not cross documents" in (tmp_path / "runs" / "packed-hf" / "README.md").read_text("utf-8")
+
+
 def test_a_sharded_checkpoint_is_exported(tmp_path: Path, capsys) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.10")
     trained = make_trained(NANO)
