@@ -14,6 +14,7 @@ COMMANDS = {
     "compare": "python -m andrea compare",
     "consolidate": "python -m andrea consolidate",
     "average": "python -m andrea average",
+    "export": "python -m andrea export",
     "dashboard": "python -m andrea dashboard",
 }
 

@@ -27,6 +27,7 @@ from andrea.config import (
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
+    ExportConfig,
     LensConfig,
     RunConfig,
     RunsConfig,
@@ -52,6 +53,7 @@ CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it i
     "compare": CompareConfig,
     "consolidate": ConsolidateConfig,
     "average": AverageConfig,
+    "export": ExportConfig,
     "dashboard": DashboardConfig,
 }
 

@@ -11,6 +11,7 @@ from andrea.config import (
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
+    ExportConfig,
     LensConfig,
     RunConfig,
     RunsConfig,
@@ -64,6 +65,15 @@ def average(argv: list[str]) -> int:
     )
     print(f"next: {typed_command('sample')} {typed_words(checkpoint=folder)}")
     return 0
+
+
+def export(argv: list[str]) -> int:
+    """Write a checkpoint in the format of another program, transformers or llama.cpp, and prove it equal."""
+    config = configure(ExportConfig, "export", argv)
+
+    from andrea.interop.export import export
+
+    return export(config)
 
 
 def lens(argv: list[str]) -> int:

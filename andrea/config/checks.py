@@ -14,6 +14,7 @@ from andrea.config.schema import (
     AttentionConfig,
     CompareConfig,
     DataConfig,
+    ExportConfig,
     LensConfig,
     ModelConfig,
     OptimizerConfig,
@@ -270,6 +271,11 @@ def check_compare(config: CompareConfig, path: str) -> None:
         )
 
 
+def check_export(config: ExportConfig, path: str) -> None:
+    if config.dtype == "q8_0" and config.to != "gguf":
+        raise UserError(f"dtype=q8_0 is a type of GGUF files, got to={config.to}; use f32, f16 or bf16, or set to=gguf")
+
+
 CHECKS: dict[type, Callable[[Any, str], None]] = {
     ModelConfig: check_model,
     AttentionConfig: check_attention,
@@ -283,4 +289,5 @@ CHECKS: dict[type, Callable[[Any, str], None]] = {
     SampleConfig: check_sample,
     LensConfig: check_lens,
     CompareConfig: check_compare,
+    ExportConfig: check_export,
 }

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from andrea.config.errors import UserError
-from andrea.config.schema import HealthConfig, LensConfig, RunConfig, SampleConfig
+from andrea.config.schema import ExportConfig, HealthConfig, LensConfig, RunConfig, SampleConfig
 
 RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name: new name}
     HealthConfig: {"showing": "failing_share"},
@@ -113,10 +113,18 @@ LENS_NAMES = {
     "out": "output out_file",
     "heads": "head layer",
 }
+EXPORT_NAMES = {
+    "checkpoint": SAMPLING_NAMES["checkpoint"],
+    "to": "format target",
+    "out": "output output_dir outfile folder",
+    "dtype": "precision torch_dtype outtype quantize quantization",
+    "text": "prompt prompts file",
+}
 OTHER_NAMES: dict[Any, dict[str, str]] = {
     RunConfig: TRAINING_NAMES,
     SampleConfig: SAMPLING_NAMES,
     LensConfig: LENS_NAMES,
+    ExportConfig: EXPORT_NAMES,
 }
 
 

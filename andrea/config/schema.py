@@ -311,6 +311,19 @@ class AverageConfig:
 
 
 @dataclass(frozen=True)
+class ExportConfig:
+    """Everything that `export` needs (configs/export.yaml)."""
+
+    checkpoint: PathText | None
+    runs_dir: PathText
+    to: Literal["hf", "gguf"]
+    out: PathText | None
+    dtype: Literal["f32", "f16", "bf16", "q8_0"]
+    text: PathText | None
+    data_dir: PathText
+
+
+@dataclass(frozen=True)
 class LensConfig:
     """Everything that `lens` needs (configs/lens.yaml)."""
 

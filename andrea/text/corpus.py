@@ -204,8 +204,7 @@ def read_corpus(folders: list[SourceFolder]) -> Corpus:
         source, fingerprint = read_folder(folder, tokenizer)
         sources.append(source)
         fingerprints.append([source.name, source.weight, fingerprint])
-    content = json.dumps([tokenizer.identity, fingerprints])
-    return Corpus(tokenizer, tuple(sources), hashlib.sha256(content.encode()).hexdigest())
+    return Corpus(tokenizer, tuple(sources), corpus_fingerprint(tokenizer.identity, fingerprints))
 
 
 def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSource, str]:
@@ -235,6 +234,32 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
         raise UserError(f"{path} is damaged: too few tokens to train and to validate on; {remedy}")
     source = PreparedSource(folder.source.name, folder.weight, train, val, sizes["train"], sizes["val"], path)
     return source, fingerprint
+
+
+def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | None:
+    """The held-out tokens of a corpus of one source, by the corpus' fingerprint; None if it is not prepared in data_dir.
+
+    name: of the source. Nothing is prepared or downloaded. Raises UserError if the folder is damaged.
+    """
+    for path in sorted(data_dir.expanduser().glob(f"{name}-*")):
+        try:
+            meta = from_json(read_plain_file(path / "meta.json", LARGEST_JSON_BYTES))
+            digests = {
+                split: {str(s["file"]): str(s["sha256"]) for s in meta["splits"][split]["shards"]} for split in SPLITS
+            }
+            found = corpus_fingerprint(meta["tokenizer"], [[name, None, meta["fingerprint"]]])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not a folder of prepared text
+        both = digests["train"] | digests["val"]
+        if found == fingerprint and digests["val"] and all(SHARD_NAME.fullmatch(each) for each in both):
+            verify(path, both, load_tokenizer(path).n_vocab)
+            return TokenStream.open([path / each for each in digests["val"]])
+    return None
+
+
+def corpus_fingerprint(identity: str, sources: list[list[Any]]) -> str:
+    """The sha256 of the tokenizer's identity, and of each source's name, weight and fingerprint."""
+    return hashlib.sha256(json.dumps([identity, sources]).encode()).hexdigest()
 
 
 def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:

@@ -12,7 +12,7 @@ from preparing import BPE, BYTE, quiet, shards_corpus, small_notes, text_config,
 
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
 from andrea.text import corpus
-from andrea.text.corpus import VERIFIED, folder_of, open_corpus, tokenizer_origin
+from andrea.text.corpus import VERIFIED, find_held_out, folder_of, open_corpus, tokenizer_origin
 from andrea.text.download import Remote
 from andrea.text.prepare import fingerprint_of
 from andrea.text.shards import ShardSource, ShardWriter
@@ -53,6 +53,22 @@ def test_a_second_start_prepares_nothing(notes: Path, tmp_path: Path) -> None:
     assert not said and second.fingerprint == first.fingerprint
     assert second.tokenizer.identity == first.tokenizer.identity
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_held_out_tokens_are_found_by_the_fingerprint_of_their_corpus(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    found = open_corpus(text_config(small_notes(tmp_path / "notes")), BYTE, data_dir, quiet)
+    (data_dir / "text-other").mkdir()
+    (data_dir / "text-other" / "meta.json").write_text("[]")
+    stream = find_held_out(data_dir, found.fingerprint, "text")
+    assert stream is not None and np.array_equal(stream[:], found.sources[0].val[:])
+    assert find_held_out(data_dir, found.fingerprint, "pystdlib") is None
+    assert find_held_out(data_dir, "0" * 64, "text") is None
+    assert find_held_out(tmp_path / "absent", found.fingerprint, "text") is None
+    shard = next(found.sources[0].folder.glob("val-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
+    with pytest.raises(UserError, match="was changed"):
+        find_held_out(data_dir, found.fingerprint, "text")
 
 
 def test_a_changed_file_is_prepared_again_and_equal_data_has_an_equal_fingerprint(tmp_path: Path) -> None:

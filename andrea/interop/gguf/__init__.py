@@ -1,0 +1,1 @@
+"""Exports for llama.cpp and the programs built on it: GGUF files."""

@@ -1,0 +1,124 @@
+"""The architectures of llama.cpp that hold our models, and the names and shapes of their weights.
+
+D = d_head. llama.cpp turns neighbouring entries of a query in the architectures llama and arcee, and entries D/2 apart, as we
+do, in the others. The rows of the matrices of queries and keys are reordered for the first kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from andrea.config import UserError
+from andrea.interop.hugging_face.names import renamed, weights_of, with_repeated_heads
+from andrea.interop.settings import Allowed, Trained, differences
+
+EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
+
+NAMES = {
+    "embedding.": "token_embd.",
+    "position.weight": "position_embd.weight",
+    "final_norm.": "output_norm.",
+    "head.": "output.",
+    "blocks.": "blk.",
+    ".attention_norm.": ".attn_norm.",
+    ".mlp_norm.": ".ffn_norm.",
+    ".mlp.gate.": ".ffn_gate.",
+    ".mlp.up.": ".ffn_up.",
+    ".mlp.down.": ".ffn_down.",
+    ".attention.query.": ".attn_q.",
+    ".attention.key.": ".attn_k.",
+    ".attention.value.": ".attn_v.",
+    ".attention.output.": ".attn_output.",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """allowed: the settings that it holds, where they differ from PLAIN. turns_neighbours: see the head of this file.
+
+    has_biases: every norm and matrix has a bias, zeros where ours has none. joins_qkv: queries, keys and values are one matrix.
+    tolerance: the largest difference of logits with weights in fp32, as a share of the largest logit.
+    """
+
+    name: str
+    allowed: dict[str, Allowed]
+    turns_neighbours: bool = False
+    has_biases: bool = False
+    joins_qkv: bool = False
+    tolerance: float = EXACT
+
+
+LAYERNORM_GELU: dict[str, Allowed] = {"model.norm": {"layernorm"}, "model.mlp": {"gelu"}, "model.bias": {False, True}}
+ARCHITECTURES = (
+    Architecture("llama", {}, turns_neighbours=True),
+    Architecture("qwen3", {"model.qk_norm": {True}}),
+    Architecture("arcee", {"model.mlp": {"relu2"}}, turns_neighbours=True),
+    Architecture(
+        "gpt2",
+        LAYERNORM_GELU | {"model.position": {"learned", "none"}},
+        has_biases=True,
+        joins_qkv=True,
+        tolerance=GELU,
+    ),
+    Architecture("starcoder2", LAYERNORM_GELU, has_biases=True, tolerance=GELU),
+)
+
+
+def choose_architecture(trained: Trained) -> Architecture:
+    """The architecture that computes the same function. Raises UserError if none does."""
+    missing = [differences(trained, architecture.allowed) for architecture in ARCHITECTURES]
+    fewest = min(missing, key=len)
+    nearest = ARCHITECTURES[missing.index(fewest)]
+    if fewest:
+        raise UserError(
+            f"to=gguf: no architecture of llama.cpp holds this model; the nearest, {nearest.name}, lacks {', '.join(fewest)}; "
+            f"train with model=nano-qwen3, which every program reads, or export with to=hf"
+        )
+    return nearest
+
+
+def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tensor]:
+    """The weights under llama.cpp's names and in its order of rows."""
+    model, weights = trained.model, weights_of(trained)
+    if architecture.turns_neighbours:
+        for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
+            weights[name] = neighbours_first(weights[name], model.d_head)
+    if architecture.has_biases:
+        for name in [
+            name for name in weights if name.endswith(".weight") and name.startswith(("blocks.", "final_norm."))
+        ]:
+            weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weights[name])))
+    if architecture.joins_qkv:
+        weights.setdefault("position.weight", torch.zeros(model.sequence_length, model.d_model))
+        weights = with_joined_qkv(trained, weights)
+    renamed_weights = {renamed(name, NAMES): weight for name, weight in weights.items()}
+    if model.qk_norm:
+        for layer in range(model.n_layer):
+            for each in ("attn_q_norm", "attn_k_norm"):
+                renamed_weights[f"blk.{layer}.{each}.weight"] = torch.ones(model.d_head)
+    return renamed_weights
+
+
+def neighbours_first(rows: Tensor, d_head: int) -> Tensor:
+    """Rows (H D, …) of each head in the order 0, D/2, 1, D/2 + 1, …: pairs that turn together become neighbours."""
+    return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def with_joined_qkv(trained: Trained, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with queries, keys and values in one matrix; shared key/value heads are repeated."""
+    joined = {name: weight for name, weight in weights.items() if not is_qkv(name)}
+    for layer in range(trained.model.n_layer):
+        for end in ("weight", "bias"):
+            parts = [
+                with_repeated_heads(weights[f"blocks.{layer}.attention.{each}.{end}"], trained, each != "query")
+                for each in ("query", "key", "value")
+            ]
+            joined[f"blk.{layer}.attn_qkv.{end}"] = torch.cat(parts)
+    return joined
+
+
+def is_qkv(name: str) -> bool:
+    return any(f".attention.{each}." in name for each in ("query", "key", "value"))

@@ -1,0 +1,57 @@
+"""Export to a GGUF file, which llama.cpp and the programs built on it load."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import final
+
+from andrea.config import UserError
+from andrea.interop.gguf.architectures import choose_architecture
+from andrea.interop.gguf.file import check_file, rounded_gpt, write_file
+from andrea.interop.gguf.program import LlamaCpp
+from andrea.interop.proof import LONGEST_WINDOW
+from andrea.interop.settings import Trained
+from andrea.interop.target import Target
+from andrea.model.gpt import GPT
+
+# Tolerances as shares of the largest logit, about five times what was measured: llama.cpp rounds activations too.
+ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2}
+LEAST = 1e-4
+
+USAGE = """\
+    llama-cli -m {folder}/model.gguf -p "def main(" -n 64            # a program of llama.cpp
+    llama-server -m {folder}/model.gguf                              # the same, with a web page
+
+    from llama_cpp import Llama                                      # pip install llama-cpp-python
+    print(Llama("{folder}/model.gguf")("def main(", max_tokens=64)["choices"][0]["text"])
+"""
+
+
+@final
+class Gguf(Target):
+    package = "llama-cpp-python"
+    least = LEAST
+
+    def __init__(self, trained: Trained, dtype: str) -> None:
+        """Raises UserError for a model, a tokenizer or a type that the file cannot hold, and without the package gguf."""
+        self.trained, self.dtype = trained, dtype
+        self.architecture = choose_architecture(trained)
+        check_file(trained, dtype)
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError('to=gguf needs the package gguf; run: pip install gguf (or pip install -e ".[interop]")')
+        self.what = self.architecture.name
+        self.why = f"llama.cpp's architecture {self.what} computes the same function"
+        self.share = max(self.architecture.tolerance, ROUNDED.get(dtype, 0.0))
+
+    def write(self, folder: Path) -> None:
+        write_file(folder / "model.gguf", self.trained, self.architecture, self.dtype)
+
+    def rounded_gpt(self) -> GPT:
+        return rounded_gpt(self.trained.gpt, self.dtype)
+
+    def open(self, folder: Path) -> LlamaCpp:
+        return LlamaCpp(folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW))
+
+    def usage(self, folder: str) -> str:
+        return USAGE.format(folder=folder)

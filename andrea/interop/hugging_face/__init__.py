@@ -1,0 +1,1 @@
+"""Exports for Hugging Face transformers."""

@@ -1,0 +1,232 @@
+"""The class of transformers that a model is exported as, and its configuration.
+
+A stock class is chosen where it computes the same function. Otherwise the export has a class of its own, in the file
+modeling_andrea.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from andrea.config import UserError
+from andrea.interop.hugging_face import names
+from andrea.interop.settings import Allowed, Trained, anything, differences, is_one_width, settings_of
+
+NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
+EXACT, FOLDED = 1e-5, 1e-4  # tolerances, as shares of the largest logit; folded: weights were multiplied
+REMOTE = "AndreaForCausalLM"
+
+
+@dataclass(frozen=True)
+class HuggingFaceClass:
+    """A class of transformers. allowed: the settings that it holds, where they differ from PLAIN.
+
+    tolerance: the largest difference of logits, as a share of the largest logit. is_remote: its code is in the export.
+    """
+
+    name: str
+    model_type: str
+    allowed: dict[str, Allowed]
+    weights: Callable[[Trained], dict[str, Tensor]]
+    own_config: Callable[[Trained], dict[str, Any]]
+    tolerance: float = EXACT
+    is_remote: bool = False
+
+
+def choose_class(trained: Trained, is_rounded: bool = False) -> tuple[HuggingFaceClass, str]:
+    """The class that holds the model, and why. Raises UserError if none does.
+
+    is_rounded: the weights are stored in fewer than 32 bits; multiplied weights would then be rounded to other numbers.
+    """
+    missing = [differences(trained, stock.allowed) for stock in STOCK]
+    for stock, different in zip(STOCK, missing, strict=True):
+        if not different and not (is_rounded and stock.tolerance == FOLDED):
+            return stock, f"{stock.name} of transformers computes the same function"
+    check_remote(trained)
+    fewest = min(missing, key=len)
+    nearest = STOCK[missing.index(fewest)].name
+    return (
+        REMOTE_CODE,
+        f"no class of transformers computes this function; the nearest, {nearest}, lacks {', '.join(fewest)}",
+    )
+
+
+def check_remote(trained: Trained) -> None:
+    """Raise UserError for a model that modeling_andrea.py does not hold."""
+    if trained.attention.compatibility == "additive":
+        raise UserError(
+            "attention.compatibility=additive cannot be exported: its scores are no dot product, and other programs compute only "
+            "those; train with attention=bilinear, or another of scaled_dot, dot and cosine"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- configurations
+
+
+def shared_config(trained: Trained) -> dict[str, Any]:
+    """The keys of config.json that all classes but GPT-2's have in common."""
+    model = trained.model
+    return {
+        "vocab_size": trained.tokenizer.n_vocab,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_mlp,
+        "num_hidden_layers": model.n_layer,
+        "num_attention_heads": model.n_head,
+        "num_key_value_heads": trained.n_kv_head,
+        "max_position_embeddings": model.sequence_length,
+    }
+
+
+def rotary_config(trained: Trained) -> dict[str, Any]:
+    """Rotary positions, also where the model has none: these are divided by so much that nothing turns."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": trained.model.rotary_base}
+    if trained.model.position == "none":
+        rope |= {"rope_type": "linear", "factor": NO_ROTATION}
+    return shared_config(trained) | {
+        "head_dim": trained.model.d_head,
+        "rope_parameters": rope,
+        "rms_norm_eps": trained.model.norm_epsilon,
+    }
+
+
+def llama_config(trained: Trained) -> dict[str, Any]:
+    bias = trained.model.bias
+    act = "relu2" if trained.model.mlp == "relu2" else "silu"
+    return rotary_config(trained) | {"hidden_act": act, "attention_bias": bias, "mlp_bias": bias}
+
+
+def qwen3_config(trained: Trained) -> dict[str, Any]:
+    widths = [width for width in trained.windows if width is not None]
+    return rotary_config(trained) | {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": bool(widths),
+        "sliding_window": widths[0] if widths else None,
+        "layer_types": ["full_attention" if width is None else "sliding_attention" for width in trained.windows],
+    }
+
+
+def apertus_config(trained: Trained) -> dict[str, Any]:
+    return rotary_config(trained) | {"hidden_act": "relu2", "attention_bias": False}
+
+
+def starcoder2_config(trained: Trained) -> dict[str, Any]:
+    return rotary_config(trained) | {
+        "hidden_act": "relu2" if trained.model.mlp == "relu2" else "gelu_pytorch_tanh",
+        "norm_epsilon": trained.model.norm_epsilon,
+        "use_bias": trained.model.bias,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+    }
+
+
+def vaultgemma_config(trained: Trained) -> dict[str, Any]:
+    return rotary_config(trained) | {
+        "hidden_activation": "silu",
+        "query_pre_attn_scalar": trained.model.d_head,
+        "layer_types": ["full_attention"] * trained.model.n_layer,
+        "sliding_window": trained.model.sequence_length,  # must be a number; no layer uses it
+        "final_logit_softcapping": trained.model.logit_softcap,
+        "attn_logit_softcapping": trained.attention.score_softcap,
+    }
+
+
+def gpt2_config(trained: Trained) -> dict[str, Any]:
+    model = trained.model
+    return {
+        "vocab_size": trained.tokenizer.n_vocab,
+        "n_embd": model.d_model,
+        "n_layer": model.n_layer,
+        "n_head": model.n_head,
+        "n_inner": model.d_mlp,
+        "n_positions": model.sequence_length,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "activation_function": "relu2" if model.mlp == "relu2" else "gelu_pytorch_tanh",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def remote_config(trained: Trained) -> dict[str, Any]:
+    """Every setting, under the names of AndreaConfig in modeling_andrea.py."""
+    values = settings_of(trained)
+    return shared_config(trained) | {
+        "auto_map": {
+            "AutoConfig": "modeling_andrea.AndreaConfig",
+            "AutoModel": "modeling_andrea.AndreaModel",
+            "AutoModelForCausalLM": f"modeling_andrea.{REMOTE}",
+        },
+        "position": trained.model.position,
+        "rotary_base": trained.model.rotary_base,
+        "rotary_share": trained.model.rotary_share,
+        "norm": trained.model.norm,
+        "norm_epsilon": trained.model.norm_epsilon,
+        "windows": trained.windows,
+        "attn_logit_softcapping": trained.attention.score_softcap,
+        "final_logit_softcapping": trained.model.logit_softcap,
+        **{key.split(".")[1]: values[key] for key in REMOTE_SETTINGS},
+    }
+
+
+REMOTE_SETTINGS = (
+    "model.mlp",
+    "model.bias",
+    "model.qk_norm",
+    "model.value_residual",
+    "model.value_embedding",
+    "model.qkv_convolution",
+    "attention.compatibility",
+    "attention.gate",
+    "attention.exclusive",
+    "attention.sink",
+)
+BOTH = {False, True}
+RELU2, ROUND = {"relu2"}, {"gelu", "relu2"}
+STOCK = (
+    HuggingFaceClass("LlamaForCausalLM", "llama", {"model.bias": BOTH}, names.llama_weights, llama_config),
+    HuggingFaceClass(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {"model.qk_norm": {True}, "attention.window": is_one_width},
+        names.qwen3_weights,
+        qwen3_config,
+    ),
+    HuggingFaceClass(
+        "GPT2LMHeadModel",
+        "gpt2",
+        {"model.position": {"learned", "none"}, "model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
+        names.gpt2_weights,
+        gpt2_config,
+    ),
+    HuggingFaceClass(
+        "ArceeForCausalLM", "arcee", {"model.mlp": RELU2, "model.bias": BOTH}, names.llama_weights, llama_config
+    ),
+    HuggingFaceClass(
+        "ApertusForCausalLM",
+        "apertus",
+        {"model.mlp": RELU2, "model.qk_norm": {True}},
+        names.apertus_weights,
+        apertus_config,
+    ),
+    HuggingFaceClass(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {"model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
+        names.starcoder2_weights,
+        starcoder2_config,
+    ),
+    HuggingFaceClass(
+        "VaultGemmaForCausalLM",
+        "vaultgemma",
+        {"model.position": {"rotary"}, "model.logit_softcap": anything, "attention.score_softcap": anything},
+        names.vaultgemma_weights,
+        vaultgemma_config,
+        FOLDED,
+    ),
+)
+REMOTE_CODE = HuggingFaceClass(REMOTE, "andrea", {}, names.llama_weights, remote_config, EXACT, is_remote=True)

@@ -1,0 +1,130 @@
+"""Names and shapes of the weights in transformers' models.
+
+The remote-code class (modeling_andrea.py) and the stock classes of Llama's family share Llama's names. V vocabulary, D width of
+a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from andrea.interop.settings import Trained
+
+# The beginning or the middle of a name here, and in Llama's family.
+LLAMA_NAMES = {
+    "embedding.": "model.embed_tokens.",
+    "position.weight": "model.embed_positions.weight",
+    "final_norm.": "model.norm.",
+    "head.": "lm_head.",
+    "blocks.": "model.layers.",
+    ".attention_norm.": ".input_layernorm.",
+    ".mlp_norm.": ".post_attention_layernorm.",
+    ".mlp.gate.": ".mlp.gate_proj.",
+    ".mlp.up.": ".mlp.up_proj.",
+    ".mlp.down.": ".mlp.down_proj.",
+    ".attention.query.": ".self_attn.q_proj.",
+    ".attention.key.": ".self_attn.k_proj.",
+    ".attention.value.": ".self_attn.v_proj.",
+    ".attention.output.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+}
+GPT2_NAMES = {
+    "embedding.": "transformer.wte.",
+    "position.weight": "transformer.wpe.weight",
+    "final_norm.": "transformer.ln_f.",
+    "head.": "lm_head.",
+    "blocks.": "transformer.h.",
+    ".attention_norm.": ".ln_1.",
+    ".mlp_norm.": ".ln_2.",
+    ".mlp.up.": ".mlp.c_fc.",
+    ".mlp.down.": ".mlp.c_proj.",
+    ".attention.output.": ".attn.c_proj.",
+}
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    """The name of a weight in another program: every part of `names` that stands in it is replaced, in order."""
+    for ours, theirs in names.items():
+        if name.startswith(ours) or (ours.startswith(".") and ours in name):
+            name = name.replace(ours, theirs, 1)
+    return name
+
+
+def weights_of(trained: Trained) -> dict[str, Tensor]:
+    """Our weights by name."""
+    return {name: parameter.detach() for name, parameter in trained.gpt.named_parameters()}
+
+
+def llama_weights(trained: Trained) -> dict[str, Tensor]:
+    return {renamed(name, LLAMA_NAMES): weight for name, weight in weights_of(trained).items()}
+
+
+def qwen3_weights(trained: Trained) -> dict[str, Tensor]:
+    """Qwen3 has a learned weight per channel in its norms of queries and keys; here it is one."""
+    weights = llama_weights(trained)
+    for layer in range(trained.model.n_layer):
+        for each in ("q_norm", "k_norm"):
+            weights[f"model.layers.{layer}.self_attn.{each}.weight"] = torch.ones(trained.model.d_head)
+    return weights
+
+
+def apertus_weights(trained: Trained) -> dict[str, Tensor]:
+    names = {".input_layernorm.": ".attention_layernorm.", ".post_attention_layernorm.": ".feedforward_layernorm."}
+    return {renamed(name, names): weight for name, weight in qwen3_weights(trained).items()}
+
+
+def starcoder2_weights(trained: Trained) -> dict[str, Tensor]:
+    """Its norms always have a bias: zeros where ours have none."""
+    names = {".mlp.up_proj.": ".mlp.c_fc.", ".mlp.down_proj.": ".mlp.c_proj."}
+    weights = {renamed(name, names): weight for name, weight in llama_weights(trained).items()}
+    for name in [name for name in weights if name.endswith("norm.weight")]:
+        weights.setdefault(name.replace("weight", "bias"), torch.zeros(trained.model.d_model))
+    return weights
+
+
+def vaultgemma_weights(trained: Trained) -> dict[str, Tensor]:
+    """Its norms multiply by 1 + weight, and its embedding by √d_model. A tied head undoes this in the final norm."""
+    weights, scale = llama_weights(trained), trained.model.d_model**0.5
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] / scale
+    if trained.gpt.head is None:
+        weights["model.norm.weight"] = weights["model.norm.weight"] * scale
+    names = {".post_attention_layernorm.": ".pre_feedforward_layernorm."}
+    return {
+        renamed(name, names): weight - 1 if name.endswith("norm.weight") else weight for name, weight in weights.items()
+    }
+
+
+def gpt2_weights(trained: Trained) -> dict[str, Tensor]:
+    """GPT-2 keeps matrices transposed, and queries, keys and values in one matrix, with a bias everywhere.
+
+    Key/value heads that several query heads share are repeated. A model without positions gets positions of zeros.
+    """
+    ours, model = weights_of(trained), trained.model
+    weights = {}
+    for name, weight in ours.items():
+        theirs = renamed(name, GPT2_NAMES)
+        is_matrix = name.startswith("blocks.") and weight.ndim == 2
+        if ".attention." not in theirs:
+            weights[theirs] = weight.T if is_matrix else weight
+    for layer in range(model.n_layer):
+        for end in ("weight", "bias") if model.bias else ("weight",):
+            parts = [
+                with_repeated_heads(ours[f"blocks.{layer}.attention.{each}.{end}"], trained, each != "query")
+                for each in ("query", "key", "value")
+            ]
+            joined = torch.cat(parts)
+            weights[f"transformer.h.{layer}.attn.c_attn.{end}"] = joined.T if end == "weight" else joined
+    for name in [name for name in weights if name.startswith(("transformer.h.", "transformer.ln_f."))]:
+        if name.endswith(".weight"):
+            weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(weights[name].shape[-1]))
+    weights.setdefault("transformer.wpe.weight", torch.zeros(model.sequence_length, model.d_model))
+    return weights
+
+
+def with_repeated_heads(rows: Tensor, trained: Trained, is_shared: bool) -> Tensor:
+    """Rows (G D, …) of key/value heads repeated for each query head, (H D, …); other rows unchanged."""
+    if not is_shared:
+        return rows
+    repeats = trained.model.n_head // trained.n_kv_head
+    return rows.unflatten(0, (trained.n_kv_head, -1)).repeat_interleave(repeats, dim=0).flatten(0, 1)

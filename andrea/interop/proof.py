@@ -1,0 +1,175 @@
+"""The proof of an export: the other program loads the folder from disk, and its results are compared with our model's.
+
+T tokens, V vocabulary. The judge is our model in fp32, with the weights rounded as the export holds them. So a type of fewer
+bits changes nothing of what is demanded of logits, and its cost in bits per byte is given apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from andrea.interop.compared_text import ComparedText
+from andrea.interop.program import OtherProgram
+from andrea.interop.settings import Trained
+from andrea.model.gpt import GPT
+from andrea.text.loader import IGNORED_TARGET, validation_batches
+from andrea.text.tokenizer import END_OF_TEXT
+
+MOST_TOKENS, LONGEST_WINDOW = 4096, 512  # of the text that logits are compared on
+N_FUZZ_TEXTS, N_GREEDY = 10_000, 64
+PROMPT_TOKENS = 8  # of the text, in front of the greedy tokens
+MOST_PIECES = 12  # of a fuzz text
+PIECES = [
+    *" \t\n\r\f\v\u00a0\u3000\u2028", "  ", "   ", "\r\n", "'s", "'LL", "'re ", "don't", END_OF_TEXT, "_", "#", "0", "12", "345",
+    "½", "²", "٣", "é", "e\u0301", "ß", "日本語", "한국", "ไทย", "अ", "🤖", "\U0001f469\u200d\U0001f467", "\u200b",
+    "\x00", "\ufffd",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was measured. `tolerance` is the largest difference of logits that is accepted."""
+
+    program: str
+    text: str
+    n_token: int
+    largest_logit: float
+    largest_difference: float
+    tolerance: float
+    bits_per_byte: float  # of our model with the weights in fp32
+    bits_per_byte_rounded: float  # of our model with the weights as the export holds them
+    bits_per_byte_other: float  # of the other program
+    n_fuzz_texts: int
+    n_texts_with_other_ids: int
+    n_greedy_tokens: int
+    n_other_greedy_tokens: int
+
+    @property
+    def failures(self) -> list[str]:
+        """What is beyond tolerance, as parts of a sentence; empty for a proof that holds."""
+        found = []
+        if not self.largest_difference <= self.tolerance:  # also if it is not a number
+            found.append(f"logits differ by {self.largest_difference:.3g}, more than {self.tolerance:.3g}")
+        if self.n_texts_with_other_ids:
+            found.append(f"{self.n_texts_with_other_ids} of {self.n_fuzz_texts} texts get other token ids")
+        if self.n_other_greedy_tokens:
+            found.append(
+                f"{self.n_other_greedy_tokens} of {self.n_greedy_tokens} greedy tokens are not the likeliest here"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return {"proven": not self.failures} | asdict(self)
+
+    @property
+    def lines(self) -> list[str]:
+        """The figures for people."""
+        bits = f"{self.bits_per_byte_other:.4f}, here {self.bits_per_byte_rounded:.4f}"
+        if self.bits_per_byte_rounded != self.bits_per_byte:
+            bits += f", in fp32 {self.bits_per_byte:.4f}"
+        return [
+            f"logits: largest difference {self.largest_difference:.3g} of {self.largest_logit:.3g}, over {self.n_token} tokens",
+            f"bits per byte of {self.text}: {bits}",
+            f"token ids: equal for {self.n_fuzz_texts - self.n_texts_with_other_ids:,} of {self.n_fuzz_texts:,} texts",
+            f"greedy tokens: {self.n_greedy_tokens}, each the likeliest here too",
+        ]
+
+
+def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, least: float, text: ComparedText) -> Proof:
+    """Compare the other program with our model.
+
+    rounded: our model with the weights as the export holds them. share, least: the tolerance, as a share of the largest
+    logit, and at least so much.
+    """
+    batches = windows_of(text.ids, min(trained.model.sequence_length, LONGEST_WINDOW))
+    exact = [logits_of(trained.gpt, tokens) for tokens, _ in batches]
+    ours = exact if rounded is trained.gpt else [logits_of(rounded, tokens) for tokens, _ in batches]
+    theirs = [other.logits(tokens.tolist()) for tokens, _ in batches]
+    largest = max(float(logits.abs().max()) for logits in ours)
+    tolerance = max(least, share * largest)
+    fuzz = list(fuzz_texts(text.content))
+    expected = [[trained.tokenizer.end_of_text, *trained.tokenizer.encode(each)] for each in fuzz]
+    wrong = sum(one != two for one, two in zip(expected, other.encode(fuzz), strict=True))
+    n_greedy, n_other = greedy_tokens(rounded, other, batches[0][0], tolerance)
+    bits = [bits_per_byte(trained, logits, batches) for logits in (exact, ours, theirs)]
+    return Proof(
+        program=other.name,
+        text=text.name,
+        n_token=sum(int((targets != IGNORED_TARGET).sum()) for _, targets in batches),
+        largest_logit=largest,
+        largest_difference=max(float((one - two).abs().max()) for one, two in zip(ours, theirs, strict=True)),
+        tolerance=tolerance,
+        bits_per_byte=bits[0],
+        bits_per_byte_rounded=bits[1],
+        bits_per_byte_other=bits[2],
+        n_fuzz_texts=len(fuzz),
+        n_texts_with_other_ids=wrong,
+        n_greedy_tokens=n_greedy,
+        n_other_greedy_tokens=n_other,
+    )
+
+
+def windows_of(ids: np.ndarray, length: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets (T,) of the windows of ids (n,); a target after the end is IGNORED_TARGET."""
+    return [(tokens[0], targets[0]) for tokens, targets in validation_batches(ids, length, 1)]
+
+
+@torch.no_grad()
+def logits_of(gpt: GPT, tokens: Tensor) -> Tensor:
+    """tokens (T,) -> logits (T, V) fp32."""
+    return gpt.logits(gpt(tokens[None]))[0].float()
+
+
+def bits_per_byte(trained: Trained, logits: list[Tensor], batches: list[tuple[Tensor, Tensor]]) -> float:
+    """-log2 of the text's probability per byte of UTF-8. logits: (T, V) of each window."""
+    lengths = torch.from_numpy(trained.tokenizer.byte_lengths())
+    nats, n_byte = 0.0, 0
+    for of_window, (_, targets) in zip(logits, batches, strict=True):
+        nats += float(cross_entropy(of_window.double(), targets, ignore_index=IGNORED_TARGET, reduction="sum"))
+        n_byte += int(lengths[targets[targets != IGNORED_TARGET]].sum())
+    return nats / math.log(2) / max(n_byte, 1)
+
+
+def greedy_tokens(gpt: GPT, other: OtherProgram, tokens: Tensor, tolerance: float) -> tuple[int, int]:
+    """The number of greedy tokens of the other program, and how many of them are not the likeliest here.
+
+    Two tokens whose logits differ by less than both programs may err are equally likely.
+    """
+    length = gpt.config.sequence_length
+    prompt = tokens[: max(1, min(PROMPT_TOKENS, length // 2))].tolist()
+    n_new = min(N_GREEDY, length - len(prompt))
+    if not n_new:
+        return 0, 0
+    chosen = other.greedy(prompt, n_new)
+    logits = logits_of(gpt, torch.tensor(prompt + chosen))[len(prompt) - 1 : -1]  # (n, V)
+    behind = logits.max(-1).values - logits.gather(-1, torch.tensor(chosen)[:, None])[:, 0]
+    return len(chosen), int((behind > 2 * tolerance).sum())
+
+
+def fuzz_texts(content: str) -> Iterator[str]:
+    """Short texts that tokenizers cut differently: spaces, contractions, digits, scripts, emoji, parts of `content`.
+
+    Lone surrogates are left out: other programs refuse them.
+    """
+    random = np.random.default_rng(0)
+    for _ in range(N_FUZZ_TEXTS):
+        text = ""
+        for _ in range(random.integers(1, MOST_PIECES)):
+            kind = random.integers(4)
+            if kind == 0:
+                start = int(random.integers(len(content)))
+                text += content[start : start + int(random.integers(1, 20))]
+            elif kind == 1:
+                point = int(random.integers(0x11_0000 if random.integers(2) else 0x3000))
+                text += "" if 0xD800 <= point < 0xE000 else chr(point)
+            else:
+                text += PIECES[random.integers(len(PIECES))]
+        yield text

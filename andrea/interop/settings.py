@@ -1,0 +1,93 @@
+"""The settings that decide whether another program's architecture can hold a model, and the model that is exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from andrea.checkpoint import Checkpoint
+from andrea.config import AttentionConfig, ModelConfig, as_typed
+from andrea.model.gpt import GPT
+from andrea.text.tokenizer import Tokenizer
+
+Allowed = set | Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model from a checkpoint: its weights (`gpt`, fp32), its configuration and its tokenizer. name: of its run."""
+
+    name: str
+    checkpoint: Checkpoint
+    gpt: GPT
+    attention: AttentionConfig
+    tokenizer: Tokenizer
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.gpt.config
+
+    @property
+    def n_kv_head(self) -> int:
+        return self.model.n_kv_head or self.model.n_head
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Each layer's window: the number of tokens that a token sees; None for all."""
+        return [self.attention.window_of(layer) for layer in range(self.model.n_layer)]
+
+
+# What a transformer has that most programs know. An architecture names only where it allows other values.
+PLAIN: dict[str, Allowed] = {
+    "model.position": {"rotary", "none"},
+    "model.rotary_share": {1.0},
+    "model.norm": {"rmsnorm"},
+    "model.mlp": {"swiglu"},
+    "model.bias": {False},
+    "model.qk_norm": {False},
+    "model.logit_softcap": {None},
+    "model.value_residual": {False},
+    "model.value_embedding": {None},
+    "model.qkv_convolution": {None},
+    "attention.compatibility": {"scaled_dot"},
+    "attention.window": {None},
+    "attention.gate": {None},
+    "attention.exclusive": {None},
+    "attention.score_softcap": {None},
+    "attention.sink": {False},
+}
+
+
+def settings_of(trained: Trained) -> dict[str, Any]:
+    """The value of each key of PLAIN. A key that has no effect gets the value of a plain transformer."""
+    groups = {"model": trained.model, "attention": trained.attention}
+    values = {}
+    for key in PLAIN:
+        group, name = key.split(".")
+        values[key] = getattr(groups[group], name)
+    if trained.model.position != "rotary":
+        values["model.rotary_share"] = 1.0
+    if not any(trained.windows):
+        values["attention.window"] = None
+    return values
+
+
+def differences(trained: Trained, allowed: dict[str, Allowed]) -> list[str]:
+    """The settings, as `key=value`, that an architecture cannot hold. allowed: where it differs from PLAIN."""
+    found = []
+    for key, value in settings_of(trained).items():
+        fits = allowed.get(key, PLAIN[key])
+        if not (fits(value) if callable(fits) else value in fits):
+            found.append(f"{key}={as_typed(value)}")
+    return found
+
+
+def is_one_width(window: Any) -> bool:
+    """Whether all layers with a window have the same."""
+    widths = window if isinstance(window, tuple) else (window,)
+    return len({width for width in widths if width is not None}) <= 1
+
+
+def anything(value: Any) -> bool:
+    return True

@@ -1,0 +1,96 @@
+"""GGUF files: what llama.cpp computes from them is ours, and what it cannot hold is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exportable import BLOCKS_OF_32, LAYERNORM, NANO, make_trained
+
+from andrea.config import UserError
+from andrea.interop import proof
+from andrea.interop.compared_text import compared_text
+from andrea.interop.gguf.architectures import choose_architecture, neighbours_first
+from andrea.interop.gguf.file import check_file
+from andrea.interop.gguf.target import Gguf
+from andrea.text.tokenizer import Tokenizer, train_bpe
+
+GELU = LAYERNORM | {"mlp": "gelu"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, groups and its own head": ("llama", {"n_kv_head": 2, "tied_head": False}),
+    "llama, no positions": ("llama", {"position": "none"}),
+    "qwen3": ("qwen3", {"qk_norm": True, "n_kv_head": 1}),
+    "qwen3, no positions": ("qwen3", {"qk_norm": True, "position": "none"}),
+    "arcee": ("arcee", {"mlp": "relu2", "n_kv_head": 2}),
+    "gpt2": ("gpt2", GELU | {"position": "learned"}),
+    "gpt2, no biases, groups": (
+        "gpt2",
+        GELU | {"position": "learned", "bias": False, "n_kv_head": 2, "tied_head": False},
+    ),
+    "starcoder2": ("starcoder2", GELU | {"n_kv_head": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return train_bpe([Path(__file__).read_text(encoding="utf-8")], 400)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("name", CASES)
+def test_llama_cpp_computes_ours(name: str, dtype: str, bpe: Tokenizer, tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    if dtype not in ("f32", "q8_0") and name not in ("llama", "gpt2"):
+        pytest.skip("other types: one architecture of each kind is enough")
+    monkeypatch.setattr(proof, "N_FUZZ_TEXTS", 500)
+    architecture, changes = CASES[name]
+    trained = make_trained(BLOCKS_OF_32 | changes, tokenizer=bpe)
+    target = Gguf(trained, dtype)
+    target.write(tmp_path)
+    text = compared_text(trained, None, tmp_path, 200)
+    found = proof.prove(trained, target.rounded_gpt(), target.open(tmp_path), target.share, target.least, text)
+    assert target.what == architecture and found.largest_logit > 5
+    assert found.failures == []
+    assert found.n_greedy_tokens == 35  # the window of 43 tokens, less the prompt
+    if dtype == "f32":
+        assert found.largest_difference < (1e-4 if "mlp" not in changes or architecture == "arcee" else 1e-2)
+
+
+def test_what_no_architecture_holds_is_refused_with_the_nearest_option() -> None:
+    with pytest.raises(UserError) as refused:
+        choose_architecture(make_trained(NANO))
+    assert "\n" not in str(refused.value)
+    assert "qwen3, lacks model.logit_softcap=15.0, model.value_residual=true" in str(refused.value)
+    assert "train with model=nano-qwen3" in str(refused.value)
+    for model, attention in (
+        ({}, {"window": 5}),
+        ({"bias": True}, {}),
+        ({"position": "alibi"}, {}),
+        ({}, {"sink": True}),
+    ):
+        with pytest.raises(UserError, match="lacks"):
+            choose_architecture(make_trained(model, attention))
+
+
+def test_tokenizers_and_types_that_a_file_cannot_hold_are_refused(bpe: Tokenizer) -> None:
+    with pytest.raises(UserError, match="no tokenizer of single bytes; train with tokenizer=bpe"):
+        check_file(make_trained(), "f32")
+    with pytest.raises(UserError, match="multiples of 32, got model.d_model=60, model.d_mlp=77; export with dtype=f16"):
+        check_file(make_trained(tokenizer=bpe), "q8_0")
+
+
+def test_without_the_package_gguf_one_line_says_what_to_install(
+    bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="needs the package gguf; run: pip install gguf"):
+        Gguf(make_trained(tokenizer=bpe), "f32")
+
+
+def test_rows_of_pairs_become_neighbours() -> None:
+    assert neighbours_first(torch.arange(12), 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
