@@ -7,6 +7,7 @@ import torch
 from oracle import MASKS, Case, everything, judge
 from torch.utils.checkpoint import checkpoint
 
+from andrea import attention
 from andrea.attention import ScaledDotProduct, ScoreModifiers, alibi_slopes, attend, causal, packed_documents
 from andrea.attention.implementations import triton as path
 
@@ -276,3 +277,13 @@ def test_without_a_card_it_is_refused(monkeypatch):
     tensor = torch.randn(1, 1, 3, 16)
     with pytest.raises(ValueError, match="it needs a CUDA GPU, got device=cpu"):
         attend(tensor, tensor, tensor, implementation="triton")
+
+
+def test_outputs_that_span_more_than_2_to_the_31_elements_are_refused() -> None:
+    """The inputs take no memory: all their rows are one. The output and the gradients would be laid out row by row."""
+    heads, width = 4096, 16
+    for n_query, n_key, served in ((2**15 - 1, 7, True), (2**15, 7, False), (7, 2**15 - 1, True), (7, 2**15, False)):
+        query, key = (torch.zeros(1).expand(1, heads, rows, width) for rows in (n_query, n_key))
+        reason = path.refusal(attention.Case(query, key, key, attention.DotProduct()))
+        assert (reason is None) == served, (n_query, n_key)
+        assert served or "2^31" in str(reason)

@@ -3,6 +3,7 @@ the last place."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -169,3 +170,30 @@ def test_a_chunk_has_at_most_as_many_logits_as_are_allowed(monkeypatch) -> None:
     most = LOGITS["LOGITS_EAGER"]
     assert nats.shape == () and sum(sizes) == n_row * V
     assert len(sizes) == -(-n_row * V // most) and max(sizes) < most + V
+
+
+@pytest.mark.untraced
+def test_the_kernel_runs_on_the_gpu_that_holds_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU. There is none here, so this records what the launch stands in."""
+    pytest.importorskip("triton")
+    from andrea.training.loss.kernels import cross_entropy
+
+    events: list[object] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor):
+        events.append(tensor.data_ptr())
+        yield
+        events.append("left")
+
+    kernel = cross_entropy.row_kernel
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *given, **options: (events.append("launched"), kernel[grid](*given, **options))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(cross_entropy, "row_kernel", Recorded())
+    logits = torch.randn(3, 7)
+    cross_entropy.cross_entropy_of_rows(logits, torch.tensor([1, 2, 3]), 0.0, False)
+    assert events == [logits.data_ptr(), "launched", "left"]

@@ -67,11 +67,12 @@ def cross_entropy_of_rows(logits: Tensor, targets: Tensor, cap: float, gradients
     n_row, n_vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     nats = torch.empty(n_row, dtype=torch.float32, device=logits.device)
-    row_kernel[(n_row,)](
-        logits, targets, nats, logits.stride(0), n_vocab, cap,
-        CAPPED=cap > 0, GRADIENTS=gradients, IGNORED=IGNORED_TARGET, BLOCK=min(BLOCK, triton.next_power_of_2(n_vocab)),
-        num_warps=WARPS,
-    )  # fmt: skip
+    block = min(BLOCK, triton.next_power_of_2(n_vocab))
+    with torch.cuda.device_of(logits):  # Triton alone would launch on the current GPU
+        row_kernel[(n_row,)](
+            logits, targets, nats, logits.stride(0), n_vocab, cap,
+            CAPPED=cap > 0, GRADIENTS=gradients, IGNORED=IGNORED_TARGET, BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
     return nats
 
 
