@@ -86,12 +86,19 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
 
 
 def compiled_loss(dtype: str, target: int, capped: bool):
-    """The loss's kernel as its launcher would compile it for a vocabulary of any size."""
+    """The loss's kernel as its launcher would compile it: any vocabulary, padded to a multiple of 128 columns."""
     pointers = {"logits": f"*{dtype}", "targets": "*i64", "nats": "*fp32"}
-    numbers = {"stride": "i64", "n_vocab": "i32", "cap": "fp32"}
-    constants = {"CAPPED": capped, "GRADIENTS": True, "IGNORED": IGNORED_TARGET, "BLOCK": cross_entropy.BLOCK}
+    numbers = {"stride": "i64", "n_vocab": "i32", "n_column": "i32", "cap": "fp32", "to_exponent": "fp32"}
+    constants = {
+        "CAPPED": capped,
+        "FIXED": capped,
+        "GRADIENTS": True,
+        "IGNORED": IGNORED_TARGET,
+        "BLOCK": cross_entropy.BLOCK,
+    }
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
-    attributes = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers))}
+    aligned = {*pointers, "stride", "n_column"}
+    attributes = {(position,): [["tt.divisibility", 16]] for position, name in enumerate(signature) if name in aligned}
     source = ASTSource(cross_entropy.row_kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": cross_entropy.WARPS})
 
