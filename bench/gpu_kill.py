@@ -46,9 +46,14 @@ def findings(folder: Path, scratch: Path, number: int, code: int) -> tuple[list[
     if number == signal.SIGTERM and lines:
         if code != 128 + signal.SIGTERM:
             wrong.append(f"exit code {code}")
-        if not any(line.startswith("== ") and line.endswith(".json") for line in lines):
+        if not any(map(is_table, lines)):
             wrong.append("no table")
     return wrong, len(said)
+
+
+def is_table(line: str) -> bool:
+    """Whether the table at the end of the log begins with this line, which is the name of the file of records."""
+    return line.startswith("== ") and line.endswith(".json")
 
 
 def measurements_said(lines: list[str]) -> set[tuple]:
@@ -56,6 +61,8 @@ def measurements_said(lines: list[str]) -> set[tuple]:
     said: set[tuple] = set()
     command, in_round = "", []
     for line in lines:
+        if is_table(line):
+            break
         if line.startswith("== ") and (found := re.search(r"records/(\S+)\.json", line)):
             command, in_round = found[1], []
         elif found := ATTENTION.match(line):

@@ -3,7 +3,8 @@
     python bench/kernel_resources.py [--widths 64 128] [--types bf16 fp16] [--targets 80 90 100] [--json FILE]
 
 Spilled bytes are local memory of the machine code, read off it by the cuobjdump that comes with triton. Occupancy is
-the number of programs that fit one multiprocessor by registers and shared memory.
+the number of programs that fit one multiprocessor by registers and shared memory. Loops are counted in the machine code: the
+instructions and the special functions (MUFU) that a warp executes for a block of keys or queries.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ MODES = {
     "causal": attend_triton.CAUSAL.value,
     "interval": attend_triton.INTERVAL.value,
 }
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program may take
+# Bytes of shared memory that programs may take on a multiprocessor, and warps that it holds, by compute capability.
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
 IN_INT32 = {"first", "stop", "query_low", "query_high"}
@@ -104,21 +107,63 @@ def compiled_loss(dtype: str, target: int, capped: bool):
 
 
 def resources(kernel, target: int, warps: int) -> dict:
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        said = subprocess.run(
-            [cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = {what: max(map(int, re.findall(what + r":(\d+)", said.stdout))) for what in ("REG", "STACK", "LOCAL")}
+        usage, code = (disassembled(file.name, how) for how in ("--dump-resource-usage", "--dump-sass"))
+    found = {what: max(map(int, re.findall(what + r":(\d+)", usage))) for what in ("REG", "STACK", "LOCAL")}
     registers, shared = found["REG"], kernel.metadata.shared
-    fit = min(65536 // (registers * 32 * warps), (SHARED_LIMIT[target] + 1024) // (shared + 1024))
     return {
         "registers": registers,
         "spilled_bytes": found["LOCAL"] + found["STACK"],
         "shared_bytes": shared,
-        "occupancy": fit,
+        "occupancy": occupancy(registers, shared, warps, target),
+        "loops": loops(code),
     }
+
+
+def disassembled(cubin: str, how: str) -> str:
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([cuobjdump, how, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def occupancy(registers: int, shared_bytes: int, warps: int, target: int) -> int:
+    """Programs that fit one multiprocessor at a time: by registers, by shared memory and by warps.
+
+    A warp's registers are given out in units of 256, and a program takes one KiB of shared memory besides its own (CUDA C++
+    Programming Guide, "Technical Specifications per Compute Capability").
+    """
+    of_warp = -(-registers * 32 // 256) * 256
+    most_warps = MOST_WARPS[target]
+    return min(65536 // (of_warp * warps), (SHARED_LIMIT[target] + 1024) // (shared_bytes + 1024), most_warps // warps)
+
+
+def loops(code: str) -> list[dict]:
+    """The innermost loops of machine code, in their order: instructions, special functions, and products of tensor cores.
+
+    An inner loop is what lies between a backward branch and its target, without another backward branch inside.
+    """
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", code)
+    index_of = {int(address, 16): index for index, (address, _, _) in enumerate(lines)}
+    spans = []
+    for index, (_, name, operands) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if name.startswith("BRA") else None
+        begin = index_of.get(int(target[1], 16)) if target else None
+        if begin is not None and begin < index:
+            spans.append((begin, index))
+    inner = [
+        one for one in spans if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in spans)
+    ]
+    counted = []
+    for begin, end in sorted(inner):
+        names = [name for _, name, _ in lines[begin : end + 1]]
+        if len(names) < 20:  # waits for a barrier
+            continue
+        counted.append({
+            "instructions": len(names),
+            "special": sum(name.startswith("MUFU") for name in names),
+            "products": sum(re.match(r"(HMMA|HGMMA|UTC\w*MMA)", name) is not None for name in names),
+        })  # fmt: skip
+    return counted
 
 
 def measure(widths, types, targets, modes, modified: bool, statistics=(True, False)) -> list[dict]:

@@ -425,6 +425,11 @@ def keys_kernel(
             low = tl.maximum(n0 - start, 0) // BLOCK_M * BLOCK_M
             full_low = tl.maximum(tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - start, 0), BLOCK_M) * BLOCK_M, low)
             full_low = tl.minimum(full_low, tl.cdiv(T, BLOCK_M) * BLOCK_M)
+        # Keys beyond the last one are zeros, so without a mask their weights would be e^-lse. In dK and dV these weights
+        # enter only rows that are not stored. In dQ they are multiplied by zero, but an overflow times zero is NaN, so a
+        # block that goes beyond the last key is masked for all rows.
+        if ATOMIC_DQ and n0 + BLOCK_N > S:
+            full_low = tl.cdiv(T, BLOCK_M) * BLOCK_M
         if MODE == INTERVAL:
             where = b * r_b + h * r_h + block * r_n
             low = tl.load(query_low + where) // BLOCK_M * BLOCK_M
@@ -441,20 +446,17 @@ def keys_kernel(
                 CAPPED, SLOPED,
             )  # fmt: skip
         else:
-            if MODE == CAUSAL:
+            if MODE == CAUSAL or ATOMIC_DQ:
                 carried = keys_stretch(
                     carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                     q_t, dz_t, dq_t, start, T, S, low, full_low, cap, slope,
                     D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
                     CAPPED, SLOPED,
                 )  # fmt: skip
-            # Keys beyond the last one are zeros, so without a mask their weights would be e^-lse. With ATOMIC_DQ these
-            # weights would enter dQ, so every block is masked. Without ATOMIC_DQ they enter only rows of dK and dV that
-            # are not stored.
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                 q_t, dz_t, dq_t, start, T, S, full_low, high, cap, slope,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, ATOMIC_DQ, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, False, ATOMIC_DQ, PRECISION, DESCRIPTORS,
                 CAPPED, SLOPED,
             )  # fmt: skip
     dk_tile, dv_tile = carried
