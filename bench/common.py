@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from andrea.runtime.files import replace_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 RECORDS_FILE = "ANDREA_BENCH_RECORDS"  # environment variable: the file in which bench/gpu.py collects records
 
 
@@ -90,7 +93,9 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         command = [sys.executable, *sys.argv, "--worker", name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+        )
         self.facts = self.answer()
 
     def turn(self) -> tuple[int, float]:
@@ -111,6 +116,12 @@ class Worker:
                 return json.loads(line)
             print(line, end="", flush=True)
         raise ContestantLost(f"its process ended with exit code {self.process.wait()}")
+
+
+def die_with_parent() -> None:
+    """In a child process: it gets SIGTERM when its parent ends, also when its parent is killed, in the middle of its work."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def start_workers(names: Iterable[str]) -> dict[str, Worker]:

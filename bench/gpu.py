@@ -14,7 +14,6 @@ prepared data and logs of single programs lie in a scratch folder outside the ou
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import importlib.util
 import json
@@ -34,13 +33,12 @@ from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import RECORDS_FILE, RESULTS, ROOT, add_record, table_line, version_of
+from common import RECORDS_FILE, RESULTS, ROOT, add_record, die_with_parent, table_line, version_of
 from gpu_parts import PARTS, WHEELS, Call, Command, Part
 
 from andrea.runtime.files import remove_unfinished
 
 GRACE_SECONDS = 5  # from SIGTERM to SIGKILL
-DIES_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 PROBE = """
 import json, torch
 assert torch.cuda.is_available(), "torch finds no CUDA GPU"
@@ -161,12 +159,6 @@ class Driver:
         self.say(f"== {outcome.part} {outcome.command}: {outcome.outcome}, {outcome.seconds:.0f} s")
         self.outcomes.append(outcome)
         add_record(self.records, "outcomes", {"parts": [asdict(each) for each in self.outcomes]})
-
-
-def die_with_parent() -> None:
-    """In the child, before it becomes the command: it gets SIGTERM when the driver is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM)
 
 
 def end_group(process: subprocess.Popen) -> None:

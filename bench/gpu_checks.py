@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import ROOT, NumberTokenizer, make_andrea, model_config, write_record
+from common import ROOT, NumberTokenizer, die_with_parent, make_andrea, model_config, write_record
 from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -264,6 +264,7 @@ def chosen_checks(chosen: argparse.Namespace) -> list[Check]:
 
 def work(chosen: argparse.Namespace, connection: Connection) -> None:
     """What a process does: the rows of the checks whose numbers arrive."""
+    die_with_parent()
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

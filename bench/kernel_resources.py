@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -39,6 +40,11 @@ MODES = {
 # Bytes of shared memory that programs may take on a multiprocessor, and warps that it holds, by compute capability.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+# For the prediction: operations of 16-bit products in a cycle of one multiprocessor (vendor's datasheets), the products of
+# each kernel, and the number of tokens.
+FLOPS_A_CYCLE = {80: 2048, 90: 4096, 100: 8192}
+PRODUCTS = {"forward": 2, "keys, atomic dQ": 5, "keys": 4, "queries": 3}
+MODEL_LENGTH = 1024
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
 IN_INT32 = {"first", "stop", "query_low", "query_high"}
@@ -166,6 +172,28 @@ def loops(code: str) -> list[dict]:
     return counted
 
 
+def predicted_share(name: str, blocks: Blocks, width: int, row: dict, target: int) -> float | None:
+    """The predicted share of the tensor cores' peak, for causal attention over MODEL_LENGTH tokens. Not calibrated yet.
+
+    Per block of m × n scores, in cycles of a multiprocessor: the products, the issue of all instructions (four a cycle)
+    and the special functions (sixteen a cycle). Within a program, the compiler waits for a product before it goes on, so
+    these times add up, but for the smaller of the last two. Programs on one multiprocessor overlap: of k programs, the
+    longest of the three times is needed in full, and of the rest a k-th. Blocks on the diagonal are computed whole.
+    """
+    unmasked = min(
+        (loop for loop in row["loops"] if loop["products"]), key=lambda loop: loop["instructions"], default=None
+    )
+    products = next(count for kernel, count in PRODUCTS.items() if name.startswith(kernel))
+    if unmasked is None or target not in FLOPS_A_CYCLE:
+        return None
+    tensor = products * 2 * blocks.m * blocks.n * padded(width) / FLOPS_A_CYCLE[target]
+    issue = unmasked["instructions"] * blocks.warps / 4
+    special = unmasked["special"] * blocks.warps * 32 / 16
+    longest, one_after_another = max(tensor, issue, special), tensor + max(issue, special)
+    cycles = longest + (one_after_another - longest) / row["occupancy"]
+    return round(tensor / cycles / (1 + (blocks.m + blocks.n) / 2 / MODEL_LENGTH), 3)
+
+
 def measure(widths, types, targets, modes, modified: bool, statistics=(True, False)) -> list[dict]:
     rows = []
     for width in widths:
@@ -179,13 +207,37 @@ def measure(widths, types, targets, modes, modified: bool, statistics=(True, Fal
                             if name != "forward" and with_statistics:
                                 continue  # the backward pass knows nothing of them
                             kernel = compiled(function, blocks, own, width, dtype, target)
+                            found = resources(kernel, target, blocks.warps)
                             rows.append({
                                 "kernel": name + " + statistics" * with_statistics + ", modified" * modified,
                                 "width": width, "dtype": dtype, "target": f"sm_{target}", "mode": mode,
                                 "m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages,
-                                **resources(kernel, target, blocks.warps),
+                                **found, "predicted_share": predicted_share(name, blocks, width, found, target),
                             })  # fmt: skip
                             print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def measure_grid(width: int, dtype: str, target: int, kernels_of_grid: list[str]) -> list[dict]:
+    """Every tile of the grid without spills, for causal attention, the best prediction first."""
+    rows = []
+    for name, (function, _, own) in kernels(width, dtype, target, "causal", True, False).items():
+        if name not in kernels_of_grid:
+            continue
+        for blocks in (Blocks(*tile, 2) for tile in itertools.product((32, 64, 128), (32, 64, 128), (4, 8))):
+            try:
+                kernel = compiled(function, blocks, own, width, dtype, target)
+            except (RuntimeError, triton.errors.TritonError):  # a tile that the compiler cannot lay out
+                continue
+            found = resources(kernel, target, blocks.warps)
+            if found["spilled_bytes"] or not found["occupancy"]:
+                continue
+            tile = {"m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages}
+            about = {"kernel": name, "width": width, "dtype": dtype, "target": f"sm_{target}", **tile, **found}
+            rows.append(about | {"predicted_share": predicted_share(name, blocks, width, found, target)})
+        rows.sort(key=lambda row: (row["kernel"], -(row["predicted_share"] or 0)))
+    for row in rows:
+        print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     return rows
 
 
@@ -208,8 +260,15 @@ def main() -> None:
     parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
     parser.add_argument("--modified", action="store_true", help="with a cap on scores, ALiBi and sinks")
+    parser.add_argument(
+        "--tune", nargs="*", metavar="KERNEL", help="instead: the grid of tiles of these kernels, or of all"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if chosen.tune is not None:
+        for width, dtype, target in itertools.product(chosen.widths, chosen.types, chosen.targets):
+            measure_grid(width, dtype, target, chosen.tune or ["forward", "keys", "keys, atomic dQ", "queries"])
+        return
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes, chosen.modified)
     rows += measure_loss(chosen.types, chosen.targets)
     if chosen.json:
