@@ -123,6 +123,7 @@ def resources(kernel, target: int, warps: int) -> dict:
         "spilled_bytes": found["LOCAL"] + found["STACK"],
         "shared_bytes": shared,
         "occupancy": occupancy(registers, shared, warps, target),
+        "loads_of_2_bytes": len(re.findall(r"LDG\.\S*U16", code)),
         "loops": loops(code),
     }
 

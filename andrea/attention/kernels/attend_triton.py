@@ -65,9 +65,13 @@ class Tuning:
 def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 90, 100).
 
-    These are the largest tiles without register spills according to bench/kernel_resources.py. bench/attention.py
-    --tune measures their speed on a GPU. Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90
-    with 4 warps, and ignores warp specialisation with 8.
+    No tile spills registers according to bench/kernel_resources.py. For Hopper and heads of at most 64, the tiles are
+    those that bench/kernel_resources.py --tune predicts to be fast. Two or three of their programs share a
+    multiprocessor, because within a program nothing overlaps with the matrix products. The others are the largest tiles
+    without spills. bench/attention.py --tune measures the speed on a GPU; none has confirmed the prediction yet.
+
+    Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and ignores warp
+    specialisation with 8.
     """
     if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
         if width <= 32:
@@ -83,8 +87,10 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
         if capability >= 90:
             return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
         return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2))
+    if capability >= 100:
+        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))
     if capability >= 90:
-        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3 if capability >= 100 else 2))
+        return Tuning(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
     return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
 
 
