@@ -18,6 +18,7 @@ from andrea.attention import HeadStatistics, MultiHeadAttention
 from andrea.attention.implementations.triton import kernel_errors
 from andrea.config import AttentionConfig
 from andrea.model.gpt import GPT
+from andrea.runtime.files import lines_of
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
 
@@ -72,7 +73,7 @@ def implementation(model: GPT, name: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    return lines_of(str(error).strip() or repr(error))[0]
 
 
 def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float | None]:
