@@ -29,6 +29,7 @@ def launch(chosen: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=chosen.place) as place:
         result = Path(place) / "result.json"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={chosen.ranks}"]
+        torchrun.append("--local-addr=127.0.0.1")  # without it, torchrun may wait for a name server that is not there
         worker = [str(Path(__file__).resolve()), f"--rounds={chosen.rounds}", f"--steps={chosen.steps}"]
         worker += [f"--model={chosen.model}", f"--tokens={chosen.tokens}", f"--worker={place}"]
         subprocess.run([*torchrun, *worker], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -11,11 +11,13 @@ the largest against float64 over a slice of the same inputs, relative to what th
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from common import RESULTS, write_record
 
 from andrea.attention import DotProduct, attend, causal
 from andrea.attention.implementations import triton as triton_path
+from andrea.attention.implementations.fastest import attend_and_reduce, median_milliseconds
 from andrea.attention.implementations.sdpa import SDPA_BACKENDS
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
@@ -35,6 +38,7 @@ PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of th
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Save = Callable[[list[dict]], None]  # writes the rows of this width and length, and all that came before
 
 
 def contenders(backward: list[str]) -> dict[str, Attend]:
@@ -45,28 +49,35 @@ def contenders(backward: list[str]) -> dict[str, Attend]:
     for way, with_statistics in itertools.product(backward, (False, True)):
         label = "triton" + ("" if way == "two_pass" else f" {way}") + (" + statistics" if with_statistics else "")
         by_name[label] = lambda q, k, v, way=way, wanted=with_statistics: ours(q, k, v, way, wanted)
-    by_name["triton by address"] = by_address
+    by_name[BY_ADDRESS] = lambda q, k, v: ours(q, k, v, "two_pass", False)
     by_name["triton as it trains"] = as_it_trains
     return by_name | flash_attention()
 
 
-def by_address(q, k, v) -> torch.Tensor:
-    """Our kernel without tensor descriptors: what they are worth."""
-
+@contextmanager
+def descriptors_for(name: str) -> Iterator[None]:
+    """While this is open, the contender reads tiles as its name says, in its forward and in its backward pass."""
     from andrea.attention.kernels import attend_triton
 
-    before, attend_triton.DESCRIPTORS_FROM = attend_triton.DESCRIPTORS_FROM, 10**6
+    before = attend_triton.DESCRIPTORS_FROM
+    attend_triton.DESCRIPTORS_FROM = 10**6 if name == BY_ADDRESS else before
     try:
-        return ours(q, k, v, "two_pass", False)
+        yield
     finally:
         attend_triton.DESCRIPTORS_FROM = before
 
 
 def as_it_trains(q, k, v) -> torch.Tensor:
-    """Through `attend`, with everything that is measured of a head."""
-    return attend(q, k, v, **CASE, implementation="triton", statistics=True)[0]
+    """Through `attend`, with the reduction of what is measured to heads, compiled as in a training step."""
+    return compiled_attend()(q, k, v, **CASE, implementation="triton", statistics=True)[0]
 
 
+@functools.cache
+def compiled_attend() -> Callable:
+    return torch.compile(attend_and_reduce, dynamic=False)
+
+
+BY_ADDRESS = "triton by address"  # our kernel without tensor descriptors: what they are worth
 CASE = {"compatibility": DotProduct(), "mask": causal()}
 
 
@@ -104,23 +115,15 @@ def first_of(output):
 
 
 def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
-    """Median of `repeats` after three that do not count."""
+    """Median time of a call. On a GPU ten calls are queued between two events, so that launching is not timed."""
+    if device != "cpu":
+        return median_milliseconds(run)
     times = []
-    for index in range(repeats + 3):
-        if device == "cpu":
-            begin = time.perf_counter()
-            run()
-            elapsed = 1000 * (time.perf_counter() - begin)
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            elapsed = begin.elapsed_time(end)
-        if index >= 3:
-            times.append(elapsed)
-    return statistics.median(times)
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        run()
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times[1:])
 
 
 def in_one_line(error: Exception) -> str:
@@ -150,7 +153,7 @@ def errors(run: Attend, q, k, v, upstream) -> list[float]:
     return [round(ratio, 3) for ratio in worst]
 
 
-def measure(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
+def measure(width: int, length: int, chosen: argparse.Namespace, save: Save) -> list[dict]:
     heads = max(1, 768 // width)
     n_batch = max(1, chosen.tokens // length)
     generator = torch.Generator(chosen.device).manual_seed(length + width)
@@ -163,9 +166,13 @@ def measure(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
     flops = 2 * n_batch * heads * length**2 * width
     rows = []
     for name, run in contenders(chosen.backward).items():
+        if time.monotonic() > chosen.until:
+            print(f"width {width}, T {length}: {name} left out: out of time", flush=True)
+            continue
         try:
-            forward, both = timed(run, (q, k, v), leaves, upstream, chosen)
-            off = errors(run, q, k, v, upstream)
+            with descriptors_for(name):
+                forward, both = timed(run, (q, k, v), leaves, upstream, chosen)
+                off = errors(run, q, k, v, upstream)
         except Exception as error:  # whatever it is, the others are still to be measured
             print(f"width {width}, T {length}: {name} left out: {in_one_line(error)}", flush=True)
             continue
@@ -175,15 +182,23 @@ def measure(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
             "forward_tflops": flops / forward / 1e9, "both_tflops": 3.5 * flops / both / 1e9,
             "error_over_readable": off,
         })  # fmt: skip
+        compare(rows)
+        save(rows)
+        show(rows[-1], chosen)
+    return rows
+
+
+def compare(rows: list[dict]) -> None:
+    """Add to each row its ratio to the best of torch's backends, and what the statistics cost."""
     torchs = [row for row in rows if row["implementation"] in SDPA_BACKENDS]
     for row in rows:
         for what in ("forward", "both"):
             best = min((other[f"{what}_ms"] for other in torchs), default=None)
             row[f"{what}_ratio"] = best / row[f"{what}_ms"] if best else None
-        plain = next((o for o in rows if row["implementation"] == o["implementation"] + " + statistics"), None)
+        plain = next(
+            (other for other in rows if row["implementation"] == other["implementation"] + " + statistics"), None
+        )
         row["statistics_cost"] = row["both_ms"] / plain["both_ms"] - 1 if plain else None
-        show(row, chosen)
-    return rows
 
 
 def show(row: dict, chosen: argparse.Namespace) -> None:
@@ -200,7 +215,7 @@ def show(row: dict, chosen: argparse.Namespace) -> None:
     )
 
 
-def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
+def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> list[dict]:
     """Every tile that fits, for each of the three kernels alone: what `tuning` in kernels/attend_triton.py should say."""
 
     from andrea.attention.kernels import attend_triton
@@ -209,11 +224,10 @@ def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
     rows, own = [], attend_triton.tuning
     try:
         for kernel in ("forward", "keys", "queries"):
-            for m, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3)):
-                too_small, too_large = kernel == "forward" and m < 64, kernel != "forward" and m * n > 128 * 64
-                if too_small or too_large or time.monotonic() > chosen.until:
+            for blocks in tiles_of(kernel)[: chosen.most_tiles]:
+                if time.monotonic() > chosen.until:
+                    print(f"{kernel} {blocks}: left out: out of time", flush=True)
                     continue
-                blocks = attend_triton.Blocks(m, n, warps, stages)
                 attend_triton.tuning = lambda *_, changed={kernel: blocks}: attend_triton.Tuning(
                     **(vars(card) | changed)
                 )
@@ -222,7 +236,8 @@ def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
                 except Exception as error:  # a tile that does not fit
                     print(f"{kernel} {blocks}: {in_one_line(error)[:80]}", flush=True)
                     continue
-                rows.append({"kernel": kernel, **vars(blocks), **row})
+                rows.append({"kernel": kernel, "width": width, "length": length, **vars(blocks), **row})
+                save(rows)
             best = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row["ms"][kernel])
             for row in best[:5]:
                 print(f"tuned d {width} T {length} {kernel}: {row}", flush=True)
@@ -231,19 +246,39 @@ def tune(width: int, length: int, chosen: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def tiles_of(kernel: str) -> list:
+    """The grid of tiles to try; none that certainly is too small or spills registers."""
+    from andrea.attention.kernels.attend_triton import Blocks
+
+    grid = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
+    if kernel == "forward":
+        return [Blocks(*tile) for tile in grid if tile[0] >= 64]
+    return [Blocks(*tile) for tile in grid if tile[0] * tile[1] <= 128 * 64]
+
+
 def tuned_row(width: int, length: int, chosen: argparse.Namespace) -> dict:
-    """Milliseconds of the forward pass with statistics, and of the backward pass."""
+    """Milliseconds of the forward pass with statistics, and of the backward pass in each of its two ways."""
     shape = (max(1, chosen.tokens // length), max(1, 768 // width), length, width)
     leaves = [
         torch.randn(shape, device=chosen.device, dtype=DTYPES[chosen.dtype], requires_grad=True) for _ in range(3)
     ]
+
+    def time_of(run: Callable[[], object]) -> float:
+        return milliseconds(run, chosen.device, min(5, chosen.repeats))
+
     with torch.no_grad():
-        forward = milliseconds(lambda: ours(*leaves, "two_pass", True), chosen.device, 5)
-        plain = milliseconds(lambda: ours(*leaves, "two_pass", False), chosen.device, 5)
-    output = ours(*leaves, "two_pass", False)
-    upstream = torch.randn_like(output)
-    backward = milliseconds(lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True), chosen.device, 5)
-    return {"ms": {"forward": forward, "keys": backward, "queries": backward}, "forward_without_statistics_ms": plain}
+        forward = time_of(lambda: ours(*leaves, "two_pass", True))
+        plain = time_of(lambda: ours(*leaves, "two_pass", False))
+    backward = {}
+    for way in chosen.backward:
+        output = ours(*leaves, way, False)
+        upstream = torch.randn_like(output)
+        backward[way] = time_of(
+            lambda output=output, upstream=upstream: torch.autograd.grad(output, leaves, upstream, retain_graph=True)
+        )
+    two_pass = backward.get("two_pass", next(iter(backward.values())))
+    ms = {"forward": forward, "keys": two_pass, "queries": two_pass}
+    return {"ms": ms, "forward_without_statistics_ms": plain, "backward_ms": backward}
 
 
 def main() -> None:
@@ -256,6 +291,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=540, help="stop after so long, with what has been measured")
     parser.add_argument("--tune", action="store_true", help="instead: time every tile of our kernels")
+    parser.add_argument("--most-tiles", type=int, help="with --tune: so many of each kernel; default: the whole grid")
     parser.add_argument("--device", default="cuda", help="cpu, under TRITON_INTERPRET=1, tries the program alone")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
@@ -267,15 +303,17 @@ def main() -> None:
     chosen.until = time.monotonic() + chosen.seconds
     settings = {key: value for key, value in vars(chosen).items() if key not in ("output", "until")}
     path = chosen.output or RESULTS / f"attention-{'tune-' if chosen.tune else ''}{chosen.device}.json"
-    rows: list[dict] = []
+    done: list[dict] = []
+
+    def save(rows: list[dict]) -> None:
+        write_record(path, "attention", chosen.device, {"settings": settings, "rows": done + rows})
+
     for width, length in itertools.product(chosen.widths, chosen.lengths):
         if time.monotonic() > chosen.until:
             print(f"out of time before width {width}, T {length}", flush=True)
             break
-        rows += work(width, length, chosen)
-        write_record(
-            path, "attention", chosen.device, {"settings": settings, "rows": rows}
-        )  # what there is, if cut off
+        done += work(width, length, chosen, save)
+    save([])
     if not chosen.tune:
         for name, marks in PUBLIC_FORWARD.items():
             print(f"public, H100, d 64, forward, {name}: " + ", ".join(f"T {t} {mark}" for t, mark in marks.items()))

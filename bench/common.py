@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
+import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,9 +23,12 @@ import torch
 from andrea.config import ModelConfig, OptimizerConfig, group_config
 from andrea.model import GPT, initialise
 from andrea.runtime.device import peak_memory_bytes
+from andrea.runtime.files import replace_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+RECORDS_FILE = "ANDREA_BENCH_RECORDS"  # environment variable: the file in which bench/gpu.py collects records
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -75,6 +81,10 @@ def make_hugging_face(config: ModelConfig, n_vocab: int, device: str) -> torch.n
     ).to(device)
 
 
+class ContestantLost(Exception):
+    """A contestant's process has ended, for example because memory was short."""
+
+
 class Worker:
     """A contestant in a process of its own: what one settles, and what one holds, is not the others'.
 
@@ -83,16 +93,21 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         command = [sys.executable, *sys.argv, "--worker", name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+        )
         self.facts = self.answer()
 
-    def turn(self) -> int:
-        """One run; returns the number of tokens it did."""
+    def turn(self) -> tuple[int, float]:
+        """One run; returns the number of tokens it did, and the seconds that it took."""
         assert self.process.stdin is not None
-        print("go", file=self.process.stdin, flush=True)
+        try:
+            print("go", file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # the process has ended; `answer` says so
         answer = self.answer()
         self.facts["peak_memory_bytes"] = answer["peak_memory_bytes"]
-        return answer["tokens"]
+        return answer["tokens"], answer["seconds"]
 
     def answer(self) -> dict:
         assert self.process.stdout is not None
@@ -100,16 +115,52 @@ class Worker:
             if line.startswith("{"):
                 return json.loads(line)
             print(line, end="", flush=True)
-        raise SystemExit(f"a contestant's process ended with exit code {self.process.wait()}")
+        raise ContestantLost(f"its process ended with exit code {self.process.wait()}")
 
 
-def serve(run: Callable[[], int], device: str, **facts: Any) -> None:
-    """Answer a `Worker` until it is gone: facts first, then each run's tokens and the most memory held so far."""
+def die_with_parent() -> None:
+    """In a child process: it gets SIGTERM when its parent ends, also when its parent is killed, in the middle of its work."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def start_workers(names: Iterable[str]) -> dict[str, Worker]:
+    """A worker for each name. Those that do not start are named and left out."""
+    workers = {}
+    for name in names:
+        try:
+            workers[name] = Worker(name)
+        except ContestantLost as lost:
+            print(f"LEFT OUT {name}: {lost}", flush=True)
+    if not workers:
+        raise SystemExit("no contestant has started")
+    return workers
+
+
+def serve(run: Callable[[], int], device: str, warm: Callable[[], object] | None = None, **facts: Any) -> None:
+    """Answer a `Worker` until it is gone: facts first, then each run's tokens, its seconds and the most memory held so far.
+
+    On a GPU the memory that a run has freed goes back to the GPU after each turn, so that contestants share it in turns.
+    `warm` runs before the clock starts, so that a run does not pay for taking that memory again.
+    """
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
-        n_token = run()
-        synchronise(device)
-        print(json.dumps({"tokens": n_token, "peak_memory_bytes": peak_memory_bytes(torch.device(device))}), flush=True)
+        if warm is not None:
+            warm()
+        n_token, seconds = timed(run, device)
+        peak = peak_memory_bytes(torch.device(device))
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        print(json.dumps({"tokens": n_token, "seconds": seconds, "peak_memory_bytes": peak}), flush=True)
+
+
+def timed(run: Callable[[], int], device: str) -> tuple[int, float]:
+    """The number of tokens that a run did, and its seconds."""
+    synchronise(device)
+    start = time.perf_counter()
+    n_token = run()
+    synchronise(device)
+    return n_token, time.perf_counter() - start
 
 
 class NumberTokenizer:
@@ -134,22 +185,34 @@ def assert_same_size(counts: Iterable[int]) -> None:
     assert max(counts) / min(counts) < 1.02, f"the models differ by more than 2 %: {counts}"
 
 
-def interleave(runs: dict[str, Callable[[], int]], pairs: int, device: str) -> dict[str, list[float]]:
+Speeds = dict[str, list[float]]
+
+
+def interleave(
+    runs: dict[str, Callable[[], tuple[int, float]]], pairs: int, after_round: Callable[[Speeds], None]
+) -> Speeds:
     """Tokens per second of each run, one after another in each of `pairs` rounds, after one round that does not count.
 
-    A run returns the number of tokens it did. Neighbours in time share what else the machine is doing.
+    A run returns the number of tokens it did, and its seconds. Neighbours in time share what else the machine is doing.
+    A contestant whose process ends is named and left out of the rounds that follow. after_round: saves what is known.
     """
-    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    speeds: Speeds = {name: [] for name in runs}
+    running = dict(runs)
     for round_index in range(pairs + 1):
-        for name, run in runs.items():
-            synchronise(device)
-            start = time.perf_counter()
-            n_token = run()
-            synchronise(device)
-            seconds = time.perf_counter() - start
+        for name, run in list(running.items()):
+            try:
+                n_token, seconds = run()
+            except ContestantLost as lost:
+                del running[name]
+                print(f"LEFT OUT {name} from round {round_index} on: {lost}", flush=True)
+                continue
             if round_index > 0:
                 speeds[name].append(n_token / seconds)
             print(f"round {round_index}: {name}: {n_token / seconds:.1f} tokens/s, {seconds:.2f} s", flush=True)
+        if round_index > 0:
+            after_round(speeds)
+        if not running:
+            break
     return speeds
 
 
@@ -158,38 +221,78 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def report(bench: str, chosen: argparse.Namespace, speeds: dict[str, list[float]], baseline: str, facts: dict) -> None:
-    """Print the table and write the JSON. A ratio is the median over rounds of (this / baseline) in the same round."""
+class Report:
+    """The table and the JSON of one measurement. `save` is called after each round, `show` at the end.
+
+    A ratio is the median over rounds of (this / baseline) in the same round; None where the baseline was left out.
+    facts: what else is known, as the keys of the record; asked for anew at each save.
+    """
+
+    def __init__(
+        self, bench: str, chosen: argparse.Namespace, baseline: str, facts: Callable[[], dict] = lambda: {}
+    ) -> None:
+        self.bench, self.chosen, self.baseline, self.facts = bench, chosen, baseline, facts
+        kind = chosen.device.partition(":")[0]
+        now = datetime.datetime.now(datetime.UTC)
+        self.path = chosen.output or RESULTS / f"{bench}-{chosen.model}-{kind}-{now:%Y%m%d-%H%M%S}.json"
+
+    def save(self, speeds: Speeds) -> None:
+        settings = {key: value for key, value in vars(self.chosen).items() if key not in ("output", "worker")}
+        content = {"settings": settings, "baseline": self.baseline, **self.facts()}
+        write_record(self.path, self.bench, self.chosen.device, {**content, "results": rows_of(speeds, self.baseline)})
+
+    def show(self, speeds: Speeds) -> None:
+        self.save(speeds)
+        facts = self.facts().get("contestants", {})
+        memory = {name: about["peak_memory_bytes"] for name, about in facts.items() if "peak_memory_bytes" in about}
+        print(f"\n{'':42}{'tokens/s':>12}{'ratio':>8}{'lowest':>8}{'highest':>9}{'peak memory' if memory else '':>14}")
+        for name, row in rows_of(speeds, self.baseline).items():
+            peak = f"{memory[name] / 2**30:10.2f} GiB" if name in memory else ""
+            print(f"{table_line(name, row)}{peak}")
+        print(f"\nwritten: {self.path}")
+
+
+def rows_of(speeds: Speeds, baseline: str) -> dict[str, dict]:
+    """The median speed of each contestant that ended a round, and its ratio to the baseline."""
     rows = {}
     for name, each in speeds.items():
-        ratios = [mine / base for mine, base in zip(each, speeds[baseline], strict=True)]
+        if not each:
+            continue
+        ratios = [mine / base for mine, base in zip(each, speeds.get(baseline, []), strict=False)]
         rows[name] = {
             "tokens_per_second": statistics.median(each),
-            "ratio": statistics.median(ratios),
-            "ratio_lowest": min(ratios),
-            "ratio_highest": max(ratios),
-            "rounds": each,
+            "ratio": statistics.median(ratios) if ratios else None,
+            "ratio_lowest": min(ratios, default=None),
+            "ratio_highest": max(ratios, default=None),
+            "rounds": list(each),
         }
-    memory = {name: about["peak_memory_bytes"] for name, about in facts.get("contestants", {}).items()}
-    print(f"\n{'':42}{'tokens/s':>12}{'ratio':>8}{'lowest':>8}{'highest':>9}{'peak memory' if memory else '':>14}")
-    for name, row in rows.items():
-        numbers = (row["tokens_per_second"], row["ratio"], row["ratio_lowest"], row["ratio_highest"])
-        peak = f"{memory[name] / 2**30:10.2f} GiB" if name in memory else ""
-        print(f"{name:42}{numbers[0]:12.1f}{numbers[1]:8.2f}{numbers[2]:8.2f}{numbers[3]:9.2f}{peak}")
-    settings = {key: value for key, value in vars(chosen).items() if key not in ("output", "worker")}
-    now = datetime.datetime.now(datetime.UTC)
-    kind = chosen.device.partition(":")[0]
-    path = chosen.output or RESULTS / f"{bench}-{chosen.model}-{kind}-{now:%Y%m%d-%H%M%S}.json"
-    write_record(path, bench, chosen.device, {"settings": settings, "baseline": baseline, **facts, "results": rows})
+    return rows
+
+
+def table_line(name: str, row: dict) -> str:
+    ratios = [row[key] for key in ("ratio", "ratio_lowest", "ratio_highest")]
+    shown = ["–" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+    return f"{name:42}{row['tokens_per_second']:12.1f}{shown[0]:>8}{shown[1]:>8}{shown[2]:>9}"
 
 
 def write_record(path: Path, bench: str, device: str, content: dict) -> None:
-    """The JSON of one measurement: what was measured, when, on what."""
+    """The JSON of one measurement: what was measured, when, on what. A process that is killed leaves a whole file.
+
+    bench/gpu.py collects the records of all its parts in one file, which RECORDS_FILE names. They are written there at
+    once, and not by bench/gpu.py later, so that nothing is lost where both are killed.
+    """
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"bench": bench, "date": date, "machine": machine(device), **content}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path}")
+    record = json.loads(json.dumps({"bench": bench, "date": date, "machine": machine(device), **content}, default=str))
+    replace_text(path, json.dumps(record, indent=1) + "\n")
+    if os.environ.get(RECORDS_FILE):
+        add_record(Path(os.environ[RECORDS_FILE]), path.stem, record)
+
+
+def add_record(collected: Path, name: str, record: dict) -> None:
+    """Put a record into the file of all records; one process at a time does so."""
+    known = json.loads(collected.read_text(encoding="utf-8")) if collected.exists() else {}
+    replace_text(collected, json.dumps(known | {name: record}, indent=1) + "\n")
 
 
 def version_of(package: str) -> str | None:

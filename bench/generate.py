@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from common import (
     NumberTokenizer,
-    Worker,
+    Report,
+    Speeds,
     arguments,
     assert_same_size,
     count_weights,
@@ -28,8 +29,8 @@ from common import (
     make_andrea,
     make_hugging_face,
     model_config,
-    report,
     serve,
+    start_workers,
     synchronise,
 )
 
@@ -60,25 +61,42 @@ def main() -> None:
         return
     names = [f"hugging face, {kind}" for kind in chosen.peers]
     names += [f"andrea, {kind}{', compiled' if chosen.compiled else ''}" for kind in chosen.ours]
-    workers = {name: Worker(name) for name in names}
-    assert_same_size(worker.facts["parameters"] for worker in workers.values())
-    workers[READING] = Worker(READING)
-    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, chosen.device)
-    read = speeds.pop(READING)
-    facts = {"contestants": {name: workers[name].facts for name in names}, "read_gigabytes_per_second": read}
-    print(f"\nmemory was read at {statistics.median(read):.1f} GB/s")
-    for name in names:
-        facts = workers[name].facts
-        shares = [
-            speed / chosen.batch * facts["bytes_per_token"] / 1e9 / in_round
-            for speed, in_round in zip(speeds[name], read, strict=True)
-        ]
-        facts["share_of_bandwidth"] = statistics.median(shares)
-        print(
-            f"{name:42} first token after {chosen.long_prompt_tokens} others: {facts['first_token_ms']:.0f} ms, "
-            f"{facts['bytes_per_token'] / 1e6:.1f} MB a token, {facts['share_of_bandwidth']:.0%} of the bandwidth"
-        )
-    report("generate", chosen, speeds, names[0], facts)
+    workers = start_workers([*names, READING])
+    assert_same_size(worker.facts["parameters"] for name, worker in workers.items() if name != READING)
+    read: list[float] = []  # gigabytes per second, round by round
+
+    def facts() -> dict:
+        contestants = {name: worker.facts for name, worker in workers.items() if name != READING}
+        return {"contestants": contestants, "read_gigabytes_per_second": read}
+
+    report = Report("generate", chosen, names[0], facts)
+
+    def save(speeds: Speeds) -> None:
+        read[:] = speeds.get(READING, [])
+        report.save({name: each for name, each in speeds.items() if name != READING})
+
+    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, save)
+    speeds.pop(READING, None)
+    if read:
+        print(f"\nmemory was read at {statistics.median(read):.1f} GB/s")
+        for name, each in speeds.items():
+            show_bandwidth(name, workers[name].facts, each, read, chosen)
+    report.show(speeds)
+
+
+def show_bandwidth(name: str, facts: dict, speeds: list[float], read: list[float], chosen: argparse.Namespace) -> None:
+    """Print how near a contestant comes to the memory's own speed; `facts` gets the share."""
+    shares = [
+        speed / chosen.batch * facts["bytes_per_token"] / 1e9 / in_round
+        for speed, in_round in zip(speeds, read, strict=False)  # one that was left out has fewer rounds
+    ]
+    if not shares:
+        return
+    facts["share_of_bandwidth"] = statistics.median(shares)
+    print(
+        f"{name:42} first token after {chosen.long_prompt_tokens} others: {facts['first_token_ms']:.0f} ms, "
+        f"{facts['bytes_per_token'] / 1e6:.1f} MB a token, {facts['share_of_bandwidth']:.0%} of the bandwidth"
+    )
 
 
 def contest(chosen: argparse.Namespace) -> None:

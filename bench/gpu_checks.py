@@ -2,21 +2,32 @@
 
 The rule is that of the tests (tests/oracle.py), with the readable path and the judged one on the card and the truth on
 the CPU. fp32 products are compared in full fp32, not TF32.
+
+    python bench/gpu_checks.py [--only attention loss …] [--processes 16] [--seconds 300]
+
+Most of the time is compilation, so the checks run in several processes. A check that raises, or whose process ends, is a
+row that fails; the others go on. Rows are written as they come.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import multiprocessing.connection
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import ROOT, NumberTokenizer, make_andrea, model_config, write_record
+from common import ROOT, NumberTokenizer, die_with_parent, make_andrea, model_config, write_record
 from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -30,6 +41,9 @@ from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.model.layers import softcap
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.fused import fused_cross_entropy
+from andrea.training.loss.micro_batch import training_loss_sum
+
+PARTS = ("attention", "compiled", "loss", "model", "generation")
 
 #         B  H  G   T    S   d_k  d_v
 SHAPES = [
@@ -42,7 +56,50 @@ OF_EACH_KIND = ("none", "causal", "window & documents & padding")
 SCORES = ({"softcap": 1.5}, {"alibi": True}, {"sink": True}, {"softcap": 4.0, "alibi": True, "sink": True})
 
 
-def attention_rows(device: str) -> Iterator[list[dict]]:
+@dataclass(frozen=True)
+class Check:
+    """One check: `part` is what --only names; `rows(device)` returns its rows, none where nothing serves the case."""
+
+    part: str
+    name: str
+    case: str
+    rows: Callable[[str], list[dict]]
+
+
+def all_checks(small: bool) -> list[Check]:
+    """Every check, attention first. small: a few of each part, for a machine without a GPU."""
+    attention = list(attention_checks())
+    compiled = [
+        Check("compiled", "compiled step", str(precision), partial(compiled_rows, precision))
+        for precision in (torch.bfloat16, torch.float16)
+    ]
+    models = [
+        Check("model", "andrea-nano", precision, lambda device, precision=precision: [model_row(precision, device)])
+        for precision in ("fp32", "bf16")
+    ]
+    losses = [
+        Check("loss", "loss", f"{dtype}, soft cap {cap}", partial(loss_rows, dtype, cap, 97 if small else 50257))
+        for dtype in (torch.float32, torch.bfloat16)
+        for cap in (None, 15.0)
+    ]
+    hows = (
+        {},
+        {"lookahead": 3},
+        {"compiled": True},
+        {"compiled": True, "lookahead": 3},
+        {"compiled": True, "int8": True},
+    )
+    generation = [
+        Check("generation", "generation", str(how), lambda device, how=how: [generation_row(device, **how)])
+        for how in hows
+    ]
+    if small:
+        served = [check for check in attention if "float32" in check.case and check.name in ("triton", "sdpa")]
+        return served[::7] + models[:1] + losses[:1] + generation[:1]
+    return attention + compiled + losses + models + generation
+
+
+def attention_checks() -> Iterator[Check]:
     """Our kernel first; for each implementation and type every mask on two shapes, one mask of each kind on the rest."""
     for name in IMPLEMENTATIONS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -51,17 +108,29 @@ def attention_rows(device: str) -> Iterator[list[dict]]:
             shapes = SHAPES[1:3] if name == "flex" else SHAPES[:5] if dtype == torch.float32 else SHAPES
             for index, shape in enumerate(shapes):
                 for mask in MASKS if index < 2 and name != "flex" else OF_EACH_KIND:
-                    yield judged(name, Case(*shape, mask, dtype), device)
+                    yield attention_check(name, Case(*shape, mask, dtype))
     for name in IMPLEMENTATIONS:
         for how in SCORES:
             for mask in OF_EACH_KIND:
                 for shape in (SHAPES[1], SHAPES[5]):
-                    yield judged(name, Case(*shape, mask, torch.bfloat16, **how), device)
-    triton_path.ATOMICS_ARE_FASTER = True
+                    yield attention_check(name, Case(*shape, mask, torch.bfloat16, **how))
     for shape in SHAPES:
-        yield judged("triton", Case(*shape, "causal", torch.float16), device, "triton, atomic dQ")
-    yield judged("triton", Case(*SHAPES[1], "causal", torch.float16, **SCORES[-1]), device, "triton, atomic dQ")
-    triton_path.ATOMICS_ARE_FASTER = False
+        yield attention_check("triton", Case(*shape, "causal", torch.float16), atomics=True)
+    yield attention_check("triton", Case(*SHAPES[1], "causal", torch.float16, **SCORES[-1]), atomics=True)
+
+
+def attention_check(name: str, case: Case, atomics: bool = False) -> Check:
+    shown = f"{name}, atomic dQ" if atomics else name
+    return Check("attention", shown, str(case), lambda device: with_atomics(atomics, judged, name, case, device, shown))
+
+
+def with_atomics(atomics: bool, function: Callable, *arguments):
+    """Call the function while our kernel computes dQ with atomic additions, or without."""
+    before, triton_path.ATOMICS_ARE_FASTER = triton_path.ATOMICS_ARE_FASTER, atomics
+    try:
+        return function(*arguments)
+    finally:
+        triton_path.ATOMICS_ARE_FASTER = before
 
 
 def judged(name: str, case: Case, device: str, shown: str | None = None) -> list[dict]:
@@ -96,8 +165,8 @@ def model_row(precision: str, device: str) -> dict:
     return {"check": f"andrea-nano, {precision}", "case": f"error {error:.3g} of {largest:.3g}", "passes": passes}
 
 
-def compiled_row(precision: torch.dtype, device: str) -> dict:
-    """One compiled training step through our kernel, statistics included, against the eager one."""
+def compiled_rows(precision: torch.dtype, device: str) -> list[dict]:
+    """One compiled training step through our kernel, statistics and the fused loss included, against the eager one."""
     from andrea.attention import HeadStatistics
     from andrea.training.loss.cross_entropy import loss_sum_from_hidden
 
@@ -105,28 +174,32 @@ def compiled_row(precision: torch.dtype, device: str) -> dict:
     for block in model.blocks:
         block.attention.implementation = "triton"
     tokens = torch.randint(4096, (4, 256), generator=torch.Generator().manual_seed(2)).to(device)
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[precision]
 
-    def step(tokens):
+    def step(tokens, loss_of):
         with torch.autocast(device, precision):
             hidden, layers = model(tokens, statistics=True)
-            nats = loss_sum_from_hidden(model, hidden, tokens)
+            nats = loss_of(hidden)
         return nats, HeadStatistics.of_layers(layers)
 
+    def readable(hidden):
+        return loss_sum_from_hidden(model, hidden, tokens)
+
+    def that_trains(hidden):
+        return training_loss_sum(model, hidden, tokens, name)
+
     results = []
-    for run in (step, torch.compile(step, fullgraph=True, dynamic=False)):
-        nats, heads = run(tokens)
+    for run, loss_of in ((step, readable), (torch.compile(step, fullgraph=True, dynamic=False), that_trains)):
+        nats, heads = run(tokens, loss_of)
         nats.backward()
-        gradient = model.blocks[0].attention.query.weight.grad.clone()
+        gradients = [model.blocks[0].attention.query.weight.grad.clone(), model.head_weight.grad.clone()]
         model.zero_grad()
-        results.append((float(nats.detach()), heads.figures()["entropy_nats"].cpu(), gradient.cpu()))
+        results.append((float(nats.detach()), heads.figures()["entropy_nats"].cpu(), gradients))
     (eager, compiled) = results
+    off = [float((mine - theirs).norm() / theirs.norm()) for mine, theirs in zip(compiled[2], eager[2], strict=True)]
     near = abs(eager[0] / compiled[0] - 1) < 1e-2 and torch.allclose(eager[1], compiled[1], atol=2e-2)
-    near = near and float((eager[2] - compiled[2]).norm() / eager[2].norm()) < 5e-2
-    return {
-        "check": f"compiled step, {precision}",
-        "case": f"loss {eager[0]:.1f} / {compiled[0]:.1f}",
-        "passes": bool(near),
-    }
+    shown = f"loss {eager[0]:.1f} / {compiled[0]:.1f}; gradients of query and head differ by {off[0]:.2g}, {off[1]:.2g}"
+    return [{"check": f"compiled step, {precision}", "case": shown, "passes": bool(near and max(off) < 5e-2)}]
 
 
 def generation_row(device: str, lookahead: int = 0, **how) -> dict:
@@ -149,28 +222,24 @@ def generation_row(device: str, lookahead: int = 0, **how) -> dict:
     return {"check": "generation", "case": f"lookahead={lookahead}, {how}", "passes": passes}
 
 
-def loss_rows(device: str) -> Iterator[dict]:
-    """Head and loss fused, by our kernel on the card: value and gradients by the rule of the tests."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for cap in (None, 15.0):
-            rows = torch.randn(257, 192, generator=torch.Generator().manual_seed(3))
-            weight = torch.randn(50257, 192, generator=torch.Generator().manual_seed(4)) / 14
-            targets = torch.randint(50257, (257,), generator=torch.Generator().manual_seed(5))
-            targets[::9] = IGNORED_TARGET
-            truth, readable, fused = (
-                loss_and_gradients(of, rows, weight, targets, cap, kind, where)
-                for of, kind, where in (
-                    (readable_nats, torch.float64, "cpu"),
-                    (readable_nats, dtype, device),
-                    (fused_cross_entropy, dtype, device),
-                )
-            )
-            passes = all(
-                (mine - exact).abs().max()
-                <= 2 * (theirs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
-                for mine, theirs, exact in zip(fused, readable, truth, strict=True)
-            )
-            yield {"check": f"loss, {dtype}", "case": f"soft cap {cap}", "passes": bool(passes)}
+def loss_rows(dtype: torch.dtype, cap: float | None, n_vocab: int, device: str) -> list[dict]:
+    """Head and loss fused, eager and compiled as it trains: value and gradients by the rule of the tests."""
+    rows = torch.randn(257, 192, generator=torch.Generator().manual_seed(3))
+    weight = torch.randn(n_vocab, 192, generator=torch.Generator().manual_seed(4)) / 14
+    targets = torch.randint(n_vocab, (257,), generator=torch.Generator().manual_seed(5))
+    targets[::9] = IGNORED_TARGET
+    truth = loss_and_gradients(readable_nats, rows, weight, targets, cap, torch.float64, "cpu")
+    readable = loss_and_gradients(readable_nats, rows, weight, targets, cap, dtype, device)
+    compiled = torch.compile(fused_cross_entropy, fullgraph=True, dynamic=False)
+    found = []
+    for shown, way in (("eager", fused_cross_entropy), ("compiled", compiled)):
+        fused = loss_and_gradients(way, rows, weight, targets, cap, dtype, device)
+        passes = all(
+            (mine - exact).abs().max() <= 2 * (theirs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+            for mine, theirs, exact in zip(fused, readable, truth, strict=True)
+        )
+        found.append({"check": f"loss, {dtype}, {shown}", "case": f"soft cap {cap}", "passes": bool(passes)})
+    return found
 
 
 def readable_nats(rows, weight, targets, cap, dtype) -> torch.Tensor:
@@ -188,46 +257,112 @@ def loss_and_gradients(of, rows, weight, targets, cap, dtype, device) -> list[to
     return [each.detach().cpu().double() for each in (nats, *gradients)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "checks-cuda.json")
-    parser.add_argument("--device", default="cuda", help="cpu, under TRITON_INTERPRET=1, tries the program alone")
-    chosen = parser.parse_args()
+def chosen_checks(chosen: argparse.Namespace) -> list[Check]:
+    """The checks to do, in the same order in every process, because processes are given their numbers."""
+    return [check for check in all_checks(chosen.small) if check.part in chosen.only]
+
+
+def work(chosen: argparse.Namespace, connection: Connection) -> None:
+    """What a process does: the rows of the checks whose numbers arrive."""
+    die_with_parent()
+    torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 1000
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    rows = [compiled_row(precision, chosen.device) for precision in (torch.bfloat16, torch.float16)]
-    rows += [model_row(precision, chosen.device) for precision in ("fp32", "bf16")]
-    rows += loss_rows(chosen.device)
-    for how in (
-        {},
-        {"lookahead": 3},
-        {"compiled": True},
-        {"compiled": True, "lookahead": 3},
-        {"compiled": True, "int8": True},
-    ):
+    checks = chosen_checks(chosen)
+    while (index := connection.recv()) is not None:
+        check = checks[index]
         try:
-            rows.append(generation_row(chosen.device, **how))
-        except Exception as error:  # whatever it is, attention is still to be judged
-            rows.append({"check": "generation", "case": str(how), "passes": False, "why": repr(error)[:300]})
-    for row in rows:
-        print(row, flush=True)
-    write_record(chosen.output, "checks", chosen.device, {"rows": rows})
-    saved = time.monotonic()
-    for new in attention_rows(chosen.device):
-        rows += new
-        for row in new:
-            if not row["passes"]:
-                print("FAILS ", row, flush=True)
-        if time.monotonic() - saved > 20:  # a run that is cut off leaves what it has
-            write_record(chosen.output, "checks", chosen.device, {"rows": rows})
-            print(f"{len(rows)} cases so far, now {rows[-1]['check']}: {rows[-1]['case']}", flush=True)
-            saved = time.monotonic()
+            rows = check.rows(chosen.device)
+        except Exception as error:  # whatever it is, the others are still to be judged
+            rows = [failed(check, repr(error))]
+        connection.send(rows)
+
+
+def failed(check: Check, why: str) -> dict:
+    return {"check": check.name, "case": check.case, "passes": False, "why": why[:300]}
+
+
+class Process:
+    """A process that does one check after another."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=work, args=(chosen, other), daemon=True)
+        self.process.start()
+        other.close()  # or `recv` would wait for ever where the process has ended
+        self.index: int | None = None  # the check that it is at
+
+    def give(self, index: int) -> None:
+        self.index = index
+        self.connection.send(index)
+
+    def rows(self, checks: list[Check]) -> tuple[list[dict], bool]:
+        """The rows of its check, and whether the process can go on. After an error of CUDA it cannot."""
+        assert self.index is not None
+        check = checks[self.index]
+        try:
+            rows = self.connection.recv()
+        except EOFError:
+            self.process.join()
+            return [failed(check, f"its process ended with exit code {self.process.exitcode}")], False
+        poisoned = any("CUDA error" in row.get("why", "") for row in rows)
+        if poisoned:
+            self.process.kill()
+        return rows, not poisoned
+
+
+def check_all(chosen: argparse.Namespace, checks: list[Check], save: Callable[[list[dict]], None]) -> list[dict]:
+    """The rows of the checks, done by --processes processes until the time is up."""
+    until, waiting, rows, n_done = time.monotonic() + chosen.seconds, list(range(len(checks)))[::-1], [], 0
+    at_work: dict[Connection, Process] = {}
+    for _ in range(min(chosen.processes, len(checks))):
+        process = Process(chosen)
+        at_work[process.connection] = process
+        process.give(waiting.pop())
+    while at_work and (remaining := until - time.monotonic()) > 0:
+        for connection in multiprocessing.connection.wait(list(at_work), timeout=remaining):
+            process = at_work.pop(connection)
+            new, goes_on = process.rows(checks)
+            rows += new
+            n_done += 1
+            for row in new:
+                if not row["passes"]:
+                    print("FAILS ", row, flush=True)
+            save(rows)
+            if waiting:
+                process = process if goes_on else Process(chosen)
+                at_work[process.connection] = process
+                process.give(waiting.pop())
+            else:
+                process.process.kill()
+    if n_done < len(checks):
+        print(f"OUT OF TIME after {n_done} of {len(checks)} checks", flush=True)
+    for process in at_work.values():
+        process.process.kill()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "checks-cuda.json")
+    parser.add_argument("--device", default="cuda", help="cpu, under TRITON_INTERPRET=1, tries the program alone")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1))
+    parser.add_argument("--seconds", type=float, default=86400, help="stop after so long, with what has been judged")
+    parser.add_argument("--small", action="store_true", help="a few checks of each part")
+    chosen = parser.parse_args()
+    checks = chosen_checks(chosen)
+
+    def save(rows: list[dict]) -> None:
+        write_record(chosen.output, "checks", chosen.device, {"checks": len(checks), "rows": rows})
+
+    rows = check_all(chosen, checks, save)
     for name in dict.fromkeys(row["check"] for row in rows):
         mine = [row["passes"] for row in rows if row["check"] == name]
         print(f"{name:28} {sum(mine):4} passed, {len(mine) - sum(mine):3} failed")
-    write_record(chosen.output, "checks", chosen.device, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
     python bench/kernel_resources.py [--widths 64 128] [--types bf16 fp16] [--targets 80 90 100] [--json FILE]
 
 Spilled bytes are local memory of the machine code, read off it by the cuobjdump that comes with triton. Occupancy is
-the number of programs that fit one multiprocessor by registers and shared memory.
+the number of programs that fit one multiprocessor by registers and shared memory. Loops are counted in the machine code: the
+instructions and the special functions (MUFU) that a warp executes for a block of keys or queries.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -35,7 +37,14 @@ MODES = {
     "causal": attend_triton.CAUSAL.value,
     "interval": attend_triton.INTERVAL.value,
 }
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program may take
+# Bytes of shared memory that programs may take on a multiprocessor, and warps that it holds, by compute capability.
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+# For the prediction: operations of 16-bit products in a cycle of one multiprocessor (vendor's datasheets), the products of
+# each kernel, and the number of tokens.
+FLOPS_A_CYCLE = {80: 2048, 90: 4096, 100: 8192}
+PRODUCTS = {"forward": 2, "keys, atomic dQ": 5, "keys": 4, "queries": 3}
+MODEL_LENGTH = 1024
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
 IN_INT32 = {"first", "stop", "query_low", "query_high"}
@@ -86,32 +95,104 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
 
 
 def compiled_loss(dtype: str, target: int, capped: bool):
-    """The loss's kernel as its launcher would compile it for a vocabulary of any size."""
+    """The loss's kernel as its launcher would compile it: any vocabulary, padded to a multiple of 128 columns."""
     pointers = {"logits": f"*{dtype}", "targets": "*i64", "nats": "*fp32"}
-    numbers = {"stride": "i64", "n_vocab": "i32", "cap": "fp32"}
-    constants = {"CAPPED": capped, "GRADIENTS": True, "IGNORED": IGNORED_TARGET, "BLOCK": cross_entropy.BLOCK}
+    numbers = {"stride": "i64", "n_vocab": "i32", "n_column": "i32", "cap": "fp32", "to_exponent": "fp32"}
+    constants = {
+        "CAPPED": capped,
+        "FIXED": capped,
+        "GRADIENTS": True,
+        "IGNORED": IGNORED_TARGET,
+        "BLOCK": cross_entropy.BLOCK,
+    }
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
-    attributes = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers))}
+    aligned = {*pointers, "stride", "n_column"}
+    attributes = {(position,): [["tt.divisibility", 16]] for position, name in enumerate(signature) if name in aligned}
     source = ASTSource(cross_entropy.row_kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": cross_entropy.WARPS})
 
 
 def resources(kernel, target: int, warps: int) -> dict:
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        said = subprocess.run(
-            [cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = {what: max(map(int, re.findall(what + r":(\d+)", said.stdout))) for what in ("REG", "STACK", "LOCAL")}
+        usage, code = (disassembled(file.name, how) for how in ("--dump-resource-usage", "--dump-sass"))
+    found = {what: max(map(int, re.findall(what + r":(\d+)", usage))) for what in ("REG", "STACK", "LOCAL")}
     registers, shared = found["REG"], kernel.metadata.shared
-    fit = min(65536 // (registers * 32 * warps), (SHARED_LIMIT[target] + 1024) // (shared + 1024))
     return {
         "registers": registers,
         "spilled_bytes": found["LOCAL"] + found["STACK"],
         "shared_bytes": shared,
-        "occupancy": fit,
+        "occupancy": occupancy(registers, shared, warps, target),
+        "loads_of_2_bytes": len(re.findall(r"LDG\.\S*U16", code)),
+        "loops": loops(code),
     }
+
+
+def disassembled(cubin: str, how: str) -> str:
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([cuobjdump, how, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def occupancy(registers: int, shared_bytes: int, warps: int, target: int) -> int:
+    """Programs that fit one multiprocessor at a time: by registers, by shared memory and by warps.
+
+    A warp's registers are given out in units of 256, and a program takes one KiB of shared memory besides its own (CUDA C++
+    Programming Guide, "Technical Specifications per Compute Capability").
+    """
+    of_warp = -(-registers * 32 // 256) * 256
+    most_warps = MOST_WARPS[target]
+    return min(65536 // (of_warp * warps), (SHARED_LIMIT[target] + 1024) // (shared_bytes + 1024), most_warps // warps)
+
+
+def loops(code: str) -> list[dict]:
+    """The innermost loops of machine code, in their order: instructions, special functions, and products of tensor cores.
+
+    An inner loop is what lies between a backward branch and its target, without another backward branch inside.
+    """
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", code)
+    index_of = {int(address, 16): index for index, (address, _, _) in enumerate(lines)}
+    spans = []
+    for index, (_, name, operands) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if name.startswith("BRA") else None
+        begin = index_of.get(int(target[1], 16)) if target else None
+        if begin is not None and begin < index:
+            spans.append((begin, index))
+    inner = [
+        one for one in spans if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in spans)
+    ]
+    counted = []
+    for begin, end in sorted(inner):
+        names = [name for _, name, _ in lines[begin : end + 1]]
+        if len(names) < 20:  # waits for a barrier
+            continue
+        counted.append({
+            "instructions": len(names),
+            "special": sum(name.startswith("MUFU") for name in names),
+            "products": sum(re.match(r"(HMMA|HGMMA|UTC\w*MMA)", name) is not None for name in names),
+        })  # fmt: skip
+    return counted
+
+
+def predicted_share(name: str, blocks: Blocks, width: int, row: dict, target: int) -> float | None:
+    """The predicted share of the tensor cores' peak, for causal attention over MODEL_LENGTH tokens. Not calibrated yet.
+
+    Per block of m × n scores, in cycles of a multiprocessor: the products, the issue of all instructions (four a cycle)
+    and the special functions (sixteen a cycle). Within a program, the compiler waits for a product before it goes on, so
+    these times add up, but for the smaller of the last two. Programs on one multiprocessor overlap: of k programs, the
+    longest of the three times is needed in full, and of the rest a k-th. Blocks on the diagonal are computed whole.
+    """
+    unmasked = min(
+        (loop for loop in row["loops"] if loop["products"]), key=lambda loop: loop["instructions"], default=None
+    )
+    products = next(count for kernel, count in PRODUCTS.items() if name.startswith(kernel))
+    if unmasked is None or target not in FLOPS_A_CYCLE:
+        return None
+    tensor = products * 2 * blocks.m * blocks.n * padded(width) / FLOPS_A_CYCLE[target]
+    issue = unmasked["instructions"] * blocks.warps / 4
+    special = unmasked["special"] * blocks.warps * 32 / 16
+    longest, one_after_another = max(tensor, issue, special), tensor + max(issue, special)
+    cycles = longest + (one_after_another - longest) / row["occupancy"]
+    return round(tensor / cycles / (1 + (blocks.m + blocks.n) / 2 / MODEL_LENGTH), 3)
 
 
 def measure(widths, types, targets, modes, modified: bool, statistics=(True, False)) -> list[dict]:
@@ -127,13 +208,37 @@ def measure(widths, types, targets, modes, modified: bool, statistics=(True, Fal
                             if name != "forward" and with_statistics:
                                 continue  # the backward pass knows nothing of them
                             kernel = compiled(function, blocks, own, width, dtype, target)
+                            found = resources(kernel, target, blocks.warps)
                             rows.append({
                                 "kernel": name + " + statistics" * with_statistics + ", modified" * modified,
                                 "width": width, "dtype": dtype, "target": f"sm_{target}", "mode": mode,
                                 "m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages,
-                                **resources(kernel, target, blocks.warps),
+                                **found, "predicted_share": predicted_share(name, blocks, width, found, target),
                             })  # fmt: skip
                             print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def measure_grid(width: int, dtype: str, target: int, kernels_of_grid: list[str]) -> list[dict]:
+    """Every tile of the grid without spills, for causal attention, the best prediction first."""
+    rows = []
+    for name, (function, _, own) in kernels(width, dtype, target, "causal", True, False).items():
+        if name not in kernels_of_grid:
+            continue
+        for blocks in (Blocks(*tile, 2) for tile in itertools.product((32, 64, 128), (32, 64, 128), (4, 8))):
+            try:
+                kernel = compiled(function, blocks, own, width, dtype, target)
+            except (RuntimeError, triton.errors.TritonError):  # a tile that the compiler cannot lay out
+                continue
+            found = resources(kernel, target, blocks.warps)
+            if found["spilled_bytes"] or not found["occupancy"]:
+                continue
+            tile = {"m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages}
+            about = {"kernel": name, "width": width, "dtype": dtype, "target": f"sm_{target}", **tile, **found}
+            rows.append(about | {"predicted_share": predicted_share(name, blocks, width, found, target)})
+        rows.sort(key=lambda row: (row["kernel"], -(row["predicted_share"] or 0)))
+    for row in rows:
+        print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     return rows
 
 
@@ -156,8 +261,15 @@ def main() -> None:
     parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
     parser.add_argument("--modified", action="store_true", help="with a cap on scores, ALiBi and sinks")
+    parser.add_argument(
+        "--tune", nargs="*", metavar="KERNEL", help="instead: the grid of tiles of these kernels, or of all"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if chosen.tune is not None:
+        for width, dtype, target in itertools.product(chosen.widths, chosen.types, chosen.targets):
+            measure_grid(width, dtype, target, chosen.tune or ["forward", "keys", "keys, atomic dQ", "queries"])
+        return
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes, chosen.modified)
     rows += measure_loss(chosen.types, chosen.targets)
     if chosen.json:

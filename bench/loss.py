@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch._inductor.compile_fx  # before anything is measured: its own memory is none of the loss's
-from common import Worker, arguments, interleave, model_config, report, serve
+from common import Report, arguments, interleave, model_config, serve, start_workers
 from torch.nn import functional
 
 from andrea.model.layers import softcap
@@ -35,13 +35,18 @@ def main() -> None:
     if chosen.worker:
         contest(chosen)
         return
-    workers = {name: Worker(name) for name in chosen.how}
-    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, chosen.device)
-    held = {}
-    for name, worker in workers.items():
-        held[name] = worker.facts["peak_memory_bytes"] - worker.facts["before_bytes"]
-        print(f"{name:20} held {held[name] / 1e9:.2f} GB beside hidden vectors and weights")
-    report("loss", chosen, speeds, chosen.how[0], {"held_bytes": held})
+    workers = start_workers(chosen.how)
+
+    def held() -> dict[str, int]:
+        """Bytes held at the most beside hidden vectors and weights."""
+        facts = {name: worker.facts for name, worker in workers.items() if "peak_memory_bytes" in worker.facts}
+        return {name: about["peak_memory_bytes"] - about["before_bytes"] for name, about in facts.items()}
+
+    report = Report("loss", chosen, chosen.how[0], lambda: {"held_bytes": held()})
+    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, report.save)
+    for name, n_byte in held().items():
+        print(f"{name:20} held {n_byte / 1e9:.2f} GB beside hidden vectors and weights")
+    report.show(speeds)
 
 
 def contest(chosen: argparse.Namespace) -> None:

@@ -40,13 +40,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(TOKENIZERS), help="files of configs/model, without .yaml")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--output", type=Path, default=RESULTS / "memory.json")
     chosen = parser.parse_args()
     path = chosen.output
     rows = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
     for model, (precision, compile_), recompute, micro_batch in itertools.product(
-        chosen.models, NUMBERS, (False, True), MICRO_BATCHES
+        chosen.models, NUMBERS, (False, True), chosen.micro_batches
     ):
+        if precision not in chosen.precisions:
+            continue
         parts = [chosen.device, model, precision, {"off": "eager", "on": "compiled", "blocks": "blocks"}[compile_]]
         name = " ".join([*parts, *(["checkpointing"] if recompute else []), f"{micro_batch} at a time"])
         if name not in rows:

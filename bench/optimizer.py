@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from common import arguments, interleave, make_andrea, model_config, optimizer_config, report
+from common import Report, arguments, interleave, make_andrea, model_config, optimizer_config, timed
 
 from andrea.training.optimizer.optimizer import Optimizer, group_parameters
 from andrea.training.parallel.strategy import SingleProcess
@@ -40,13 +40,16 @@ def main() -> None:
             run()
         return chosen.steps * chosen.tokens_per_step
 
-    speeds = interleave({name: lambda run=run: several(run) for name, run in runs.items()}, chosen.pairs, chosen.device)
+    report = Report("optimizer", chosen, next(iter(runs)))
+    turns = {name: lambda run=run: timed(lambda: several(run), chosen.device) for name, run in runs.items()}
+    speeds = interleave(turns, chosen.pairs, report.save)
     seconds = {name: chosen.tokens_per_step / statistics.median(each) for name, each in speeds.items()}
     rest = chosen.tokens_per_step / chosen.tokens_per_second - seconds["andrea, muon"]  # the same for all
     share = {name: its_own / (rest + its_own) for name, its_own in seconds.items()}
     for name, its_own in seconds.items():
         print(f"{name:24} {1000 * its_own:9.2f} ms a step, {share[name]:6.2%} of it")
-    report("optimizer", chosen, speeds, next(iter(runs)), {"share_of_step": share})
+    report.facts = lambda: {"share_of_step": share}
+    report.show(speeds)
 
 
 def ours(model: torch.nn.Module, kind: str) -> Callable[[], None]:

@@ -1,9 +1,10 @@
 """Tokens per second of training steps: this project and Hugging Face's GPT-2, in the same run.
 
-Both sides: same batch, sequence length, vocabulary, widths and depth, parameters within 2 %; forward, backward, gradient
-clipping and optimizer in every step. Each contestant has a process of its own and takes turns with the others: what this
-project settles for its process (device.py: keep_freed_memory) is not settled for them, but for those named "kept", to show
-what it gives them. The ratio's baseline is the first.
+Both sides: same sequences in a step, sequence length, vocabulary, widths and depth, parameters within 2 %; forward,
+backward, gradient clipping and optimizer in every step. Each contestant has a process of its own and takes turns with the
+others: what this project settles for its process (device.py: keep_freed_memory) is not settled for them, but for those
+named "kept", to show what it gives them. One whose process ends is named, and the others go on. The ratio's baseline is
+the first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from common import (
-    Worker,
+    Report,
     arguments,
     assert_same_size,
     count_weights,
@@ -26,8 +27,8 @@ from common import (
     make_hugging_face,
     model_config,
     optimizer_config,
-    report,
     serve,
+    start_workers,
 )
 
 from andrea.attention import Case, DotProduct, causal
@@ -44,7 +45,9 @@ PEERS = ("fp32", "bf16", "bf16-compiled", "bf16-compiled-kept")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=2, help="sequences in a step")
+    parser.add_argument("--batch", type=int, default=2, help="sequences in a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step")
+    parser.add_argument("--peer-batch", type=int, help="theirs, where memory is short; as many sequences in a step")
     parser.add_argument("--sequence-length", type=int, help="default: the model's own")
     parser.add_argument("--steps", type=int, default=1, help="steps timed in one go")
     parser.add_argument(
@@ -66,11 +69,12 @@ def main() -> None:
         f"andrea, {chosen.precision}{dict(on=', compiled', blocks=', blocks compiled', off='')[chosen.compile]}, {chosen.optimizer}"
     )
     names += [f"{names[-1]}, float8"] if chosen.float8 else []
-    workers = {name: Worker(name) for name in names}
+    workers = start_workers(names)
     assert_same_size(worker.facts["parameters"] for worker in workers.values())
-    speeds = interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, chosen.device)
-    facts = {"contestants": {name: worker.facts for name, worker in workers.items()}}
-    report("train", chosen, speeds, names[0], facts)
+    report = Report(
+        "train", chosen, names[0], lambda: {"contestants": {name: worker.facts for name, worker in workers.items()}}
+    )
+    report.show(interleave({name: worker.turn for name, worker in workers.items()}, chosen.pairs, report.save))
 
 
 def contest(chosen: argparse.Namespace) -> None:
@@ -78,13 +82,17 @@ def contest(chosen: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("highest")
     who, _, mode = chosen.worker.partition(", ")
     config = model_config(chosen.model, chosen.sequence_length)
-    shape = (chosen.batch, config.sequence_length + 1)
+    n_sequence = chosen.batch * chosen.accumulate
+    batch = chosen.peer_batch or chosen.batch if who == "hugging face" else chosen.batch
+    assert n_sequence % batch == 0, f"--peer-batch {batch} does not divide the {n_sequence} sequences of a step"
+    shape = (n_sequence // batch, batch, config.sequence_length + 1)
     text = torch.randint(chosen.vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(chosen.device)
     if chosen.device == "cpu" and (who == "andrea" or mode.endswith("kept")):
         keep_freed_memory()
     if who == "hugging face":
         peer = make_hugging_face(config, chosen.vocabulary, chosen.device).train()
-        serve(hugging_face_steps(peer, text, mode, chosen.steps), chosen.device, parameters=count_weights(peer))
+        run, warm = hugging_face_steps(peer, text, mode, chosen.steps)
+        serve(run, chosen.device, warm if chosen.accumulate > 1 else None, parameters=count_weights(peer), batch=batch)
         return
     precision = choose_precision(chosen.precision, torch.device(chosen.device)).value
     assert precision != "fp16", "fp16 needs a loss scale, which this bench leaves out; use --precision fp32"
@@ -94,8 +102,9 @@ def contest(chosen: argparse.Namespace) -> None:
         if chosen.device != "cpu":  # where the program alone is tried
             check_float8(config, torch.device(chosen.device), precision)
         to_float8(andrea.blocks)
-    facts = {"parameters": count_weights(andrea), "precision": precision, "attention": attention}
-    serve(andrea_steps(andrea, text, precision, chosen), chosen.device, **facts)
+    facts = {"parameters": count_weights(andrea), "precision": precision, "attention": attention, "batch": batch}
+    run, warm = andrea_steps(andrea, text, precision, chosen)
+    serve(run, chosen.device, warm if chosen.accumulate > 1 else None, **facts)
 
 
 def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
@@ -106,49 +115,71 @@ def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
     heads = [(1, n, config.sequence_length, config.d_head) for n in n_head]
     options = {"dtype": WEIGHT_DTYPE[precision], "device": chosen.device, "requires_grad": True}
     query, key = (torch.empty(shape, **options) for shape in heads)
-    times = measure(Case(query, key, key, DotProduct(), causal()), chosen.batch)
+    times = measure(Case(query, key, key, DotProduct(), causal()), chosen.batch, chosen.compile != "off")
     print("attention, ms forward and backward:", {name: round(time, 3) for name, time in times.items()}, flush=True)
     return next(iter(times), "auto")
 
 
-def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_step: int) -> Callable[[], int]:
-    """Their model as their documentation trains it: labels in, loss out, torch's fused AdamW."""
+Steps = tuple[Callable[[], int], Callable[[], None]]  # --steps steps, and one forward and backward pass to warm up
+
+
+def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_step: int) -> Steps:
+    """Their model as their documentation trains it: labels in, loss out, torch's fused AdamW.
+
+    text (micro-batches, sequences, T + 1).
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(model) if "compiled" in mode else model
-    tokens = text[:, :-1].contiguous()  # the model itself shifts the labels by one
+    tokens = text[..., :-1].contiguous()  # the model itself shifts the labels by one
+
+    def backward(micro_batch: torch.Tensor) -> None:
+        with autocast(tokens.device, mode.partition("-")[0]):
+            loss = forward(micro_batch, labels=micro_batch, use_cache=False).loss
+        (loss / len(tokens)).backward()
 
     def run() -> int:
         for _ in range(n_step):
-            with autocast(tokens.device, mode.partition("-")[0]):
-                loss = forward(tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
+            for micro_batch in tokens:
+                backward(micro_batch)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return n_step * tokens.numel()
 
-    return run
+    def warm() -> None:
+        backward(tokens[0])
+        optimizer.zero_grad(set_to_none=True)
+
+    return run, warm
 
 
-def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Callable[[], int]:
-    """The pieces the trainer uses: its loss, compiled; clip; the gated optimizer step."""
+def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Steps:
+    """The pieces the trainer uses: its loss, compiled; clip; the gated optimizer step. text (micro-batches, sequences, T + 1)."""
     parallel = SingleProcess(model)
     optimizer = Optimizer(parallel, optimizer_config(chosen.optimizer), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
     micro = MicroBatchLoss(model, text.device, precision, measuring, False)
     loss_of = parallel.wrap(micro, chosen.compile)
-    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
+
+    def backward(index: int) -> torch.Tensor:
+        loss = loss_of(tokens[index], targets[index])[0] / targets.numel()
+        loss.backward()
+        return loss.detach()
 
     def run() -> int:
         for _ in range(chosen.steps):
-            loss = loss_of(tokens, targets)[0] / targets.numel()
-            loss.backward()
+            loss = sum(backward(index) for index in range(len(tokens)))
             norm = optimizer.clip()
-            optimizer.step(1.0, torch.isfinite(norm) & torch.isfinite(loss.detach()))
+            optimizer.step(1.0, torch.isfinite(norm) & torch.isfinite(loss))
             optimizer.parallel.zero_gradients()
         return chosen.steps * tokens.numel()
 
-    return run
+    def warm() -> None:
+        backward(0)
+        optimizer.parallel.zero_gradients()
+
+    return run, warm
 
 
 if __name__ == "__main__":

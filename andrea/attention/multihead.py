@@ -218,7 +218,8 @@ class MultiHeadAttention(nn.Module):
         if self.taps is not None:
             query, key, value = self.convolved(query, key, value, shared.document_place, cache)
         if self.qk_norm_epsilon is not None:
-            query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon) for each in (query, key))
+            made_in = query.dtype  # under CUDA's autocast rms_norm returns fp32, which later operations would read
+            query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon).to(made_in) for each in (query, key))
         place = shared.place
         if not self.compatibility.lowers:
             if place is not None:

@@ -223,7 +223,7 @@ class Evaluator:
         if self.heads is None:
             device = model.embedding.weight.device
             with large_blocks_apart() if device.type == "cpu" else contextlib.nullcontext():
-                self.heads = probe(model, self.probe_tokens.to(device))
+                self.heads = probe(model, self.probe_tokens.to(device), self.records.console.say)
         return self.heads
 
     def written_samples(self, model: GPT, count: int) -> list[dict[str, str]]:

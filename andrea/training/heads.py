@@ -8,13 +8,17 @@ different implementations. `attention/step/…` is measured in the training step
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from andrea.attention import HeadStatistics
+from andrea.attention import HeadStatistics, MultiHeadAttention
+from andrea.attention.implementations.triton import kernel_errors
 from andrea.config import AttentionConfig
 from andrea.model.gpt import GPT
+from andrea.runtime.files import lines_of
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
 
@@ -28,17 +32,48 @@ def probe_batch(corpus: Corpus, sequence_length: int) -> Tensor:
 
 
 @torch.no_grad()
-def probe(model: GPT, tokens: Tensor) -> HeadStatistics:
+def probe(model: GPT, tokens: Tensor, say: Callable[[str], None] | None = None) -> HeadStatistics:
     """The statistics (L, H) of the heads over tokens (B, T), in the precision of the weights: fp32 during training.
 
-    Sequences are processed one at a time, because some implementations must materialise the scores (H, T, T).
+    Every run is measured, also one that trains with another implementation. A fused kernel that fails here must not end
+    such a run: then the textbook formula measures, and `say` is told why. Without `say`, the error is raised.
     """
+    try:
+        return statistics_of(model, tokens)
+    except (RuntimeError, *kernel_errors()) as error:
+        if say is None or isinstance(error, torch.OutOfMemoryError):  # the textbook formula would need more memory
+            raise
+        say(f"the attention heads are measured by the textbook formula, because the kernel failed: {first_line(error)}")
+    with implementation(model, "reference"):
+        return statistics_of(model, tokens)
+
+
+def statistics_of(model: GPT, tokens: Tensor) -> HeadStatistics:
+    """Sequences are processed one at a time, because some implementations must materialise the scores (H, T, T)."""
     heads = None
     for sequence in tokens.split(1):
         _, layers = model(sequence, statistics=True)
         measured = HeadStatistics.of_layers(layers)
         heads = measured if heads is None else heads.merged(measured)
     return heads
+
+
+@contextmanager
+def implementation(model: GPT, name: str) -> Iterator[None]:
+    """While this is open, all layers of the model use the named implementation of attention."""
+    layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    before = [layer.implementation for layer in layers]
+    for layer in layers:
+        layer.implementation = name
+    try:
+        yield
+    finally:
+        for layer, its_own in zip(layers, before, strict=True):
+            layer.implementation = its_own
+
+
+def first_line(error: Exception) -> str:
+    return lines_of(str(error).strip() or repr(error))[0]
 
 
 def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float | None]:

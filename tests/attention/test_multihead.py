@@ -17,6 +17,7 @@ from andrea.attention import (
     causal,
     key_padding,
     make_compatibility,
+    multihead,
 )
 from andrea.attention.cache import KeyValueCache
 from andrea.attention.value_embedding import VALUE_EMBEDDINGS
@@ -258,3 +259,12 @@ def test_value_embeddings_are_added_to_the_values_and_to_nothing_else(kind):
 def test_an_unknown_value_embedding_is_refused():
     with pytest.raises(ValueError, match="kind='tables' is unknown; allowed: projection, table"):
         ValueEmbedding("tables", D_MODEL, 29, D)
+
+
+def test_normed_queries_and_keys_keep_the_type_in_which_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under CUDA's autocast rms_norm returns fp32. Here a stand-in does so."""
+    own = multihead.rms_norm
+    monkeypatch.setattr(multihead, "rms_norm", lambda *given, **how: own(*given, **how).float())
+    layer = MultiHeadAttention(12, 3, compatibility=ScaledDotProduct(), qk_norm_epsilon=1e-6).bfloat16()
+    query, key, value, _ = layer.project(torch.randn(2, 5, 12, dtype=torch.bfloat16))
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from andrea.attention import COMPATIBILITIES, HeadStatistics, attention_weights
+from andrea.attention.attend import IMPLEMENTATIONS
 from andrea.checkpoint import newest_whole
-from andrea.config import parse
-from andrea.training.heads import heatmaps, scalars
+from andrea.config import AttentionConfig, group_config, parse
+from andrea.model import GPT, initialise
+from andrea.training.heads import heatmaps, probe, scalars
 from andrea.training.records.run_folder import read_lines
 
 SCALARS = {
@@ -136,3 +138,32 @@ def test_a_head_no_query_counted_for_is_null_and_left_out_of_means():
     figures = scalars(heads)
     assert figures["attention/entropy_nats"] == 2.0
     assert figures["attention/largest_logit"] == 3.0
+
+
+def test_where_the_kernel_fails_the_textbook_formula_measures_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's failure is one that Triton raises on a GPU for a tile that does not fit."""
+    triton = pytest.importorskip("triton")
+    model = make_andrea_of_tests()
+    tokens = torch.randint(301, (2, 13))
+    truth = probe(model, tokens)
+    for block in model.blocks:
+        block.attention.implementation = "triton"
+
+    def fails(case):
+        raise triton.errors.TritonError("out of resource: shared memory\nsecond line")
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", IMPLEMENTATIONS["triton"]._replace(run=fails))
+    said: list[str] = []
+    measured = probe(model, tokens, said.append)
+    assert torch.equal(measured.entropy, truth.entropy) and torch.equal(measured.largest_logit, truth.largest_logit)
+    assert len(said) == 1 and said[0].endswith("out of resource: shared memory")
+    assert all(block.attention.implementation == "triton" for block in model.blocks)
+    with pytest.raises(triton.errors.TritonError):
+        probe(model, tokens)
+
+
+def make_andrea_of_tests() -> GPT:
+    config = group_config("model", "andrea-nano", d_model=48, n_layer=2, n_head=3, d_mlp=64)
+    model = GPT(config, AttentionConfig("scaled_dot", "auto"), 301)
+    initialise(model, torch.Generator().manual_seed(0))
+    return model

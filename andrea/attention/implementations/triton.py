@@ -40,11 +40,22 @@ def refusal(case: Case) -> str | None:
         return "triton's interpreter computes bf16 wrongly; use fp32 or fp16"
     if max(query.shape[-1], value.shape[-1]) > WIDEST_HEAD:
         return f"its largest head width is {WIDEST_HEAD}, got {max(query.shape[-1], value.shape[-1])}"
-    if any(tensor.shape[-2] * tensor.stride(-2) >= 2**31 for tensor in (query, key, value)):
+    if any(rows * stride >= 2**31 for rows, stride in row_strides(query, key, value)):
         return "the rows of one head span 2^31 elements or more in memory"
     if mask is not None and not mask.is_interval:
         return f"the mask {type(mask).__name__} does not say which interval of keys a query sees"
     return None
+
+
+def row_strides(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, int]]:
+    """(rows, elements from one row to the next) of all that the kernels read and write with 32-bit offsets.
+
+    The output and the gradients are laid out as (B, rows, heads, D), whatever the layout of the inputs.
+    """
+    inputs = [(tensor.shape[-2], tensor.stride(-2)) for tensor in (query, key, value)]
+    n_head, n_group = (tensor.shape[-3] if tensor.ndim > 2 else 1 for tensor in (query, key))
+    written = [(query.shape[-2], n_head * tensor.shape[-1]) for tensor in (query, value)]  # dQ, and the output
+    return inputs + written + [(tensor.shape[-2], n_group * tensor.shape[-1]) for tensor in (key, value)]
 
 
 def kernel_errors() -> tuple[type[Exception], ...]:

@@ -65,9 +65,13 @@ class Tuning:
 def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 90, 100).
 
-    These are the largest tiles without register spills according to bench/kernel_resources.py. bench/attention.py
-    --tune measures their speed on a GPU. Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90
-    with 4 warps, and ignores warp specialisation with 8.
+    No tile spills registers according to bench/kernel_resources.py. For Hopper and heads of at most 64, the tiles are
+    those that bench/kernel_resources.py --tune predicts to be fast. Two or three of their programs share a
+    multiprocessor, because within a program nothing overlaps with the matrix products. The others are the largest tiles
+    without spills. bench/attention.py --tune measures the speed on a GPU; none has confirmed the prediction yet.
+
+    Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and ignores warp
+    specialisation with 8.
     """
     if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
         if width <= 32:
@@ -83,8 +87,10 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
         if capability >= 90:
             return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
         return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2))
+    if capability >= 100:
+        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))
     if capability >= 90:
-        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3 if capability >= 100 else 2))
+        return Tuning(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
     return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
 
 
@@ -425,6 +431,11 @@ def keys_kernel(
             low = tl.maximum(n0 - start, 0) // BLOCK_M * BLOCK_M
             full_low = tl.maximum(tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - start, 0), BLOCK_M) * BLOCK_M, low)
             full_low = tl.minimum(full_low, tl.cdiv(T, BLOCK_M) * BLOCK_M)
+        # Keys beyond the last one are zeros, so without a mask their weights would be e^-lse. In dK and dV these weights
+        # enter only rows that are not stored. In dQ they are multiplied by zero, but an overflow times zero is NaN, so a
+        # block that goes beyond the last key is masked for all rows.
+        if ATOMIC_DQ and n0 + BLOCK_N > S:
+            full_low = tl.cdiv(T, BLOCK_M) * BLOCK_M
         if MODE == INTERVAL:
             where = b * r_b + h * r_h + block * r_n
             low = tl.load(query_low + where) // BLOCK_M * BLOCK_M
@@ -441,20 +452,17 @@ def keys_kernel(
                 CAPPED, SLOPED,
             )  # fmt: skip
         else:
-            if MODE == CAUSAL:
+            if MODE == CAUSAL or ATOMIC_DQ:
                 carried = keys_stretch(
                     carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                     q_t, dz_t, dq_t, start, T, S, low, full_low, cap, slope,
                     D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
                     CAPPED, SLOPED,
                 )  # fmt: skip
-            # Keys beyond the last one are zeros, so without a mask their weights would be e^-lse. With ATOMIC_DQ these
-            # weights would enter dQ, so every block is masked. Without ATOMIC_DQ they enter only rows of dK and dV that
-            # are not stored.
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
                 q_t, dz_t, dq_t, start, T, S, full_low, high, cap, slope,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, ATOMIC_DQ, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, False, ATOMIC_DQ, PRECISION, DESCRIPTORS,
                 CAPPED, SLOPED,
             )  # fmt: skip
     dk_tile, dv_tile = carried

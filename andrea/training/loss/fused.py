@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from andrea.attention.implementations.triton import HAS_TRITON
 from andrea.model.layers import softcap
@@ -22,6 +23,9 @@ from andrea.text.loader import IGNORED_TARGET
 # holds one copy of the logits, in the precision of the products. Compiled code holds two; eager code holds five, in
 # fp32.
 LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 27, 1 << 26, 1 << 24
+# With the kernel, the vocabulary is padded and chunks have whole tiles of rows. With an odd number of columns (GPT-2 has
+# 50,257), rows of logits would begin at addresses from which a GPU can read only two bytes at a time.
+VOCABULARY_MULTIPLE, ROW_MULTIPLE = 128, 128
 
 
 def fused_cross_entropy(
@@ -61,36 +65,55 @@ def cross_entropy_in_chunks(
     rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sum of nats and, with `gradients`, its gradients with respect to rows (N, d) and weight (V, d)."""
-    in_kernel = rows.is_cuda and HAS_TRITON
+    in_kernel = uses_kernel(rows)
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
-    n_row = rows_in_chunk(len(rows), len(weight), n_logit)
+    n_vocab = len(weight)
     rows, weight = rows.to(dtype), weight.to(dtype)
+    if in_kernel:
+        weight = with_zero_rows(weight, rounded_up(n_vocab, VOCABULARY_MULTIPLE))
+    n_row = rows_in_chunk(len(rows), len(weight), n_logit, ROW_MULTIPLE if in_kernel else 1)
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, chunk_targets in zip(rows.split(n_row), targets.split(n_row), strict=True):
         logits = chunk @ weight.mT
         loss_of_chunk = triton_loss_of_chunk if in_kernel else torch_loss_of_chunk
-        chunk_nats, d_logits = loss_of_chunk(logits, chunk_targets, cap, gradients)
+        chunk_nats, d_logits = loss_of_chunk(logits, chunk_targets, n_vocab, cap, gradients)
         nats = nats + chunk_nats
         if gradients:
             d_rows.append(d_logits @ weight)
             d_head = (d_logits.mT @ chunk).float()
             d_weight = d_head if d_weight is None else d_weight.add_(d_head)
-    return nats, torch.cat(d_rows) if gradients else None, d_weight
+    if not gradients:
+        return nats, None, None
+    return nats, torch.cat(d_rows), d_weight[:n_vocab]
 
 
-def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int) -> int:
-    """Rows in a chunk of at most about n_logit logits.
+def uses_kernel(rows: Tensor) -> bool:
+    return rows.is_cuda and HAS_TRITON
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def with_zero_rows(weight: Tensor, n_row: int) -> Tensor:
+    """weight (V, d) with zeros up to n_row rows. Their logits are 0, and so are the gradients that the kernel writes."""
+    return weight if n_row == len(weight) else functional.pad(weight, (0, 0, 0, n_row - len(weight)))
+
+
+def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int, multiple: int = 1) -> int:
+    """Rows in a chunk of at most about n_logit logits, a multiple of `multiple` if there are several chunks.
 
     Chunks have equal sizes, because a small last chunk would take as long as a full one.
     """
     n_chunk = -(-n_row * n_vocab // n_logit)
-    return -(-n_row // max(1, min(n_chunk, n_row)))
+    return min(n_row, rounded_up(-(-n_row // max(1, min(n_chunk, n_row))), multiple))
 
 
 def torch_loss_of_chunk(
-    logits: Tensor, targets: Tensor, cap: float | None, gradients: bool
+    logits: Tensor, targets: Tensor, n_vocab: int, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
     """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision, in plain torch."""
+    assert logits.shape[1] == n_vocab, "only the kernel takes columns that are no tokens"
     z = logits.float() if cap is None else softcap(logits, cap)
     has_target = targets != IGNORED_TARGET
     log_sum_exp = z.logsumexp(1)
@@ -106,9 +129,10 @@ def torch_loss_of_chunk(
 
 
 def triton_loss_of_chunk(
-    logits: Tensor, targets: Tensor, cap: float | None, gradients: bool
+    logits: Tensor, targets: Tensor, n_vocab: int, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `torch_loss_of_chunk`, with the Triton kernel, which overwrites the logits with their gradient."""
+    """Like `torch_loss_of_chunk`, with the Triton kernel, which overwrites the logits with their gradient. logits (n, C):
+    the columns beyond n_vocab are no tokens, and their gradient is 0."""
     from andrea.training.loss.kernels.cross_entropy import cross_entropy_of_rows
 
-    return cross_entropy_of_rows(logits, targets, cap or 0.0, gradients).sum(), logits if gradients else None
+    return cross_entropy_of_rows(logits, targets, n_vocab, cap or 0.0, gradients).sum(), logits if gradients else None

@@ -158,7 +158,7 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     reasons = "; ".join(dict.fromkeys(f"{name} ({why})" for name, why in chosen))
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
         return Choice(asked, reasons)
-    measured_times = [measure(case, config.train.micro_batch) for case in cases.values()]
+    measured_times = [measure(case, config.train.micro_batch, compiled) for case in cases.values()]
     times = milliseconds_a_layer(measured_times, list(layers_of_window.values()))
     if not times:
         return Choice(asked, reasons)

@@ -7,7 +7,16 @@ import torch
 from oracle import MASKS, Case, everything, judge
 from torch.utils.checkpoint import checkpoint
 
-from andrea.attention import ScaledDotProduct, ScoreModifiers, alibi_slopes, attend, causal, packed_documents
+from andrea import attention
+from andrea.attention import (
+    DotProduct,
+    ScaledDotProduct,
+    ScoreModifiers,
+    alibi_slopes,
+    attend,
+    causal,
+    packed_documents,
+)
 from andrea.attention.implementations import triton as path
 
 pytestmark = pytest.mark.untraced
@@ -276,3 +285,27 @@ def test_without_a_card_it_is_refused(monkeypatch):
     tensor = torch.randn(1, 1, 3, 16)
     with pytest.raises(ValueError, match="it needs a CUDA GPU, got device=cpu"):
         attend(tensor, tensor, tensor, implementation="triton")
+
+
+def test_outputs_that_span_more_than_2_to_the_31_elements_are_refused() -> None:
+    """The inputs take no memory: all their rows are one. The output and the gradients would be laid out row by row."""
+    heads, width = 4096, 16
+    for n_query, n_key, served in ((2**15 - 1, 7, True), (2**15, 7, False), (7, 2**15 - 1, True), (7, 2**15, False)):
+        query, key = (torch.zeros(1).expand(1, heads, rows, width) for rows in (n_query, n_key))
+        reason = path.refusal(attention.Case(query, key, key, attention.DotProduct()))
+        assert (reason is None) == served, (n_query, n_key)
+        assert served or "2^31" in str(reason)
+
+
+@pytest.mark.parametrize("mask", [None, causal()])
+def test_atomic_gradients_of_queries_are_finite_where_an_unmasked_key_would_overflow(mask, monkeypatch):
+    """All scores are near -150, so a key beyond the last one, whose score would be 0, would weigh e^150: infinity in fp32."""
+    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", True)
+    query, key = -torch.full((1, 2, 37, 16), 5.0) + torch.rand(1, 2, 37, 16), torch.full((1, 2, 37, 16), 2.0)
+    leaves = [query.requires_grad_(), (key + torch.rand_like(key) / 7).requires_grad_(), torch.randn_like(key)]
+    gradients = {}
+    for name in ("reference", "triton"):
+        output = attend(*leaves, compatibility=DotProduct(), mask=mask, implementation=name)
+        gradients[name] = torch.autograd.grad(output.square().sum(), leaves[:2])
+    for theirs, mine in zip(gradients["reference"], gradients["triton"], strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))

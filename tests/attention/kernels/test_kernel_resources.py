@@ -35,6 +35,23 @@ def test_tuned_kernels_spill_nothing(width, dtype, tmp_path):
     assert len(rows) == 3 * (5 + 2)
     for row in rows:
         assert row["spilled_bytes"] == 0 and row["registers"] > 16 and row["occupancy"] >= 1, row
+        if row["kernel"].startswith("loss"):
+            assert row["loads_of_2_bytes"] == 1, row  # the target's logit; all others are read 16 bytes at a time
+            continue
+        products = [loop["instructions"] for loop in row["loops"] if loop["products"]]
+        assert len(products) == 2 and all(loop["special"] for loop in row["loops"] if loop["products"]), row
+        assert 0 < row["predicted_share"] < 1, row
+    if width == 64:  # on Hopper, programs share a multiprocessor
+        assert all(row["occupancy"] >= 2 for row in rows if row["target"] == "sm_90")
+
+
+@pytest.mark.slow
+def test_atomic_gradients_of_queries_are_not_masked_where_all_keys_exist(tmp_path):
+    """The loop over queries that see every key has fewer instructions than the masked one: no comparison, no selection."""
+    rows = compiled(tmp_path, "--widths", "64", "--types", "bf16", "--targets", "90")
+    (row,) = (row for row in rows if "atomic" in row["kernel"])
+    masked, unmasked = (loop["instructions"] for loop in row["loops"] if loop["products"])
+    assert unmasked < 0.85 * masked, row
 
 
 @pytest.mark.slow

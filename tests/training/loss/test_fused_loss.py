@@ -3,6 +3,7 @@ the last place."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from andrea.training.loss.micro_batch import MicroBatchLoss, training_loss_sum
 
 V, CPU = 301, torch.device("cpu")
 LOGITS = {name: getattr(fused, name) for name in ("LOGITS_IN_KERNEL", "LOGITS_COMPILED", "LOGITS_EAGER")}
-CAP_AND_TIED = [(None, False), (15.0, False), (0.5, True)]
+CAP_AND_TIED = [(None, False), (15.0, False), (0.5, True), (41.0, False)]  # 41: above the kernel's LARGEST_FIXED
 
 
 def make_model(cap: float | None, tied: bool) -> GPT:
@@ -41,9 +42,10 @@ def results(loss, model: GPT, hidden: Tensor, targets: Tensor, dtype: torch.dtyp
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few rows."""
+    """Chunks of a few rows; for the kernel, in multiples of 4, and columns in multiples of 128."""
     for name in LOGITS:
         monkeypatch.setattr(fused, name, 10 * V)
+    monkeypatch.setattr(fused, "ROW_MULTIPLE", 4)
 
 
 @pytest.fixture(params=["torch", pytest.param("kernel", marks=pytest.mark.untraced)])
@@ -51,7 +53,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """How a chunk is computed: by torch, or by our kernel under Triton's interpreter."""
     if request.param == "kernel":
         pytest.importorskip("triton")
-        monkeypatch.setattr(fused, "torch_loss_of_chunk", fused.triton_loss_of_chunk)
+        monkeypatch.setattr(fused, "uses_kernel", lambda rows: True)
     return request.param
 
 
@@ -134,6 +136,48 @@ def test_the_trainers_loss_is_the_readable_one_and_one_graph() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.untraced
+@pytest.mark.parametrize("cap", [None, 15.0, 41.0])
+def test_columns_that_are_no_tokens_change_nothing_and_get_no_gradient(cap: float | None) -> None:
+    """Whatever stands in them, also where it would be the largest of its row."""
+    pytest.importorskip("triton")
+    logits, targets = torch.randn(5, V) * 9, torch.tensor([0, V - 1, IGNORED_TARGET, 7, 150])
+    padded = torch.cat([logits, torch.full((5, 83), 1e4)], 1)
+    truth, d_truth = fused.torch_loss_of_chunk(logits, targets, V, cap, True)
+    nats, d_logits = fused.triton_loss_of_chunk(padded, targets, V, cap, True)
+    assert torch.allclose(nats, truth, rtol=1e-6) and not d_logits[:, V:].any()
+    assert torch.allclose(d_logits[:, :V], d_truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.untraced
+def test_a_soft_cap_that_is_reached_everywhere_leaves_the_sum_finite() -> None:
+    """All logits at -cap: e^(-2 cap) is what the sum is made of, the smallest that the fixed maximum must hold."""
+    pytest.importorskip("triton")
+    from andrea.training.loss.kernels.cross_entropy import LARGEST_FIXED
+
+    logits = torch.full((2, V), -1e6)
+    logits[1] = 1e6
+    nats, d_logits = fused.triton_loss_of_chunk(logits, torch.tensor([3, 4]), V, LARGEST_FIXED, True)
+    assert torch.allclose(nats, 2 * torch.tensor(float(V)).log(), rtol=1e-5) and not d_logits.any()
+
+
+def test_with_the_kernel_columns_and_rows_are_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the products get: logits of 384 columns for 301 tokens, in chunks of 8 rows; the head's gradient is (V, d)."""
+    shapes: list[tuple[int, ...]] = []
+
+    def seen(logits: Tensor, targets: Tensor, n_vocab: int, *given) -> tuple[Tensor, Tensor]:
+        shapes.append(tuple(logits.shape))
+        nats, d_logits = fused.torch_loss_of_chunk(logits[:, :n_vocab], targets, n_vocab, *given)
+        return nats, torch.nn.functional.pad(d_logits, (0, logits.shape[1] - n_vocab))
+
+    monkeypatch.setattr(fused, "uses_kernel", lambda rows: True)
+    monkeypatch.setattr(fused, "triton_loss_of_chunk", seen)
+    rows, weight, targets = torch.randn(33, 48), torch.randn(V, 48), torch.randint(V, (33,))
+    _, d_rows, d_weight = fused.cross_entropy_in_chunks(rows, weight, targets, None, torch.float32, True)
+    assert shapes == [(8, 384)] * 4 + [(1, 384)]
+    assert d_rows.shape == rows.shape and d_weight.shape == weight.shape
+
+
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 1 << 20))
 def test_rows_are_divided_into_the_fewest_chunks_that_are_small_enough(n_row: int, n_vocab: int, n_logit: int) -> None:
     """A chunk exceeds n_logit by less than a row, or is a single row. No smaller number of chunks would do."""
@@ -169,3 +213,30 @@ def test_a_chunk_has_at_most_as_many_logits_as_are_allowed(monkeypatch) -> None:
     most = LOGITS["LOGITS_EAGER"]
     assert nats.shape == () and sum(sizes) == n_row * V
     assert len(sizes) == -(-n_row * V // most) and max(sizes) < most + V
+
+
+@pytest.mark.untraced
+def test_the_kernel_runs_on_the_gpu_that_holds_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU. There is none here, so this records what the launch stands in."""
+    pytest.importorskip("triton")
+    from andrea.training.loss.kernels import cross_entropy
+
+    events: list[object] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor):
+        events.append(tensor.data_ptr())
+        yield
+        events.append("left")
+
+    kernel = cross_entropy.row_kernel
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *given, **options: (events.append("launched"), kernel[grid](*given, **options))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(cross_entropy, "row_kernel", Recorded())
+    logits = torch.randn(3, 7)
+    cross_entropy.cross_entropy_of_rows(logits, torch.tensor([1, 2, 3]), 7, 0.0, False)
+    assert events == [logits.data_ptr(), "launched", "left"]

@@ -1,7 +1,12 @@
 """The Triton kernel of the fused loss: cross-entropy of rows of logits, which it overwrites with their gradient.
 
-n rows, V vocabulary. One program handles one row and reads it twice: first for the log-sum-exp, updated block by block,
-then for the gradient.
+n rows, V vocabulary, C columns in memory: C >= V, and the columns beyond V are no tokens. One program handles one row and
+reads it twice: first for the log-sum-exp, then for the gradient.
+
+A soft cap bounds the logits, z = cap · tanh(x / cap) <= cap. Then the log-sum-exp needs no running maximum: the cap itself
+takes its place, each lane keeps its own sum, and the lanes are added once after the last column. This holds for caps up to
+LARGEST_FIXED, where e^(-2 cap) is still far above the smallest fp32 number; the kernel falls back to the running maximum
+for larger caps, and without a cap.
 """
 
 from __future__ import annotations
@@ -14,67 +19,87 @@ from torch import Tensor
 from andrea.text.loader import IGNORED_TARGET
 
 BLOCK, WARPS = 4096, 8  # BLOCK: columns that a program reads at once
+LARGEST_FIXED = 40.0
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def capped(logit, cap, CAPPED: tl.constexpr):
-    """z = cap · tanh(logit / cap), fp32. tanh is computed from exp(-2 |logit| / cap), which cannot overflow."""
-    z = logit.to(tl.float32)
+def capped(logit, cap, to_exponent, CAPPED: tl.constexpr):
+    """(z, t): z = cap · t with t = tanh(logit / cap), fp32; without CAPPED z = logit. to_exponent = 2 log2(e) / cap.
+
+    tanh(u) = 1 - 2 / (1 + e^(2u)) takes two special functions. e^(2u) may overflow to infinity, where the result is 1.
+    """
+    z, t = logit.to(tl.float32), 0.0
     if CAPPED:
-        decay = tl.exp(-2 * tl.abs(z) / cap)
-        z = tl.where(z < 0, -cap, cap) * (1 - decay) / (1 + decay)
-    return z
+        t = 1 - 2 / (1 + tl.exp2(z * to_exponent))
+        z = cap * t
+    return z, t
 
 
 @triton.jit
 def row_kernel(
-    logits, targets, nats, stride, n_vocab, cap,
-    CAPPED: tl.constexpr, GRADIENTS: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, nats, stride, n_vocab, n_column, cap, to_exponent,
+    CAPPED: tl.constexpr, FIXED: tl.constexpr, GRADIENTS: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """FIXED: the cap takes the place of the running maximum. n_column is a multiple of 16 where memory allows it: a mask
+    whose end is aligned lets a thread read 16 bytes at once."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
-    logits += row * stride
-    largest, total, target_logit = -float("inf"), 0.0, 0.0
-    for start in range(0, n_vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        in_row = column < n_vocab
-        z = tl.where(in_row, capped(tl.load(logits + column, mask=in_row, other=0.0), cap, CAPPED), -float("inf"))
-        target_logit += tl.sum(tl.where(column == target, z, 0.0))
-        larger = tl.maximum(largest, tl.max(z))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(z - larger))
-        largest = larger
-    log_sum_exp = largest + tl.log(total)
     has_target = target != IGNORED
+    logits += row * stride
+    target_logit, target_tanh = capped(tl.load(logits + tl.where(has_target, target, 0)), cap, to_exponent, CAPPED)
+    lanes = tl.zeros([BLOCK], tl.float32)
+    largest, total = cap, 0.0
+    if not FIXED:
+        largest = -float("inf")
+    for start in range(0, n_column, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits + column, mask=column < n_column, other=0.0)
+        z, t = capped(logit, cap, to_exponent, CAPPED)
+        z = tl.where(column < n_vocab, z, -float("inf"))
+        if FIXED:
+            lanes += tl.exp2((z - largest) * LOG2_E)
+        else:
+            larger = tl.maximum(largest, tl.max(z))
+            total = total * tl.exp2((largest - larger) * LOG2_E) + tl.sum(tl.exp2((z - larger) * LOG2_E))
+            largest = larger
+    if FIXED:
+        total = tl.sum(lanes)
+    log_sum_exp = largest + tl.log2(total) * LN_2
     tl.store(nats + row, tl.where(has_target, log_sum_exp - target_logit, 0.0))
     if GRADIENTS:
-        for start in range(0, n_vocab, BLOCK):
+        for start in range(0, n_column, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            in_row = column < n_vocab
-            logit = tl.load(logits + column, mask=in_row, other=0.0)
-            z = capped(logit, cap, CAPPED)
-            d_z = tl.exp(z - log_sum_exp) - tl.where(column == target, 1.0, 0.0)
+            logit = tl.load(logits + column, mask=column < n_column, other=0.0)
+            z, t = capped(logit, cap, to_exponent, CAPPED)
+            d_z = tl.exp2((z - log_sum_exp) * LOG2_E) - tl.where(column == target, 1.0, 0.0)
             if CAPPED:
-                d_z *= 1 - (z / cap) * (z / cap)
-            tl.store(logits + column, tl.where(has_target, d_z, 0.0).to(logit.dtype), mask=in_row)
+                d_z *= 1 - t * t
+            d_z = tl.where(has_target & (column < n_vocab), d_z, 0.0)
+            tl.store(logits + column, d_z.to(logit.dtype), mask=column < n_column)
 
 
 @torch.library.custom_op("andrea::cross_entropy_of_rows", mutates_args={"logits"})
-def cross_entropy_of_rows(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
-    """The loss -ln p(target) of each row, (n,) fp32, from logits (n, V) and targets (n,) int64; 0 for IGNORED_TARGET.
+def cross_entropy_of_rows(logits: Tensor, targets: Tensor, n_vocab: int, cap: float, gradients: bool) -> Tensor:
+    """The loss -ln p(target) of each row, (n,) fp32, from logits (n, C) and targets (n,) int64; 0 for IGNORED_TARGET.
 
-    cap: the soft cap, 0 for none. gradients: overwrite `logits` with the gradient of the sum.
+    n_vocab: V <= C, the columns that are tokens. cap: the soft cap, 0 for none. gradients: overwrite `logits` with the
+    gradient of the sum, which is 0 beyond V.
     """
-    n_row, n_vocab = logits.shape
+    n_row, n_column = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     nats = torch.empty(n_row, dtype=torch.float32, device=logits.device)
-    row_kernel[(n_row,)](
-        logits, targets, nats, logits.stride(0), n_vocab, cap,
-        CAPPED=cap > 0, GRADIENTS=gradients, IGNORED=IGNORED_TARGET, BLOCK=min(BLOCK, triton.next_power_of_2(n_vocab)),
-        num_warps=WARPS,
-    )  # fmt: skip
+    to_exponent = 2 * LOG2_E.value / cap if cap > 0 else 0.0
+    with torch.cuda.device_of(logits):  # Triton alone would launch on the current GPU
+        row_kernel[(n_row,)](
+            logits, targets, nats, logits.stride(0), n_vocab, n_column, cap, to_exponent,
+            CAPPED=cap > 0, FIXED=0 < cap <= LARGEST_FIXED, GRADIENTS=gradients, IGNORED=IGNORED_TARGET,
+            BLOCK=min(BLOCK, triton.next_power_of_2(n_column)), num_warps=WARPS,
+        )  # fmt: skip
     return nats
 
 
 @cross_entropy_of_rows.register_fake
-def _(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
+def _(logits: Tensor, targets: Tensor, n_vocab: int, cap: float, gradients: bool) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)

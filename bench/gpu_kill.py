@@ -1,0 +1,151 @@
+"""Kills the rehearsal of bench/gpu.py at random moments: whatever it said that it measured must be in its result files.
+
+    python bench/gpu_kill.py [--kills 20] [--parts loss optimizer generate checks attention] [--seconds 60]
+
+Every second kill is SIGKILL, to the driver alone; the others are SIGTERM. The judge compares the log, line by line, with the
+file of records: each row of attention, each contestant of each round that was ended. After SIGTERM the table must stand at
+the end of the log, and the exit code be 143. Never may a process be left after ten seconds, or more than eight files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import RESULTS, ROOT, write_record
+
+MOST_FILES = 8
+ROUND = re.compile(r"round (\d+): (.*): [\d.]+ tokens/s")
+ATTENTION = re.compile(r"d +(\d+) T +(\d+) (\S.*?)  +forward .* TFLOP/s")
+
+
+def findings(folder: Path, scratch: Path, number: int, code: int) -> tuple[list[str], int]:
+    """What is wrong after a kill, and the number of measurements that were said and found."""
+    wrong = []
+    log = next(folder.glob("*.log"), None)
+    if len(files := [path for path in folder.rglob("*") if path.is_file()]) > MOST_FILES:
+        wrong.append(f"{len(files)} files")
+    wrong += [f"left running: {each}" for each in left_running(scratch)]
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
+    path = next(folder.glob("gpu-*.json"), None)
+    records = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    said = measurements_said(lines)
+    held = measurements_held(records)
+    wrong += [f"said but not held: {each}" for each in sorted(said - held)]
+    if number == signal.SIGTERM and lines:
+        if code != 128 + signal.SIGTERM:
+            wrong.append(f"exit code {code}")
+        if not any(map(is_table, lines)):
+            wrong.append("no table")
+    return wrong, len(said)
+
+
+def is_table(line: str) -> bool:
+    """Whether the table at the end of the log begins with this line, which is the name of the file of records."""
+    return line.startswith("== ") and line.endswith(".json")
+
+
+def measurements_said(lines: list[str]) -> set[tuple]:
+    """From the log: rows of attention, and (record, contestant, rounds) of rounds after which another line came."""
+    said: set[tuple] = set()
+    command, in_round = "", []
+    for line in lines:
+        if is_table(line):
+            break
+        if line.startswith("== ") and (found := re.search(r"records/(\S+)\.json", line)):
+            command, in_round = found[1], []
+        elif found := ATTENTION.match(line):
+            said.add((command, found[3].strip(), int(found[1]), int(found[2])))
+        elif found := ROUND.match(line):
+            index, name = int(found[1]), found[2]
+            if in_round and in_round[0][0] < index:  # the round before is over, and was saved
+                said |= {(command, each, before) for before, each in in_round if before > 0}
+                in_round = []
+            in_round.append((index, name))
+    return said
+
+
+def measurements_held(records: dict) -> set[tuple]:
+    """The same from the file of records. Readings of the memory are said as a contestant, and held as a list."""
+    held: set[tuple] = set()
+    for command, record in records.items():
+        for row in record.get("rows", []):
+            if "implementation" in row:
+                held.add((command, row["implementation"], row["width"], row["length"]))
+        rounds = {name: len(row["rounds"]) for name, row in record.get("results", {}).items() if "rounds" in row}
+        rounds["memory read, in GB"] = len(record.get("read_gigabytes_per_second", []))
+        held |= {(command, name, index) for name, count in rounds.items() for index in range(1, count + 1)}
+    return held
+
+
+def left_running(scratch: Path) -> list[str]:
+    """Command lines of processes that still name the scratch folder, ten seconds after the kill at the latest."""
+    for _ in range(20):
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            if any(str(scratch).encode() in word for word in words) and int(path.parent.name) != os.getpid():
+                found.append(b" ".join(words[:4]).decode())
+        if not found:
+            return []
+        time.sleep(0.5)
+    return found
+
+
+def kill_once(index: int, chosen: argparse.Namespace, drawn: random.Random) -> dict:
+    number = (signal.SIGKILL, signal.SIGTERM)[index % 2]
+    parts = drawn.sample(chosen.parts, len(chosen.parts))[: chosen.at_once]
+    after = drawn.uniform(chosen.earliest, chosen.seconds)
+    with tempfile.TemporaryDirectory() as place:
+        folder, scratch = Path(place) / "results", Path(place) / "scratch"
+        command = ["bash", "bench/gpu.sh", "--rehearse", "--output", str(folder), "--scratch", str(scratch), *parts]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, stdout=subprocess.DEVNULL
+        )
+        try:
+            code = process.wait(after)
+            ended = True
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+            code, ended = process.wait(30), False
+        wrong, said = findings(folder, scratch, 0 if ended else number, code)
+    row = {"parts": parts, "signal": number.name, "after_s": round(after, 1), "ended_before": ended, "said": said}
+    return row | {"findings": wrong}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--parts", nargs="+", default=["loss", "optimizer", "generate", "checks", "attention"])
+    parser.add_argument("--at-once", type=int, default=2, help="parts in one rehearsal")
+    parser.add_argument("--earliest", type=float, default=4, help="seconds before the first moment of a kill")
+    parser.add_argument("--seconds", type=float, default=40, help="the last moment of a kill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu-kill.json")
+    chosen = parser.parse_args()
+    drawn, rows = random.Random(chosen.seed), []
+    for index in range(chosen.kills):
+        rows.append(kill_once(index, chosen, drawn))
+        print(rows[-1], flush=True)
+        write_record(chosen.output, "gpu-kill", "cpu", {"kills": len(rows), "rows": rows})
+    n_wrong = sum(bool(row["findings"]) for row in rows)
+    print(f"{len(rows)} kills, {sum(row['said'] for row in rows)} measurements said, {n_wrong} kills with findings")
+    return int(n_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

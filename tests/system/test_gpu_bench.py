@@ -1,0 +1,119 @@
+"""bench/gpu.sh without a GPU: its parts one by one, what it keeps when it is killed, and what its programs leave out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.untraced
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    given = os.environ | {"PYTHON": sys.executable} | environment
+    return subprocess.run(words, cwd=ROOT, env=given, capture_output=True, text=True)
+
+
+def test_a_contestant_that_is_lost_is_left_out_and_the_others_go_on(capsys: pytest.CaptureFixture) -> None:
+    from common import ContestantLost, interleave, rows_of
+
+    turns = {"first": iter([1.0, 2.0]), "second": iter([1.0, 1.0, 4.0])}
+
+    def run_of(name: str):
+        seconds = next(turns[name], None)
+        if seconds is None:
+            raise ContestantLost("its process ended with exit code -9")
+        return 8, seconds
+
+    saved: list[dict] = []
+    names = {name: lambda name=name: run_of(name) for name in turns}
+    speeds = interleave(names, 2, lambda speeds: saved.append(rows_of(speeds, "first")))
+    assert speeds == {"first": [4.0], "second": [8.0, 2.0]}
+    assert [row["rounds"] for row in (saved[0]["first"], saved[0]["second"], saved[1]["second"])] == [[4], [8], [8, 2]]
+    assert saved[1]["second"]["ratio"] == 2.0  # of the one round in which both ran
+    assert "LEFT OUT first from round 2 on: its process ended with exit code -9" in capsys.readouterr().out
+    assert rows_of(speeds, "never started")["second"]["ratio"] is None
+
+
+def test_by_address_holds_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`described` decides how the kernels read; the forward pass asks it once and the backward pass twice."""
+    pytest.importorskip("triton")
+    import attention as bench
+
+    from andrea.attention.kernels import attend_triton
+
+    before, own, asked = attend_triton.DESCRIPTORS_FROM, attend_triton.described, []
+    monkeypatch.setattr(
+        attend_triton, "described", lambda *given: (asked.append(attend_triton.DESCRIPTORS_FROM), own(*given))[1]
+    )
+    leaves = [torch.randn(1, 2, 7, 16, requires_grad=True) for _ in range(3)]
+    runs = bench.contenders(["two_pass"])
+    with bench.descriptors_for(bench.BY_ADDRESS):
+        torch.autograd.grad(runs[bench.BY_ADDRESS](*leaves).sum(), leaves)
+    assert asked == [10**6] * 3 and attend_triton.DESCRIPTORS_FROM == before
+    with bench.descriptors_for("triton"):
+        torch.autograd.grad(runs["triton"](*leaves).sum(), leaves)
+    assert asked[3:] == [before] * 3
+
+
+def test_what_a_bare_machine_needs_is_listed_with_the_one_that_has_no_wheel() -> None:
+    done = run("bash", "bench/gpu.sh", "--needs")
+    assert done.returncode == 0, done.stderr
+    assert "pip wheel --no-deps -w wheels antlr4-python3-runtime==" in done.stdout
+    for line in ("hydra-core", "omegaconf", "safetensors", "transformers", "torchao"):
+        assert f"  {line} " in done.stdout
+
+
+def test_without_a_gpu_it_says_so_and_an_unknown_part_is_named(tmp_path: Path) -> None:
+    done = run("bash", "bench/gpu.sh", "--output", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and "torch finds no CUDA GPU" in done.stderr
+    done = run("bash", "bench/gpu.sh", "--output", str(tmp_path), "atention")
+    assert done.returncode == 2 and "unknown part atention; there are: attention, tune, train" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tmp_path: Path) -> None:
+    """A module of the caller's path is found; one that is hidden costs its part, with the reason, and not the others."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "own = importlib.util.find_spec\n"
+        "def find_spec(name, package=None):\n"
+        "    return None if name == 'transformers' else own(name, package)\n"
+        "importlib.util.find_spec = find_spec\n"
+        "print('the path of the caller is kept')\n"
+    )
+    words = ["bash", "bench/gpu.sh", "--rehearse", "--output", str(tmp_path / "results"), "optimizer", "generate"]
+    done = run(*words, PYTHONPATH=str(tmp_path / "path"))
+    assert "generate : skipped: transformers not installed (see --needs)" in done.stdout, done.stdout
+    assert done.stdout.count("the path of the caller is kept") >= 2  # the driver's, and a part's
+    files = list((tmp_path / "results").iterdir())
+    assert len(files) == 2 and done.returncode == 1
+    records = json.loads(next(path for path in files if path.suffix == ".json").read_text())
+    assert len(records["optimizer"]["results"]["andrea, muon"]["rounds"]) == 2
+    assert "torch, muon and adamw" in done.stdout.rpartition("== ")[2]  # in the table at the end
+
+
+@pytest.mark.slow
+def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path) -> None:
+    done = run("bash", "bench/gpu.sh", "--rehearse", "--seconds", "5", "--output", str(tmp_path), "optimizer", "loss")
+    assert "out of time" in done.stdout or "the part's time is over" in done.stdout, done.stdout
+    records = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert len(records["outcomes"]["parts"]) == 2
+
+
+@pytest.mark.slow
+def test_what_was_measured_before_a_kill_is_in_the_result_files(tmp_path: Path) -> None:
+    record = tmp_path / "kill.json"
+    words = ["--kills", "2", "--parts", "optimizer", "--at-once", "1", "--earliest", "8", "--seconds", "9"]
+    done = run(sys.executable, "bench/gpu_kill.py", *words, "--output", str(record))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(record.read_text())["rows"]) == 2
