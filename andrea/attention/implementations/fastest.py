@@ -16,7 +16,7 @@ from andrea.attention.implementations.case import Case
 from andrea.attention.implementations.sdpa import SDPA_BACKENDS
 from andrea.attention.implementations.triton import kernel_errors
 from andrea.attention.statistics import HeadStatistics, head_statistics
-from andrea.runtime.compiling import compile_errors
+from andrea.runtime.compiling import compile_errors, compile_graph
 
 CANDIDATES = (*SDPA_BACKENDS, "flex", "triton")
 WARM_UPS, ROUNDS, QUEUED = 3, 5, 10
@@ -47,7 +47,7 @@ def measure(case: Case, n_batch: int, compiled: bool = False) -> dict[str, float
         how |= {"modifiers": case.modifiers, "sink": sink, "implementation": name}
         forward = attend_and_reduce if name == "triton" else attend
         if name == "triton" and compiled:
-            forward = torch.compile(attend_and_reduce, dynamic=False)
+            forward = compile_graph(attend_and_reduce)
 
         def run(forward: Callable = forward, how: dict = how) -> None:
             output = forward(*leaves, **how)
