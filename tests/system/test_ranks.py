@@ -31,9 +31,13 @@ STEPS = [
     "tokenizer=bpe", "tokenizer.vocab_size=301", "attention=qk_clip", "attention.qk_clip=0.5", "model.qk_norm=false",
     "model.value_residual=true", "model.dropout=0.1", "model.stochastic_depth=0.2", "attention.gate=scalar",
     "attention.exclusive=learned", "model.value_embedding=table",
-    "optimizer.muon_rows=normuon", "optimizer.orthogonalisation=polar_express", "optimizer.cautious_decay=true",
-    "optimizer.average_half_life=5",
+    "optimizer.muon_rows=normuon", "optimizer.orthogonalisation=polar_express", "optimizer.average_half_life=5",
 ]  # fmt: skip
+# Cautious decay decides by the sign of an update, which a difference in the last bit can turn. With it, the figures of one
+# process with another micro-batch differ by 3e-5 after fifty steps, and by 2e-6 without it. So it is tested over ten steps.
+SHORT = ["train.steps=10", "train.eval_every=5", "train.save_every=5", "optimizer.cautious_decay=true"]
+# Adam divides by the root of the mean square: where gradients nearly cancel, the last bit decides where an element goes.
+WEIGHTS_OFF = 2e-4  # share of a tensor's elements that may differ by more than rounding
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +83,17 @@ def assert_same_run(run: Path, other: Path, tolerance: float = TOLERANCE) -> Non
     assert texts[0] == texts[1]
     ends = [newest_whole(folder).model_tensors() for folder in (run, other)]
     for name, tensor in ends[0].items():
-        torch.testing.assert_close(tensor, ends[1][name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(tensor, ends[1][name], rtol=1e-2, atol=1e-3)
+        off = ~torch.isclose(tensor, ends[1][name], rtol=1e-3, atol=1e-4)
+        assert off.float().mean() <= WEIGHTS_OFF, (name, off.sum())
 
 
 def test_two_ranks_give_the_same_short_run(place: Path, words, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps, two evaluations, two saves: the one test of real ranks that is not slow."""
     monkeypatch.syspath_prepend(str(ROOT))
-    short = ["train.steps=10", "train.eval_every=5", "train.save_every=5"]
-    code, out = finished(torchrun(2, words("short-2", *short, "parallel=fsdp")))
+    code, out = finished(torchrun(2, words("short-2", *SHORT, "parallel=fsdp")))
     assert code == 0 and "UserWarning" not in out, out
-    assert importlib.import_module("train").main(words("short-1", *short)) == 0  # in this process: torch is loaded
+    assert importlib.import_module("train").main(words("short-1", *SHORT)) == 0  # in this process: torch is loaded
     assert_same_run(place / "runs" / "short-2", place / "runs" / "short-1")
 
 
@@ -236,7 +241,6 @@ def test_a_failure_that_a_restart_cannot_cure_ends_the_job(place: Path, words, c
         "optimizer=adamw",
         "optimizer.muon_rows=none",
         "optimizer.orthogonalisation=quintic",
-        "optimizer.cautious_decay=false",
         "optimizer.clip_norm=null",
         "optimizer.warmup_steps=0",
         "optimizer.learning_rate=1",
