@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,7 +114,35 @@ def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path)
 @pytest.mark.slow
 def test_what_was_measured_before_a_kill_is_in_the_result_files(tmp_path: Path) -> None:
     record = tmp_path / "kill.json"
-    words = ["--kills", "2", "--parts", "optimizer", "--at-once", "1", "--earliest", "8", "--seconds", "9"]
+    words = [
+        "--kills",
+        "2",
+        "--parts",
+        "optimizer",
+        "--at-once",
+        "1",
+        "--measured-first",
+        "--earliest",
+        "0",
+        "--seconds",
+        "0.5",
+    ]
     done = run(sys.executable, "bench/gpu_kill.py", *words, "--output", str(record))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(json.loads(record.read_text())["rows"]) == 2
+    assert [row["said"] > 0 for row in json.loads(record.read_text())["rows"]] == [True, True]
+
+
+def test_the_judge_of_kills_finds_a_measurement_that_was_said_and_is_not_held(tmp_path: Path) -> None:
+    from gpu_kill import findings, has_run_all
+
+    log = ["== optimizer: bench/optimizer.py --output records/optimizer.json (80 s at most)"]
+    log += [f"round {index}: muon: 10.0 tokens/s" for index in (1, 2)]
+    (tmp_path / "gpu.log").write_text("\n".join(log))
+    held = {"optimizer": {"results": {"muon": {"rounds": [10.0]}}}, "outcomes": {"parts": [{"part": "optimizer"}]}}
+    (tmp_path / "gpu-1.json").write_text(json.dumps(held))
+    assert findings(tmp_path, tmp_path / "scratch", signal.SIGKILL, -9) == ([], 1)
+    assert has_run_all(tmp_path, ["optimizer"]) and not has_run_all(tmp_path, ["optimizer", "loss"])
+
+    assert findings(tmp_path, tmp_path / "scratch", signal.SIGTERM, 0)[0] == ["exit code 0", "no table"]
+    (tmp_path / "gpu-1.json").write_text("{}")
+    assert "said but not held" in findings(tmp_path, tmp_path / "scratch", signal.SIGKILL, -9)[0][0]
