@@ -46,9 +46,9 @@ def limit_spins() -> None:
 class Turns:
     """The machine's turn, as one process takes it. Every method does nothing before `join`.
 
-    The turn is a lock on a file in the temporary folder, for the processes of one user. The system frees the lock of a
-    process that dies. A second lock is the queue: the process that waits for the turn holds it, so that the process that
-    has just passed the turn on cannot take it again first.
+    The turn is a lock on a file in the temporary folder, for the processes of one user that may use the same cores. The
+    system frees the lock of a process that dies. A second lock is the queue: the process that waits for the turn holds it,
+    so that the process that has just passed the turn on cannot take it again first.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,10 @@ class Turns:
             folder.mkdir(mode=0o700, exist_ok=True)
             if not self.files and is_private(folder):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                self.files = [open_no_link(str(folder / name), flags) for name in ("queue", "turn")]
+                cores = (
+                    f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"  # processes bound to others need no turns
+                )
+                self.files = [open_no_link(str(folder / f"{name}-{cores}"), flags) for name in ("queue", "turn")]
         self.on_wait = on_wait
         return bool(self.files)
 

@@ -144,6 +144,22 @@ def test_few_threads_take_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Turns().join(5, lambda: None, tmp_path)
 
 
+def test_processes_bound_to_different_cores_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    turns: dict[int, Turns] = {}
+    try:
+        for core in sorted(cores)[:2]:
+            os.sched_setaffinity(0, {core})
+            turns[core] = joined(tmp_path, said := [])
+        first, second = turns.values()
+        with first.taken(), second.taken():
+            assert first.holds and second.holds and not said
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "turns"
     folder.mkdir()
