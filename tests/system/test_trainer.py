@@ -18,8 +18,10 @@ import pytest
 import torch
 from conftest import run_script, settings_in, tiny_command, tiny_words, with_own_mounts
 from head_options import ALL_KINDS, HEAD_OPTIONS, SCORES, words_of
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
+from andrea.runtime.compiling import configure_compiler
 from andrea.runtime.device import Choice
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.records.run_folder import read_lines
@@ -488,6 +490,8 @@ def failing_compiler(tmp_path: Path) -> Iterator[None]:
     compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec g++ $1\necho '{says}' >&2; exit 1\n")
     compiler.chmod(0o755)
     torch._dynamo.reset()
+    configure_compiler(torch.device("cpu"))
+    pick_vec_isa()  # torch keeps the answer: with this compiler it would be "no vectors", for every later test of the process
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", str(compiler))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
