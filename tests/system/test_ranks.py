@@ -36,8 +36,10 @@ STEPS = [
 # Cautious decay decides by the sign of an update, which a difference in the last bit can turn. With it, the figures of one
 # process with another micro-batch differ by 3e-5 after fifty steps, and by 2e-6 without it. So it is tested over ten steps.
 SHORT = ["train.steps=10", "train.eval_every=5", "train.save_every=5", "optimizer.cautious_decay=true"]
-# Adam divides by the root of the mean square: where gradients nearly cancel, the last bit decides where an element goes.
-WEIGHTS_OFF = 2e-4  # share of a tensor's elements that may differ by more than rounding
+# The first gradient of a row of a table moves each of its elements by a whole learning rate, in Adam, however small it is.
+# Element (123, 25) of one table got 2e-8 at step 17, a thousandth of its later gradients: its sum nearly cancels, so the last
+# bits decide the sign, and the element keeps a difference of 5e-4 from there on. All others differ by 1e-4 at most.
+TABLES_OFF = 2e-4  # share of a table's elements that may differ by more than rounding
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +85,9 @@ def assert_same_run(run: Path, other: Path, tolerance: float = TOLERANCE) -> Non
     assert texts[0] == texts[1]
     ends = [newest_whole(folder).model_tensors() for folder in (run, other)]
     for name, tensor in ends[0].items():
-        torch.testing.assert_close(tensor, ends[1][name], rtol=1e-2, atol=1e-3)
         off = ~torch.isclose(tensor, ends[1][name], rtol=1e-3, atol=1e-4)
-        assert off.float().mean() <= WEIGHTS_OFF, (name, off.sum())
+        assert off.float().mean() <= (TABLES_OFF if "value_embedding.table" in name else 0.0), (name, off.sum())
+        torch.testing.assert_close(tensor, ends[1][name], rtol=1e-2, atol=1e-3)
 
 
 def test_two_ranks_give_the_same_short_run(place: Path, words, monkeypatch: pytest.MonkeyPatch) -> None:
