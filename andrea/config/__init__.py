@@ -8,6 +8,7 @@ from andrea.config.keys import lay_over, nearest, with_current_keys, with_missin
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
 from andrea.config.parse import as_typed, parse, to_plain
 from andrea.config.schema import (
+    ON_LARGE_TEXT,
     AttentionConfig,
     AverageConfig,
     CompareConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "CONFIGS",
     "LARGEST_INTEGER",
     "MOST_SAMPLED_TOKENS",
+    "ON_LARGE_TEXT",
     "AttentionConfig",
     "CompareConfig",
     "AverageConfig",

@@ -145,9 +145,9 @@ def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
         return
     if tokenizer.vocab_size is None:
         raise UserError(
-            f"{path}.vocab_size is missing: tokenizer=bpe needs a whole number from 257 to {LARGEST_VOCABULARY}"
+            f"{path}.vocab_size is missing: tokenizer=bpe needs auto, or a whole number from 257 to {LARGEST_VOCABULARY}"
         )
-    if not 257 <= tokenizer.vocab_size <= LARGEST_VOCABULARY:
+    if tokenizer.vocab_size != "auto" and not 257 <= tokenizer.vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
             f"{path}.vocab_size={tokenizer.vocab_size} is out of range: it must be at least 257 (256 bytes and "
             f"end-of-text) and at most {LARGEST_VOCABULARY} (a token is stored in two bytes)"

@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-from andrea.config.schema import RunConfig
+from andrea.config.schema import ON_LARGE_TEXT, RunConfig
 
 # Keys that name or place a part, or that change its speed or what is recorded, but not what is learned. Of `train`, the
 # length of the run is left out too: it is compared separately.
@@ -34,6 +34,8 @@ def recipe_values(config: RunConfig) -> dict[str, Any]:
         part = getattr(config, group)
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
+            if value == "auto":
+                value = ON_LARGE_TEXT.get(f"{group}.{field.name}", value)
             has_factory = field.default_factory is not dataclasses.MISSING
             default = field.default_factory() if has_factory else field.default
             if field.name not in left_out.split() and value != default:

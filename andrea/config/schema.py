@@ -36,6 +36,8 @@ Threads = Annotated[int, Between(1, 1024)]
 Device = Annotated[str, device_name]
 FolderName = Annotated[Text, folder_name]
 Auto = Literal["auto"]
+# What `auto` of these keys stands for on a text of some megabytes or more; training chooses other values for a small text.
+ON_LARGE_TEXT = {"optimizer.weight_decay": 0.1, "tokenizer.vocab_size": 4096}
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class TokenizerConfig:
     kind: Literal["byte", "bpe", "gpt2"]
-    vocab_size: int | None
+    vocab_size: int | Auto | None
     path: PathText | None
 
 
@@ -139,7 +141,7 @@ class OptimizerConfig:
     beta2: Decay
     epsilon: PositiveNumber
     momentum: Decay | None
-    weight_decay: NonNegativeNumber
+    weight_decay: NonNegativeNumber | Auto
     clip_norm: PositiveNumber | None
     schedule: Literal["constant_then_decay", "cosine"]
     warmup_steps: NonNegativeInteger
@@ -152,6 +154,11 @@ class OptimizerConfig:
     weight_decay_power: NonNegativeNumber = 1.0
     average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None
+
+    @property
+    def decay(self) -> float:
+        """The weight decay; for `auto`, that of a large text."""
+        return ON_LARGE_TEXT["optimizer.weight_decay"] if self.weight_decay == "auto" else self.weight_decay
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ run therefore only lists the source's files. `andrea.text.prepare` makes a folde
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import re
@@ -32,7 +33,7 @@ from andrea.text.prepare import (
 )
 from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
 from andrea.text.sources import Report, Source
-from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer
+from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer, vocabulary_for
 
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
 LARGEST_JSON_BYTES = 1 << 26
@@ -73,6 +74,7 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
     by_content = data.files == "by_content"
     sources = [find_source(name, config, keys[name], by_content, data_dir, report) for name, config in configs.items()]
     check_weights(configs)
+    tokenizer = with_vocabulary_size(tokenizer, sources)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
     weights = [config.weight for config in configs.values()]
     folders = folders_of(sources, weights, tokenizer, existing, data_dir)
@@ -115,6 +117,14 @@ def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
             for remote in remotes:
                 fetch(remote, folder, report)
     return folder / remotes[0].name if len(remotes) == 1 else folder
+
+
+def with_vocabulary_size(config: TokenizerConfig, sources: list[Source | ShardSource]) -> TokenizerConfig:
+    """The configuration with a number for tokenizer.vocab_size=auto; none if the vocabulary exists already."""
+    if config.vocab_size != "auto":
+        return config
+    n_byte = sum(source.bytes for source in sources if isinstance(source, Source))
+    return dataclasses.replace(config, vocab_size=None if config.path else vocabulary_for(n_byte))
 
 
 def check_weights(configs: dict[str, SourceConfig]) -> None:

@@ -94,7 +94,7 @@ def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: 
             continue  # the folder has no complete tokenizer
     sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
     total_bytes = sum(source.bytes for source in sources)
-    assert config.vocab_size is not None
+    assert isinstance(config.vocab_size, int), "auto is resolved before"
     sample_size = size_words(min(total_bytes, BPE_SAMPLE_BYTES))
     report(f"training a vocabulary of {config.vocab_size:,} tokens on {sample_size}")
     tokenizer = train_bpe(vocabulary_sample(sources, total_bytes), config.vocab_size)

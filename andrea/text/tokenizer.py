@@ -20,11 +20,14 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from andrea.config import TokenizerConfig, UserError
+from andrea.config import ON_LARGE_TEXT, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file
 
 DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
+LARGE_TEXT_BYTES = 8_000_000  # from this size on, a text gets the largest vocabulary of tokenizer.vocab_size=auto
+VOCABULARY_GROWTH = 0.7  # of this vocabulary with the size of a smaller text, as a power
+SMALLEST_AUTO_VOCABULARY = 512
 LARGEST_FILE_BYTES = 1 << 26  # of a tokenizer; the largest possible rank file has a few megabytes
 # Text is split into parts, and no token spans two parts (Radford et al. 2019). A part is a contraction such as 's, a word,
 # a number, a sequence of other characters, or whitespace. A single space belongs to the part after it.
@@ -257,6 +260,16 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
+def vocabulary_for(n_byte: int) -> int:
+    """The vocabulary size of tokenizer.vocab_size=auto, for a text of n_byte bytes.
+
+    A token of a large vocabulary occurs too seldom in a small text to be learned. Measured at 1.1 MB (bench/README.md).
+    """
+    largest = int(ON_LARGE_TEXT["tokenizer.vocab_size"])
+    share = min(1.0, n_byte / LARGE_TEXT_BYTES)
+    return max(SMALLEST_AUTO_VOCABULARY, 64 * round(largest * share**VOCABULARY_GROWTH / 64))
+
+
 def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     """The tokenizer that `config` names; None if it must be trained on the corpus. Raises UserError if it is unusable."""
     if config.kind == "byte":
@@ -266,7 +279,7 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     if not config.path:
         return None
     found = from_path(Path(config.path).expanduser(), "bpe")
-    if config.vocab_size is not None and found.n_vocab != config.vocab_size:
+    if config.vocab_size not in (None, "auto", found.n_vocab):
         raise UserError(
             f"tokenizer.path={config.path} holds {found.n_vocab} tokens, not tokenizer.vocab_size={config.vocab_size}; "
             f"set tokenizer.vocab_size={found.n_vocab}"

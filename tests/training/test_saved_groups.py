@@ -89,7 +89,8 @@ def test_the_choices_of_an_older_run_are_known_by_its_model_s_name_and_by_values
         config = to_plain(configure(RunConfig, "train", list(words)))
         return dict(saved_choices(SimpleNamespace(state={"config": config})))
 
-    assert known() == {"model": "andrea-nano", "attention": "scaled_dot", "optimizer": "muon"}
+    decay = "optimizer.weight_decay=0.1"  # which is `auto` today
+    assert known(decay) == {"model": "andrea-nano", "attention": "scaled_dot", "optimizer": "muon"}
     assert known("model=gpt2", "attention.implementation=sdpa", "optimizer.weight_decay=0") == {
         "model": "gpt2",
         "attention": "scaled_dot",

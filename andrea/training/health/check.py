@@ -78,7 +78,7 @@ def optimizer_remedy(optimizer: OptimizerConfig) -> str:
         for setting, is_off in (
             ("optimizer.clip_norm=1", optimizer.clip_norm is None),
             ("optimizer.warmup_steps=100", optimizer.warmup_steps == 0),
-            ("optimizer.weight_decay=0.1", optimizer.weight_decay == 0),
+            ("optimizer.weight_decay=0.1", optimizer.decay == 0),
         )
         if is_off
     ]

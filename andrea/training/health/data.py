@@ -173,7 +173,7 @@ class DataCheck(Check):
         if epochs <= 1 or not (rises or train < uniform <= val):
             return {}
         steps = best["step"] if rises else int(evidence.step * min(1, self.config.epochs / epochs))
-        decay = 2 * self.run.optimizer.weight_decay or 0.1
+        decay = 2 * self.run.optimizer.decay or 0.1
         # A run as short as its warm-up would end before it has learned anything.
         is_longer = steps > self.run.optimizer.warmup_steps
         shorter = remedy_settings(f"train.steps={steps}") + " or " if is_longer else ""

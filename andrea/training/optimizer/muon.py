@@ -90,7 +90,7 @@ class Muon:
         rate: the learning rate as a fraction of its peak. Nothing changes where the 0-dim flag `finite` is false.
         Cautious weight decay (Chen et al. 2025, arXiv 2510.12402) decays only the weights that the update shrinks too.
         """
-        decay = self.peak_rate * weight_decay_at(rate, self.config) * self.config.weight_decay
+        decay = self.peak_rate * weight_decay_at(rate, self.config) * self.config.decay
         for stack in self.stacks:
             direction = self.direction(stack, finite)
             if self.config.cautious_decay:

@@ -192,9 +192,9 @@ def adamw_groups(
         "taps": config.convolution_learning_rate or config.learning_rate,
         "matrix": config.matrix_learning_rate or config.learning_rate,
     }
-    decay_elsewhere = config.weight_decay if config.kind == "adamw" else 0.0
+    decay_elsewhere = config.decay if config.kind == "adamw" else 0.0
     decays = {
-        "matrix": config.weight_decay,
+        "matrix": config.decay,
         "embedding": decay_elsewhere,
         "head": decay_elsewhere,
         "vector": 0.0,

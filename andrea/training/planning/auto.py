@@ -26,9 +26,9 @@ from andrea.training.planning.parallel import choose_sharing
 from andrea.training.planning.small_text import (
     EVALUATIONS,
     epochs_of,
+    for_text,
     is_planned_now_for_text,
     length_lines,
-    with_length_for_text,
 )
 
 
@@ -54,7 +54,7 @@ def resolve(
     of a resumed run, as planned now.
     """
     device, ranks, n_vocab = machine.device, machine.ranks, corpus.tokenizer.n_vocab
-    asked, config = config, with_length_for_text(with_first_guess(config, corpus), corpus)
+    asked, config = config, for_text(with_first_guess(config, corpus), corpus)
     evaluations = EVALUATIONS if is_planned_now_for_text(asked, config, corpus) else QUARTERS
     steps = planned_steps or config.steps
     threads = choose_threads(config.threads)

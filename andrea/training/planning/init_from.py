@@ -71,8 +71,9 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     if known is not None:
         fits, what = known.identity == tokenizer.identity, known.identity
     else:
-        fits = ours.kind == tokenizer.kind and (ours.vocab_size is None or ours.vocab_size >= tokenizer.n_vocab)
-        what = f"tokenizer={ours.kind}" + (f" tokenizer.vocab_size={ours.vocab_size}" if ours.vocab_size else "")
+        size = None if ours.vocab_size == "auto" else ours.vocab_size
+        fits = ours.kind == tokenizer.kind and (size is None or size >= tokenizer.n_vocab)
+        what = f"tokenizer={ours.kind}" + (f" tokenizer.vocab_size={size}" if size else "")
     if not fits:
         raise UserError(
             f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses {what}; leave "

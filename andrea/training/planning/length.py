@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from andrea.config import RunConfig, Text, UserError
+from andrea.config import ON_LARGE_TEXT, RunConfig, Text, UserError
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.text.tokenizer import configured_tokenizer
 from andrea.training.records.format import format_number
@@ -13,12 +13,16 @@ GPT2_VOCABULARY = 50257  # tokens of tiktoken's gpt2, end-of-text included
 
 
 def planned_vocabulary(config: RunConfig) -> int:
-    """The vocabulary size of the tokenizer in `tokenizer.path`, or of the tokenizer that the run will make."""
+    """The vocabulary size of the tokenizer in `tokenizer.path`, or of the tokenizer that the run will make.
+
+    For `auto` it is that of a large text: the text is not read yet.
+    """
     if config.tokenizer.path:
         return configured_tokenizer(config.tokenizer).n_vocab
     if config.tokenizer.kind == "bpe":
-        assert config.tokenizer.vocab_size is not None
-        return config.tokenizer.vocab_size
+        size = config.tokenizer.vocab_size
+        assert size is not None
+        return int(ON_LARGE_TEXT["tokenizer.vocab_size"]) if size == "auto" else size
     return 257 if config.tokenizer.kind == "byte" else GPT2_VOCABULARY
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from andrea.config import RunConfig
+from andrea.config import ON_LARGE_TEXT, RunConfig
 from andrea.model.size import count_parameters
 from andrea.text.corpus import Corpus
 
 EPOCHS = 5.25  # after which validation is near its best, for a text of as many tokens as the model has parameters
 GROWTH = 0.25  # of the epochs with tokens per parameter, as a power
+DECAY_PER_REREADING = 1.2  # weight decay that each epoch after the first calls for, as a multiple of a large text's
 MEASURED_TOKENS_PER_STEP = 4096  # larger steps learn less from a token: epochs grow with the root of their size
 LEAST_WARMUPS = 2  # a run lasts at least so many times its warm-up
 EVALUATIONS = 10  # of a run whose length is planned for the text: the best of them is its result
@@ -47,11 +48,23 @@ def steps_for_text(config: RunConfig, corpus: Corpus) -> int:
     return min(config.model.recipe_steps, most_steps_for_text(config, corpus))
 
 
-def with_length_for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The configuration with a number for train.steps=auto."""
-    if config.train.steps != "auto":
-        return config
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps_for_text(config, corpus)))
+def weight_decay_for_text(config: RunConfig, corpus: Corpus) -> float:
+    """The weight decay of a run of `config.steps` steps: the more often it reads its text, the stronger."""
+    epochs = epochs_of(config.steps, config, corpus)
+    return round(ON_LARGE_TEXT["optimizer.weight_decay"] * max(1.0, DECAY_PER_REREADING * (epochs - 1)), 2)
+
+
+def for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
+    """The configuration with numbers for the keys whose `auto` depends on the text's size."""
+    tokenizer, optimizer, train = config.tokenizer, config.optimizer, config.train
+    if train.steps == "auto":
+        config = dataclasses.replace(config, train=dataclasses.replace(train, steps=steps_for_text(config, corpus)))
+    if optimizer.weight_decay == "auto":
+        decay = weight_decay_for_text(config, corpus)
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, weight_decay=decay))
+    if tokenizer.vocab_size == "auto":
+        tokenizer = dataclasses.replace(tokenizer, vocab_size=corpus.tokenizer.n_vocab)
+    return dataclasses.replace(config, tokenizer=tokenizer)
 
 
 def is_planned_now_for_text(asked: RunConfig, config: RunConfig, corpus: Corpus) -> bool:

@@ -160,7 +160,7 @@ def test_muon_moves_the_matrices_at_the_configured_rates() -> None:
         momentum = (1 - config.momentum) * parameter.grad
         nesterov = parameter.grad.lerp(momentum, config.momentum)
         longer = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-        moved = before[name] * (1 - rate * config.weight_decay) - rate * longer * orthogonalise(nesterov[None])[0]
+        moved = before[name] * (1 - rate * config.decay) - rate * longer * orthogonalise(nesterov[None])[0]
         torch.testing.assert_close(parameter.detach(), moved, atol=1e-6, rtol=1e-5)
 
 
