@@ -25,7 +25,7 @@ of the keys alone. The sink's gradient is kernels/sink.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -74,7 +74,9 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     specialisation with 8.
     """
     if capability >= 120:  # consumer Blackwell has the matrix instructions of Ampere, and 99 KiB of shared memory
-        capability = 80
+        of_ampere = tuning(width, dtype, 80)
+        spills = dtype != torch.float32 and width <= 128  # in its kernel for dQ, which reads by descriptor here
+        return replace(of_ampere, queries=Blocks(32, 64, 4, 2)) if spills else of_ampere
     if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
         if width <= 32:
             return Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
