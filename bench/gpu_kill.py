@@ -1,16 +1,19 @@
 """Kills the rehearsal of bench/gpu.py at random moments: whatever it said that it measured must be in its result files.
 
-    python bench/gpu_kill.py [--kills 20] [--parts loss optimizer generate checks attention] [--seconds 60]
+    python bench/gpu_kill.py [--kills 22] [--parts loss optimizer generate checks attention] [--seconds 40]
 
-Every second kill is SIGKILL, to the driver alone; the others are SIGTERM. The judge compares the log, line by line, with the
-file of records: each row of attention, each contestant of each round that was ended. After SIGTERM the table must stand at
-the end of the log, and the exit code be 143; a rehearsal that has run all its parts prints its table and ignores SIGTERM.
-Never may a process be left after ten seconds, or more than eight files.
+Each part in turn is the first of a rehearsal. Every second kill is SIGKILL, to the driver alone; the others are SIGTERM. The
+judge compares the log, line by line, with the file of records: each row of attention, each tile that was tuned, each
+contestant of each round that was ended. The copy of a run's metrics must hold whole lines of the run's own file, and after
+SIGTERM all of them. After SIGTERM the table must stand at the end of the log, and the exit code be 143; a rehearsal that has
+run all its parts prints its table and ignores SIGTERM. Never may a process be left after ten seconds, or more than eight
+files.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -25,10 +28,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import RESULTS, ROOT, write_record
+from gpu_parts import PARTS
 
 MOST_FILES = 8
 ROUND = re.compile(r"round (\d+): (.*): [\d.]+ tokens/s")
 ATTENTION = re.compile(r"d +(\d+) T +(\d+) (\S.*?)  +forward .* TFLOP/s")
+TUNED = re.compile(r"tuned d (\d+) T (\d+) (\w+): (\{.*\})")
 
 
 def findings(folder: Path, scratch: Path, number: int, code: int) -> tuple[list[str], int]:
@@ -44,6 +49,7 @@ def findings(folder: Path, scratch: Path, number: int, code: int) -> tuple[list[
     said = measurements_said(lines)
     held = measurements_held(records)
     wrong += [f"said but not held: {each}" for each in sorted(said - held)]
+    wrong += wrong_metrics(folder, scratch, is_all=number == signal.SIGTERM)
     if number == signal.SIGTERM and lines:
         if code != 128 + signal.SIGTERM:
             wrong.append(f"exit code {code}")
@@ -52,13 +58,25 @@ def findings(folder: Path, scratch: Path, number: int, code: int) -> tuple[list[
     return wrong, len(said)
 
 
+def wrong_metrics(folder: Path, scratch: Path, is_all: bool) -> list[str]:
+    """What is wrong with the copy of a run's metrics, which must be the beginning of the run's file, in whole lines."""
+    written, copies = list(scratch.rglob("metrics.jsonl")), list(folder.glob("*-metrics.jsonl"))
+    if not written:
+        return []
+    lines = written[0].read_bytes().splitlines(keepends=True)
+    copied = copies[0].read_bytes().splitlines(keepends=True) if copies else []
+    if copied != lines[: len(copied)] or (is_all and len(copied) < len(lines)):
+        return [f"of {len(lines)} lines of metrics, {len(copied)} were copied, which are not the first ones"]
+    return []
+
+
 def is_table(line: str) -> bool:
     """Whether the table at the end of the log begins with this line, which is the name of the file of records."""
     return line.startswith("== ") and line.endswith(".json")
 
 
 def measurements_said(lines: list[str]) -> set[tuple]:
-    """From the log: rows of attention, and (record, contestant, rounds) of rounds after which another line came."""
+    """From the log: rows of attention, tiles, and (record, contestant, rounds) of rounds after which another line came."""
     said: set[tuple] = set()
     command, in_round = "", []
     for line in lines:
@@ -68,6 +86,8 @@ def measurements_said(lines: list[str]) -> set[tuple]:
             command, in_round = found[1], []
         elif found := ATTENTION.match(line):
             said.add((command, found[3].strip(), int(found[1]), int(found[2])))
+        elif found := TUNED.match(line):
+            said.add((command, found[3], int(found[1]), int(found[2]), *tile_of(ast.literal_eval(found[4]))))
         elif found := ROUND.match(line):
             index, name = int(found[1]), found[2]
             if in_round and in_round[0][0] < index:  # the round before is over, and was saved
@@ -82,12 +102,18 @@ def measurements_held(records: dict) -> set[tuple]:
     held: set[tuple] = set()
     for command, record in records.items():
         for row in record.get("rows", []):
-            if "implementation" in row:
+            if "kernel" in row and "length" in row:
+                held.add((command, row["kernel"], row["width"], row["length"], *tile_of(row)))
+            elif "implementation" in row:
                 held.add((command, row["implementation"], row["width"], row["length"]))
         rounds = {name: len(row["rounds"]) for name, row in record.get("results", {}).items() if "rounds" in row}
         rounds["memory read, in GB"] = len(record.get("read_gigabytes_per_second", []))
         held |= {(command, name, index) for name, count in rounds.items() for index in range(1, count + 1)}
     return held
+
+
+def tile_of(row: dict) -> tuple[int, ...]:
+    return tuple(row[key] for key in ("m", "n", "warps", "stages"))
 
 
 def wait_for_measurement(process: subprocess.Popen, folder: Path) -> None:
@@ -104,6 +130,13 @@ def has_run_all(folder: Path, parts: list[str]) -> bool:
     path = next(folder.glob("gpu-*.json"), None)
     outcomes = json.loads(path.read_text(encoding="utf-8")).get("outcomes", {"parts": []}) if path else {"parts": []}
     return {row["part"] for row in outcomes["parts"]} == set(parts)
+
+
+def parts_begun(folder: Path) -> list[str]:
+    """The commands that had begun, in their order, by the names of their parts."""
+    log = next(folder.glob("*.log"), None)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
+    return [found[1] for line in lines if (found := re.match(r"== (\w+): .* s at most\)$", line))]
 
 
 def left_running(scratch: Path) -> list[str]:
@@ -125,7 +158,9 @@ def left_running(scratch: Path) -> list[str]:
 
 def kill_once(index: int, chosen: argparse.Namespace, drawn: random.Random) -> dict:
     number = (signal.SIGKILL, signal.SIGTERM)[index % 2]
-    parts = drawn.sample(chosen.parts, len(chosen.parts))[: chosen.at_once]
+    first = chosen.parts[index % len(chosen.parts)]
+    others = [part for part in chosen.parts if part != first]
+    parts = [first, *drawn.sample(others, min(len(others), chosen.at_once - 1))]
     after = drawn.uniform(chosen.earliest, chosen.seconds)
     with tempfile.TemporaryDirectory() as place:
         folder, scratch = Path(place) / "results", Path(place) / "scratch"
@@ -143,14 +178,22 @@ def kill_once(index: int, chosen: argparse.Namespace, drawn: random.Random) -> d
             code = process.wait(30)
             ended = code == 0 and number == signal.SIGTERM and has_run_all(folder, parts)
         wrong, said = findings(folder, scratch, 0 if ended else number, code)
-    row = {"parts": parts, "signal": number.name, "after_s": round(after, 1), "ended_before": ended, "said": said}
+        begun = parts_begun(folder)
+    row = {
+        "parts": parts,
+        "begun": begun,
+        "signal": number.name,
+        "after_s": round(after, 1),
+        "ended_before": ended,
+        "said": said,
+    }
     return row | {"findings": wrong}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--parts", nargs="+", default=["loss", "optimizer", "generate", "checks", "attention"])
+    parser.add_argument("--kills", type=int, default=2 * len(PARTS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS))
     parser.add_argument("--at-once", type=int, default=2, help="parts in one rehearsal")
     parser.add_argument("--earliest", type=float, default=4, help="seconds before the first moment of a kill")
     parser.add_argument("--seconds", type=float, default=40, help="the last moment of a kill")

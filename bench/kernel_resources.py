@@ -1,6 +1,7 @@
 """What the kernels of attention and of the loss take of a card, by compiling them: registers, spills, shared memory. Needs no GPU.
 
-    python bench/kernel_resources.py [--widths 64 128] [--types bf16 fp16] [--targets 80 90 100] [--json FILE]
+    python bench/kernel_resources.py [--widths 64 128] [--types bf16 fp16] [--targets 80 90 100 gfx942] [--json FILE]
+    python bench/kernel_resources.py --predict FILE   # of such a record with sm_90: milliseconds on H100 and H200
 
 Spilled bytes are local memory of the machine code, read off it by the cuobjdump that comes with triton. Occupancy is
 the number of programs that fit one multiprocessor by registers and shared memory. Loops are counted in the machine code: the
@@ -42,7 +43,10 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 10
 MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 # For the prediction: operations of 16-bit products in a cycle of one multiprocessor (vendor's datasheets), the products of
 # each kernel, and the number of tokens.
-FLOPS_A_CYCLE = {80: 2048, 90: 4096, 100: 8192}
+FLOPS_A_CYCLE = {80: 2048, 86: 512, 89: 512, 90: 4096, 100: 8192, 120: 512}
+PEAK_TFLOPS = {80: 312, 86: 71, 89: 165, 90: 989, 100: 2250, 120: 209}  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
+AMD = "gfx942"
+BYTES_A_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
 PRODUCTS = {"forward": 2, "keys, atomic dQ": 5, "keys": 4, "queries": 3}
 MODEL_LENGTH = 1024
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
@@ -50,10 +54,10 @@ IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
 IN_INT32 = {"first", "stop", "query_low", "query_high"}
 
 
-def kernels(width: int, dtype: str, target: int, mode: str, statistics: bool, modified: bool) -> dict[str, tuple]:
+def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bool, modified: bool) -> dict[str, tuple]:
     """name -> (function, tiles, its own constants), as `fused_attention` would launch them. modified: with a cap on scores,
     ALiBi and sinks."""
-    tuned = tuning(padded(width), TYPES[dtype], target)
+    tuned = tuning(padded(width), TYPES[dtype], 80 if target == AMD else target)
     how = {"MODE": MODES[mode], "CAPPED": modified, "SLOPED": modified}
     return {
         "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "SINK": modified, **how}),
@@ -63,12 +67,12 @@ def kernels(width: int, dtype: str, target: int, mode: str, statistics: bool, mo
     }
 
 
-def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, target: int):
+def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, target: int | str):
     """The kernel as the launcher would compile it for tensors whose strides are multiples of 16."""
     constants = {
         **constants, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "D_QK": width, "D_V": width,
         "PADDED_QK": padded(width), "PADDED_V": padded(width), "GROUP": 1,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "DESCRIPTORS": target >= 90 and dtype != "fp32",
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "DESCRIPTORS": target != AMD and target >= 90 and dtype != "fp32",
     }  # fmt: skip
     described = (
         {"q": blocks.m, "dz": blocks.m} if function is attend_triton.keys_kernel else {"k": blocks.n, "v": blocks.n}
@@ -91,7 +95,8 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    gpu = GPUTarget("hip", AMD, 64) if target == AMD else GPUTarget("cuda", target, 32)
+    return triton.compile(source, target=gpu, options=options)
 
 
 def compiled_loss(dtype: str, target: int, capped: bool):
@@ -125,6 +130,21 @@ def resources(kernel, target: int, warps: int) -> dict:
         "occupancy": occupancy(registers, shared, warps, target),
         "loads_of_2_bytes": len(re.findall(r"LDG\.\S*U16", code)),
         "loops": loops(code),
+    }
+
+
+def amd_resources(kernel) -> dict:
+    """The same of an AMD GPU, from the assembly's metadata. Vector registers are 512 for each lane, in two files."""
+    code = kernel.asm["amdgcn"]
+    found = {
+        what: int(re.findall(rf"\.{what}:\s+(\d+)", code)[0])
+        for what in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    }
+    return {
+        "registers": found["vgpr_count"],
+        "spilled_bytes": found["private_segment_fixed_size"],
+        "shared_bytes": kernel.metadata.shared,
+        "products_in_code": len(re.findall(r"\bv_mfma", code)),
     }
 
 
@@ -173,8 +193,10 @@ def loops(code: str) -> list[dict]:
     return counted
 
 
-def predicted_share(name: str, blocks: Blocks, width: int, row: dict, target: int) -> float | None:
-    """The predicted share of the tensor cores' peak, for causal attention over MODEL_LENGTH tokens. Not calibrated yet.
+def predicted_share(
+    name: str, blocks: Blocks, width: int, row: dict, target: int, length: int = MODEL_LENGTH
+) -> float | None:
+    """The predicted share of the tensor cores' peak, for causal attention over `length` tokens. Not calibrated yet.
 
     Per block of m × n scores, in cycles of a multiprocessor: the products, the issue of all instructions (four a cycle)
     and the special functions (sixteen a cycle). Within a program, the compiler waits for a product before it goes on, so
@@ -192,7 +214,7 @@ def predicted_share(name: str, blocks: Blocks, width: int, row: dict, target: in
     special = unmasked["special"] * blocks.warps * 32 / 16
     longest, one_after_another = max(tensor, issue, special), tensor + max(issue, special)
     cycles = longest + (one_after_another - longest) / row["occupancy"]
-    return round(tensor / cycles / (1 + (blocks.m + blocks.n) / 2 / MODEL_LENGTH), 3)
+    return round(tensor / cycles / (1 + (blocks.m + blocks.n) / 2 / length), 3)
 
 
 def measure(widths, types, targets, modes, modified: bool, statistics=(True, False)) -> list[dict]:
@@ -208,12 +230,16 @@ def measure(widths, types, targets, modes, modified: bool, statistics=(True, Fal
                             if name != "forward" and with_statistics:
                                 continue  # the backward pass knows nothing of them
                             kernel = compiled(function, blocks, own, width, dtype, target)
-                            found = resources(kernel, target, blocks.warps)
+                            found, share = amd_resources(kernel) if target == AMD else None, None
+                            if found is None:
+                                found = resources(kernel, target, blocks.warps)
+                                share = predicted_share(name, blocks, width, found, target)
                             rows.append({
                                 "kernel": name + " + statistics" * with_statistics + ", modified" * modified,
-                                "width": width, "dtype": dtype, "target": f"sm_{target}", "mode": mode,
+                                "width": width, "dtype": dtype, "target": AMD if target == AMD else f"sm_{target}", "mode": mode,
                                 "m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages,
-                                **found, "predicted_share": predicted_share(name, blocks, width, found, target),
+                                **found, "predicted_share": share,
+                                "predicted_tflops": share and round(share * PEAK_TFLOPS[target]),
                             })  # fmt: skip
                             print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     return rows
@@ -254,11 +280,61 @@ def measure_loss(types, targets) -> list[dict]:
     return rows
 
 
+def predictions(path: Path) -> list[dict]:
+    """Expected milliseconds and TFLOP/s of each kernel for the shapes of bench/attention.py: causal, 65,536 tokens, B·H·D =
+    768 for each token.
+
+    A kernel takes as long as its arithmetic (`predicted_share` of the peak) or its traffic with the memory, whichever is
+    longer; each tensor is moved once. The backward pass reads its output and upstream gradient once more, for delta.
+    TFLOP/s count the causal half: 2 products in the forward pass, 5 in the backward pass, however it is computed.
+    """
+    rows, tokens, channels = [], 65536, 768
+    of_sm_90 = {
+        (row["kernel"], row["width"]): row
+        for row in json.loads(path.read_text())["rows"]
+        if row["target"] == "sm_90" and row["dtype"] == "bf16" and "width" in row and row["mode"] == "causal"
+    }
+    for card, width, length in itertools.product(BYTES_A_SECOND, (64, 128), (1024, 2048, 4096, 8192)):
+        product_flops = tokens * channels * length  # of one product, the causal half
+        tensor_ms = 1000 * 2 * tokens * channels / BYTES_A_SECOND[card]
+
+        def milliseconds(
+            kernel: str, n_product: int, n_tensor: float, width: int = width, length: int = length
+        ) -> float:
+            row = of_sm_90[kernel, width]
+            blocks = Blocks(row["m"], row["n"], row["warps"], row["stages"])
+            share = predicted_share(kernel, blocks, width, row, 90, length)
+            arithmetic_ms = 1000 * n_product * product_flops / (share * PEAK_TFLOPS[90] * 1e12)  # noqa: B023
+            return max(arithmetic_ms, n_tensor * tensor_ms)  # noqa: B023
+
+        forward = milliseconds("forward + statistics", 2, 4)
+        delta = 2 * tensor_ms
+        keys, queries, atomic = (
+            milliseconds("keys", 4, 6),
+            milliseconds("queries", 3, 5),
+            milliseconds("keys, atomic dQ", 5, 8),
+        )
+        of_pass = {
+            "forward + statistics": (forward, 2), "dK, dV": (keys, 4), "dQ": (queries, 3),
+            "dK, dV, atomic dQ": (atomic, 5), "delta": (delta, 0),
+            "backward, two passes": (delta + keys + queries, 5), "backward, atomic": (delta + atomic, 5),
+            "both, two passes": (forward + delta + keys + queries, 7), "both, atomic": (forward + delta + atomic, 7),
+        }  # fmt: skip
+        for name, (ms, n_product) in of_pass.items():
+            tflops = round(n_product * product_flops / ms / 1e9)
+            rows.append(
+                {"card": card, "width": width, "length": length, "kernel": name, "ms": round(ms, 3), "tflops": tflops}
+            )
+            print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--types", nargs="+", default=["bf16", "fp16"], choices=TYPES)
-    parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--targets", type=target_of, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--predict", type=Path, metavar="FILE", help="instead: from this record, milliseconds on cards")
     parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
     parser.add_argument("--modified", action="store_true", help="with a cap on scores, ALiBi and sinks")
     parser.add_argument(
@@ -266,16 +342,27 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if chosen.predict:
+        write(chosen.json, json.loads(chosen.predict.read_text())["triton"], predictions(chosen.predict))
+        return
     if chosen.tune is not None:
         for width, dtype, target in itertools.product(chosen.widths, chosen.types, chosen.targets):
             measure_grid(width, dtype, target, chosen.tune or ["forward", "keys", "keys, atomic dQ", "queries"])
         return
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes, chosen.modified)
-    rows += measure_loss(chosen.types, chosen.targets)
-    if chosen.json:
+    rows += measure_loss(chosen.types, [target for target in chosen.targets if target != AMD])
+    write(chosen.json, triton.__version__, rows)
+
+
+def target_of(word: str) -> int | str:
+    return word if word == AMD else int(word)
+
+
+def write(path: Path | None, version: str, rows: list[dict]) -> None:
+    if path:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        record = {"bench": "kernel_resources", "date": date, "triton": triton.__version__, "rows": rows}
-        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"bench": "kernel_resources", "date": date, "triton": version, "rows": rows}
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ N sequences of T tokens in a step: n of them on this rank, B in a micro-batch. L
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
+from andrea.runtime import host_copy
 from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.runtime.shared_cores import MACHINE
 from andrea.text.loader import IGNORED_TARGET, Loader
+from andrea.text.shards import DataLost
 from andrea.training.health.check import remedy_settings
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
@@ -41,9 +44,14 @@ class Update(NamedTuple):
     loss: Tensor  # nats per token, 0-dim
     gradient_norm: Tensor  # before clipping, 0-dim
     finite: Tensor  # 0-dim bool; if false, the weights have not changed
-    stop_flags: Tensor  # (5,): StopRequests.flags, summed
+    stop_flags: list[Tensor]  # StopRequests.flags, summed, 0-dim each
     heads: HeadStatistics | None  # (L, H), where every step measures them
     size_ratios: Tensor | None  # (matrices,): norm of the change / norm of the weights, if measured
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """What the host reads of every step, 0-dim each."""
+        return [self.loss, self.gradient_norm, self.finite, *self.stop_flags]
 
 
 @dataclass
@@ -69,16 +77,28 @@ class TrainingStep:
         self.most_rows = self.ranks.local_rows(self.config.sequences_per_step).most_on_a_rank
         self.micro_batch = self.config.train.micro_batch  # halved where memory runs out
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since they were last read
+        self.prefetched: tuple[int, Batch] | None = None  # a number of steps, and the batch that follows them
 
     def batch(self, step: int) -> Batch:
         """This rank's sequences of the step that follows `step` earlier steps."""
+        (prefetched_step, batch), self.prefetched = self.prefetched or (None, None), None
+        return batch if batch is not None and prefetched_step == step else self.read_batch(step)
+
+    def read_batch(self, step: int) -> Batch:
         n = self.config.sequences_per_step
         first, count, _ = self.ranks.local_rows(n)
         tokens, targets = self.loader.batch(step * n + first, count)
-        if self.device.type == "cuda":  # from pinned memory, the copy to the GPU is asynchronous
-            tokens, targets = tokens.pin_memory(), targets.pin_memory()
         seeds = self.loader.sample_seeds(step * n + first, count)
         return Batch(tokens, targets, self.loader.count_targets(step * n, n), seeds)
+
+    def prefetch(self, step: int) -> None:
+        """On a GPU: read the batch that follows `step` steps now, while the GPU computes the step before it.
+
+        Data that cannot be read are reported when the batch is needed, after all that is due before it.
+        """
+        if host_copy.runs_ahead(self.device):
+            with contextlib.suppress(DataLost):
+                self.prefetched = step, self.read_batch(step)
 
     def update(self, batch: Batch, rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool) -> Update:
         """Forward pass, backward pass, and the optimizer step at `rate` times the peak learning rates.
@@ -104,7 +124,7 @@ class TrainingStep:
             self.scale.update(finite)
         if self.config.attention.qk_clip is not None:
             self.clipped_heads += clip_logits(self.parallel, heads.largest_logit, self.config.attention.qk_clip, finite)
-        return Update(nats / batch.n_target, norm, finite, torch.stack(summed_flags), heads, ratios)
+        return Update(nats / batch.n_target, norm, finite, summed_flags, heads, ratios)
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, HeadStatistics | None]:
         """Forward and backward over this rank's micro-batches: their summed loss in nats, and the heads' statistics (L, H).
@@ -119,7 +139,7 @@ class TrainingStep:
                 for index, piece in enumerate(pieces):
                     MACHINE.pass_on()
                     with self.parallel.sync_gradients(last=index == len(pieces) - 1):
-                        micro_nats, measured = self.loss_sum(*(t.to(self.device, non_blocking=True) for t in piece))
+                        micro_nats, measured = self.loss_sum(*(self.on_device(rows) for rows in piece))
                         # DDP and FSDP divide summed gradients by the number of ranks: multiply by it first.
                         (micro_nats * self.scale.factor * self.ranks.size / batch.n_target).backward()
                     nats += micro_nats.detach()
@@ -134,6 +154,10 @@ class TrainingStep:
                 self.parallel.zero_gradients()
             torch.cuda.empty_cache()  # not in the block above: the exception keeps the tensors of its frames alive
             self.console.say(f"out of memory: the step is run again with train.micro_batch={self.micro_batch}")
+
+    def on_device(self, rows: Tensor) -> Tensor:
+        """`rows` on the device. From pinned memory the copy is queued; from other memory the host would wait for it."""
+        return (rows.pin_memory() if self.device.type == "cuda" else rows).to(self.device, non_blocking=True)
 
     def remedy(self) -> str:
         """The out-of-memory message if the micro-batch cannot be halved."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -43,9 +43,9 @@ class StopRequests:
         requests = (*(self.signal == number for number in SIGNALS), out_of_time, wanted_steps)
         return [torch.full((), float(request), device=self.device) for request in requests]  # filled on the device
 
-    def agree(self, summed_flags: Tensor) -> None:
-        """Decide whether and why all ranks stop, and the length. summed_flags (5,): `flags` summed over all ranks."""
-        *received, out_of_time, wanted_steps = summed_flags.tolist()
+    def agree(self, summed_flags: Sequence[float]) -> None:
+        """Decide whether and why all ranks stop, and the length. summed_flags: `flags` summed over all ranks."""
+        *received, out_of_time, wanted_steps = summed_flags
         self.wanted_steps = int(wanted_steps) or self.wanted_steps
         if self.agreed:
             return

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from andrea.checkpoint import is_best_so_far
 from andrea.config import RunConfig
+from andrea.runtime import host_copy
 from andrea.runtime.shared_cores import MACHINE
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
@@ -61,7 +62,9 @@ class Trainer:
     is_planned_for_text: bool = False  # whether the length was chosen for a small text
 
     def __post_init__(self) -> None:
-        self.unread: list[tuple[int, Update]] = []  # updates of steps whose figures the host has not read yet
+        self.unread: list[
+            tuple[int, host_copy.HostCopy]
+        ] = []  # `Update.numbers` of steps that the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
         self.planned = self.config_for(self.progress.planned_steps)
         self.is_fixed = self.stopping.budget is None or not self.may_change()
@@ -101,7 +104,8 @@ class Trainer:
             progress.step += 1
             progress.tokens += config.tokens_per_step
             progress.flops += config.tokens_per_step * self.throughput.flops_per_token
-            self.unread.append((progress.step, update))
+            self.unread.append((progress.step, host_copy.HostCopy(update.numbers)))
+            self.step.prefetch(progress.step)
             if not self.read_figures(wait=due.record or due.evaluation or due.save):
                 return self.endings.stop_not_finite(self.figures)
             if (due.evaluation or due.save) and not self.checkpoints.is_finite():
@@ -142,15 +146,16 @@ class Trainer:
     def read_figures(self, wait: bool) -> bool:
         """Read loss, gradient norm and flags of completed steps. Returns False if a step was not finite.
 
-        Without `wait`, the newest step on a GPU is left unread, because reading it would stall the GPU. An fp16 step
-        that only overflowed its loss scale is not a failure: the scale was halved and training goes on.
+        Without `wait`, the newest step on a GPU is left unread: the host then queues one step while the GPU computes
+        another. An fp16 step that only overflowed its loss scale is not a failure: the scale was halved and training goes on.
         """
-        leave_newest = self.step.device.type != "cpu" and not wait
+        leave_newest = host_copy.runs_ahead(self.step.device) and not wait
         while len(self.unread) > int(leave_newest):
-            number, update = self.unread.pop(0)
-            self.figures = {"step": number, "loss": float(update.loss), "norm": float(update.gradient_norm)}
-            self.stopping.agree(update.stop_flags)
-            if bool(update.finite):
+            number, numbers = self.unread.pop(0)
+            loss, norm, finite, *stop_flags = numbers.read()
+            self.figures = {"step": number, "loss": loss, "norm": norm}
+            self.stopping.agree(stop_flags)
+            if finite:
                 self.evaluator.health.note_step(number, self.figures["loss"], self.figures["norm"])
             elif not self.step.scale.may_back_off():
                 return False
@@ -236,7 +241,8 @@ class Trainer:
             self.stopping.budget.note_step()
         seconds_left = (self.progress.planned_steps - self.progress.step) * self.throughput.seconds_per_step
         tokens_per_second = self.throughput.tokens_per_second
-        self.records.console.step(self.progress.step, self.figures["loss"], rate, tokens_per_second, seconds_left)
+        if self.figures:  # on a GPU, the first step is not read yet
+            self.records.console.step(self.progress.step, self.figures["loss"], rate, tokens_per_second, seconds_left)
 
     def training_figures(self, update: Update, rate: float) -> dict[str, float | None]:
         """The record of the last step. Its speed is the mean since the last record."""

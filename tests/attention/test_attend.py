@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import MASKS as WRITTEN_MASKS
 from oracle import Case, judge
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from andrea.attention import (
     Additive,
@@ -313,3 +316,23 @@ def test_a_mask_that_would_meet_the_heads_instead_of_the_batch_is_refused(mask):
     ):
         attend(tensor, tensor, tensor, mask=mask)
     assert attend(tensor[0], tensor[0], tensor[0], mask=mask).shape == (2, 5, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_apple_s_gpu_what_cannot_run_is_refused_in_one_line_that_names_the_device(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without values stand for a device that this machine does not have."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with FakeTensorMode():
+        tensor = torch.empty(2, 3, 17, 16, device="mps", dtype=dtype)
+    case = AttentionCase(tensor, tensor, tensor, ScaledDotProduct(), causal())
+    for name in ("native", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "triton"):
+        with pytest.raises(
+            ValueError, match=rf"implementation='{name}' cannot be used here: .*got device=mps"
+        ) as error:
+            choose(name, case)
+        assert "\n" not in str(error.value)
+    assert [refusal(name, case) for name in ("reference", "sdpa")] == [None, None]
+    assert choose("auto", case)[0] == "sdpa"
+    assert choose("auto", replace(case, statistics=True))[0] == "reference"

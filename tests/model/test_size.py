@@ -222,12 +222,13 @@ def test_on_a_cpu_the_program_counts_and_its_compiler_saves():
     assert compiled.activations < card.activations == eager.activations
 
 
-def test_the_peak_is_the_fuller_of_two_moments():
+def test_the_peak_is_the_fullest_of_three_moments():
     memory = Memory(
         weights=2,
         gradients=3,
         optimizer=5,
         gathered=7,
+        gathered_model=1,
         activations=11,
         optimizer_step=13,
         evaluation=19,
@@ -235,6 +236,7 @@ def test_the_peak_is_the_fuller_of_two_moments():
     )
     assert memory.total == 2 + 3 + 5 + 17 + 19 + (7 + 11)
     assert replace(memory, optimizer_step=23).total == 2 + 3 + 5 + 17 + 19 + 23
+    assert replace(memory, gathered_model=29).total == 2 + 5 + 17 + 19 + 29 + (7 + 11)  # the gradients are freed before
 
 
 @pytest.mark.parametrize("compatibility", ["scaled_dot", "bilinear"])
@@ -259,6 +261,7 @@ def test_a_share_of_what_is_kept_and_a_few_whole_blocks():
     assert share.weights == 4 * total // 7 and share.optimizer == 8 * total // 7
     assert share.gradients == whole.gradients  # summed over ranks once a step
     assert share.gathered == 10 * in_blocks // config.n_layer + 8 * (total - in_blocks)
+    assert share.gathered_model == 4 * (total + config.d_model * config.d_mlp) and whole.gathered_model == 0
     assert whole.gathered == 0
     copies = 2 * sum(p.numel() for p in GPT(config, ATTENTION, V).blocks.parameters() if p.dim() == 2)
     assert share.activations == pytest.approx(whole.activations - copies, rel=0.01)  # they come in bf16

@@ -146,3 +146,24 @@ def test_the_judge_of_kills_finds_a_measurement_that_was_said_and_is_not_held(tm
     assert findings(tmp_path, tmp_path / "scratch", signal.SIGTERM, 0)[0] == ["exit code 0", "no table"]
     (tmp_path / "gpu-1.json").write_text("{}")
     assert "said but not held" in findings(tmp_path, tmp_path / "scratch", signal.SIGKILL, -9)[0][0]
+
+
+def test_the_judge_of_kills_compares_tuned_tiles_and_the_copied_metrics(tmp_path: Path) -> None:
+    from gpu_kill import findings
+
+    results, run_folder = tmp_path / "results", tmp_path / "scratch" / "runs" / "run"
+    results.mkdir()
+    run_folder.mkdir(parents=True)
+    tile = {"kernel": "keys", "width": 64, "length": 11, "m": 32, "n": 64, "warps": 4, "stages": 2, "ms": {"keys": 1.0}}
+    lines = ["== tune: bench/attention.py --output records/tune.json (80 s at most)", f"tuned d 64 T 11 keys: {tile}"]
+    (results / "gpu.log").write_text("\n".join(lines))
+    (results / "gpu-1.json").write_text(json.dumps({"tune": {"rows": [tile]}}))
+    (run_folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    copied = results / "gpu-1-metrics.jsonl"
+    copied.write_text('{"step": 1}\n')
+    assert findings(results, tmp_path / "scratch", signal.SIGKILL, -9) == ([], 1)
+    assert "of 2 lines of metrics, 1 were copied" in findings(results, tmp_path / "scratch", signal.SIGTERM, 143)[0][0]
+    copied.write_text('{"step": 1}\n{"st')  # torn
+    assert "of metrics" in findings(results, tmp_path / "scratch", signal.SIGKILL, -9)[0][0]
+    (results / "gpu-1.json").write_text(json.dumps({"tune": {"rows": [tile | {"m": 64}]}}))
+    assert "said but not held" in findings(results, tmp_path / "scratch", signal.SIGKILL, -9)[0][0]

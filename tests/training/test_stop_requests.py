@@ -18,7 +18,7 @@ def agreed(*received: int | None, budget: TimeBudget | None = None, wanted_steps
         rank.signal = number
     summed = sum(torch.stack(rank.flags(wanted_steps if rank is ranks[0] else 0)) for rank in ranks)
     for rank in ranks:
-        rank.agree(summed)
+        rank.agree(summed.tolist())
     return ranks
 
 

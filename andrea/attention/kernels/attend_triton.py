@@ -25,7 +25,7 @@ of the keys alone. The sink's gradient is kernels/sink.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -63,7 +63,7 @@ class Tuning:
 
 
 def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
-    """Tiles for the padded head width, input type and compute capability (80, 90, 100).
+    """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
 
     No tile spills registers according to bench/kernel_resources.py. For Hopper and heads of at most 64, the tiles are
     those that bench/kernel_resources.py --tune predicts to be fast. Two or three of their programs share a
@@ -73,6 +73,10 @@ def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and ignores warp
     specialisation with 8.
     """
+    if capability >= 120:  # consumer Blackwell has the matrix instructions of Ampere, and 99 KiB of shared memory
+        of_ampere = tuning(width, dtype, 80)
+        spills = dtype != torch.float32 and width <= 128  # in its kernel for dQ, which reads by descriptor here
+        return replace(of_ampere, queries=Blocks(32, 64, 4, 2)) if spills else of_ampere
     if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
         if width <= 32:
             return Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
@@ -555,8 +559,11 @@ def padded(width: int) -> int:
 
 
 def capability_of(tensor: Tensor) -> int:
-    """Compute capability times ten: 80, 90, 100, …; under the interpreter 80."""
-    if tensor.device.type != "cuda":
+    """Compute capability times ten: 80, 90, 100, …; under the interpreter 80.
+
+    Also 80 on an AMD GPU, whose numbers mean other hardware: it has no tensor memory accelerator.
+    """
+    if tensor.device.type != "cuda" or torch.version.hip is not None:
         return 80
     major, minor = torch.cuda.get_device_capability(tensor.device)
     return 10 * major + minor

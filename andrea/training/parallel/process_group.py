@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import json
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from andrea.runtime import torchrun
 from andrea.runtime.torchrun import RankLost
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.watchdog import StoreWatchdog, Watchdog
@@ -43,13 +46,14 @@ def join_ranks(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
         yield Ranks(), Watchdog()
         return
     ranks = Ranks(*(int(os.environ[name]) for name in RANK_VARIABLES))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
+    how = settings_of_group(ranks)
+    if "device_id" in how:
+        torch.cuda.set_device(how["device_id"])
+        exit_as_rank_lost_on_abort()
     with raising_rank_lost():
         group_store, status_store = open_stores(ranks)
         dist.init_process_group(
-            backend, store=group_store, rank=ranks.rank, world_size=ranks.size, timeout=COLLECTIVE_TIMEOUT
+            store=group_store, rank=ranks.rank, world_size=ranks.size, timeout=COLLECTIVE_TIMEOUT, **how
         )
     watchdog = StoreWatchdog(ranks.rank, ranks.size, status_store, watchdog_minutes)
     sys.excepthook = print_traceback_and_exit
@@ -58,6 +62,32 @@ def join_ranks(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
         dist.barrier()  # no rank leaves while another still writes or reads
     watchdog.finish()
     dist.destroy_process_group()  # not after an exception: it would wait for collectives that other ranks never start
+
+
+def settings_of_group(ranks: Ranks) -> dict[str, Any]:
+    """The backend of the process group, and on CUDA this rank's GPU.
+
+    With a GPU, NCCL connects the ranks at once: a wrong set-up fails here and not in the first step. Without one, NCCL guesses
+    the GPU in collectives that have no tensor, such as a barrier.
+    """
+    if not torch.cuda.is_available():
+        return {"backend": "gloo"}
+    index = ranks.local_rank % torch.cuda.device_count()
+    return {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
+
+
+def exit_as_rank_lost_on_abort() -> None:
+    """Let this process exit with RANK_LOST instead of being killed by SIGABRT. Linux only.
+
+    When a peer dies, a thread of torch's NCCL backend throws an error that nobody can catch, and the C++ runtime aborts
+    the process; torch has printed NCCL's error by then. The main thread may wait for the GPU and can run no Python code.
+    Therefore the signal's handler is the C library's `_exit` itself. It gets the signal's number, which is RANK_LOST.
+    """
+    if sys.platform == "linux":
+        assert signal.SIGABRT == torchrun.RANK_LOST
+        library = ctypes.CDLL(None)
+        library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        library.signal(signal.SIGABRT, ctypes.cast(library._exit, ctypes.c_void_p))
 
 
 def print_traceback_and_exit(*error: Any) -> None:

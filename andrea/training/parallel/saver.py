@@ -26,6 +26,7 @@ from andrea.checkpoint.keep import keep_newest, mark_best
 from andrea.checkpoint.shards import write_shard
 from andrea.checkpoint.tensors import TensorReader
 from andrea.runtime.files import RESUME, StorageFailed, storing
+from andrea.runtime.host_copy import empty_pinned
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.fsdp import FullySharded
@@ -113,10 +114,9 @@ class ShardedSaver(Saver):
         self.wait()  # one save at a time
         tensors = self.tensors_of_this_rank()
         if not self.copies:  # allocated once: allocating memory takes longer than copying
-            self.copies = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                for name, tensor in tensors.items()
-            }
+            on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
+            others = tensors.keys() - on_gpu.keys()
+            self.copies = empty_pinned(on_gpu) | {name: torch.empty_like(tensors[name]) for name in others}
         for name, tensor in tensors.items():
             self.copies[name].copy_(tensor.detach())
         state_now = copy.deepcopy(state)  # the run changes the objects in `state` while the thread writes

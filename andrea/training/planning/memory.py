@@ -40,17 +40,22 @@ class Memory:
     gathered: int  # FSDP only: weights while they are gathered, gradients while they are reduced
     activations: int  # forward and backward pass of a micro-batch at their peak, see `pass_bytes`
     optimizer_step: int  # temporaries of the optimizer's step, when activations are freed
+    gathered_model: int  # FSDP only: the fp32 model that rank 0 gathers for evaluations, see `gathered_model_bytes`
     evaluation: int  # on a CPU: measuring the heads on held-out text, with their scores written out
     python_and_libraries: int  # on a CPU: interpreter, torch, this package, the compiler
 
     @property
     def total(self) -> int:
-        """The peak: backward pass or optimizer's step, whichever needs more.
+        """The peak: backward pass, optimizer's step or evaluation, whichever needs most.
 
-        On a CPU the process keeps a step's memory while the heads are measured, so the evaluation adds to the peak.
+        Rank 0 may validate while it holds the gathered model; the gradients of the step are freed before. Validation
+        gathers blocks and runs passes like a step. On a CPU the process keeps a step's memory while the heads are
+        measured, so the evaluation adds to the peak.
         """
-        kept = self.python_and_libraries + self.weights + self.gradients + self.optimizer
-        return kept + max(self.gathered + self.activations, self.optimizer_step) + self.evaluation
+        kept = self.python_and_libraries + self.weights + self.optimizer
+        passes = self.gathered + self.activations
+        step = self.gradients + max(passes, self.optimizer_step)
+        return kept + max(step, self.gathered_model + passes) + self.evaluation
 
 
 def plan_memory(
@@ -105,6 +110,7 @@ def plan_memory(
         gradients=4 * total,
         optimizer=4 * state // share,
         gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,
+        gathered_model=gathered_model_bytes(model) if sharded else 0,
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         optimizer_step=optimizer_step_bytes(matrices, precision, share) if muon else 0,
         evaluation=evaluation_bytes(config, attention, n_vocab) if on_cpu else 0,
@@ -122,6 +128,15 @@ def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     outside = sum(parameter.numel() for parameter in model.parameters()) - n_layer * block
     return (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
+
+
+def gathered_model_bytes(model: GPT) -> int:
+    """The bytes that rank 0 needs for `Parallel.gathered_model`: the model in fp32, and its largest parameter once more.
+
+    A parameter whose rows the ranks do not share equally is copied out of a padded one.
+    """
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return 4 * (sum(sizes) + max(sizes))
 
 
 def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks: int = 1) -> int:
