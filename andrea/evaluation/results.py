@@ -51,6 +51,11 @@ class Figure:
         return (self.value - self.chance) / self.standard_error
 
 
+Judged = dict[
+    tuple[str, str], tuple[int, Figure]
+]  # (task, metric) -> the step of the checkpoint, and its newest figure
+
+
 def run_of(checkpoint: Checkpoint) -> Path | None:
     """The run's folder; None for a checkpoint outside of a run."""
     path = checkpoint.path.resolve()
@@ -68,8 +73,8 @@ def append_figures(run: Path, checkpoint: Checkpoint, figures: Sequence[Figure],
     return path
 
 
-def read_figures(run: Path) -> dict[tuple[str, str], tuple[int, Figure]]:
-    """(task, metric) -> the step of the checkpoint, and its newest figure. Lines that cannot be read are left out."""
+def read_figures(run: Path) -> Judged:
+    """The newest figures in the run's records. Lines that are not records are left out. Raises OSError."""
     path, found = run / FILE, {}
     if not path.is_file():  # reading a pipe would wait for ever
         return {}

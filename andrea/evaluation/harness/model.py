@@ -17,6 +17,7 @@ from andrea.evaluation.bits_per_byte import rolling_windows
 from andrea.evaluation.subject import Subject, load_subject
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
+from andrea.runtime.device import is_available
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -47,6 +48,8 @@ class AndreaLM(TemplateLM):
     ) -> None:
         super().__init__()
         n_batch = DEFAULT_BATCH if str(batch_size).startswith("auto") else int(batch_size)
+        if device.startswith("cuda") and not is_available("cuda"):
+            device = "auto"  # lm-eval's command line asks for cuda:0 where the user asks for nothing
         self.subject = subject or load_subject(checkpoint, runs_dir, device, n_batch, trust)
         self.n_batch = n_batch
         self.engine = Engine(self.subject.gpt, self.subject.tokenizer)  # without a dtype it copies no weights
