@@ -6,7 +6,7 @@ A continuation of K tokens is predicted from the context in front of it. N token
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,9 @@ class Row:
         return self.tokens[self.n_context :]
 
 
+Pass = tuple[list[Row], list[Tensor]]  # rows, and for each (K, d_model): the vectors that predict its continuation
+
+
 class Scorer:
     """Scores continuations with a model in fp32. batch_size: the sequences that are read in one pass.
 
@@ -73,16 +76,15 @@ class Scorer:
             row = self.row(index, context, continuation)
             by_context[row.context].append(row)
         alone: list[Row] = []
+        alone: list[Row] = []
         with MACHINE.taken():
             for context, rows in by_context.items():
-                if len(rows) == 1 or len(context) < FEWEST_SHARED:
+                if len(rows) > 1 and len(context) >= FEWEST_SHARED:
+                    self.keep(scores, self.passes_after_shared(rows), report)
+                else:
                     alone += rows
-                    continue
-                for first in range(0, len(rows), self.batch_size):
-                    self.keep(scores, rows[first : first + self.batch_size], self.hidden_after_shared, report)
             alone.sort(key=lambda row: len(row.tokens), reverse=True)  # rows of one pass have similar lengths
-            for first in range(0, len(alone), self.batch_size):
-                self.keep(scores, alone[first : first + self.batch_size], self.hidden_of, report)
+            self.keep(scores, self.passes(alone), report)
         return [scores[index] for index in range(len(requests))]
 
     def row(self, index: int, context: list[int], continuation: list[int]) -> Row:
@@ -97,34 +99,41 @@ class Scorer:
         tokens = tokens[-(n_window + 1) :]
         return Row(index, tokens, len(tokens) - len(continuation))
 
-    def keep(
-        self,
-        scores: dict[int, Score],
-        rows: list[Row],
-        hidden_of: Callable[[list[Row]], list[Tensor]],
-        report: Callable[[int], object],
-    ) -> None:
-        """Score the rows of one pass. hidden_of: gives (K, d_model) for each row: the vectors that predict its continuation."""
-        MACHINE.pass_on()
-        for row, hidden in zip(rows, hidden_of(rows), strict=True):
-            scores[row.index] = self.score_of(hidden, torch.tensor(row.continuation, device=self.device))
-        report(len(rows))
+    def keep(self, scores: dict[int, Score], passes: Iterator[Pass], report: Callable[[int], object]) -> None:
+        """Score the rows of each pass."""
+        for rows, hidden in passes:
+            for row, vectors in zip(rows, hidden, strict=True):
+                scores[row.index] = self.score_of(vectors, torch.tensor(row.continuation, device=self.device))
+            report(len(rows))
+            MACHINE.pass_on()
 
-    def hidden_of(self, rows: list[Row]) -> list[Tensor]:
-        """Reads the rows as a batch. Padding follows each row, where no token of the row sees it."""
-        hidden = self.gpt(padded([row.tokens[:-1] for row in rows]).to(self.device))
-        return [each[row.n_context - 1 : len(row.tokens) - 1] for each, row in zip(hidden, rows, strict=True)]
+    def passes(self, rows: list[Row]) -> Iterator[Pass]:
+        """Reads the rows in batches. Padding follows each row, where no token of the row sees it."""
+        for batch in self.batches(rows):
+            hidden = self.gpt(padded([row.tokens[:-1] for row in batch]).to(self.device))
+            yield (
+                batch,
+                [each[row.n_context - 1 : len(row.tokens) - 1] for each, row in zip(hidden, batch, strict=True)],
+            )
 
-    def hidden_after_shared(self, rows: list[Row]) -> list[Tensor]:
-        """As `hidden_of`, for rows with the same context, which is read once."""
+    def passes_after_shared(self, rows: list[Row]) -> Iterator[Pass]:
+        """As `passes`, for rows with the same context, which is read once."""
         context = list(rows[0].context)
-        new = padded([[context[-1], *row.continuation[:-1]] for row in rows]).to(self.device)
-        n_before = len(context) - 1
-        cache = self.gpt.make_cache(len(rows), n_before + new.shape[1])
+        n_before, longest = len(context) - 1, max(len(row.continuation) for row in rows)
+        n_sequence = min(len(rows), self.batch_size)
+        cache = self.gpt.make_cache(n_sequence, n_before + longest)
         self.gpt(torch.tensor([context[:-1]], device=self.device), cache.of_sequence(0))
         cache.copy_sequence(0, n_before)
-        cache.set_lengths([n_before] * len(rows))
-        return [each[: len(row.continuation)] for each, row in zip(self.gpt(new, cache), rows, strict=True)]
+        for batch in self.batches(rows):
+            new = padded([[context[-1], *row.continuation[:-1]] for row in batch])
+            new = torch.cat([new, new[:1].expand(n_sequence - len(batch), -1)])  # the last batch may have fewer rows
+            cache.set_lengths([n_before] * n_sequence)
+            hidden = self.gpt(new.to(self.device), cache)
+            yield batch, [each[: len(row.continuation)] for each, row in zip(hidden, batch, strict=False)]
+
+    def batches(self, rows: list[Row]) -> Iterator[list[Row]]:
+        for first in range(0, len(rows), self.batch_size):
+            yield rows[first : first + self.batch_size]
 
     def score_of(self, hidden: Tensor, continuation: Tensor) -> Score:
         """hidden (K, d_model), continuation (K,)."""

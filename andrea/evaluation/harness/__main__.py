@@ -7,17 +7,23 @@ This module registers ours, adds the folder of our tasks, and hands everything e
 from __future__ import annotations
 
 import sys
-
-from lm_eval.__main__ import cli_evaluate
+from pathlib import Path
 
 from andrea.config import UserError
-from andrea.evaluation.harness import model  # noqa: F401 (registers `andrea`)
-from andrea.evaluation.harness.run import TASKS
+from andrea.runtime.shared_cores import limit_spins
+
+TASKS = Path(__file__).resolve().parent.parent / "tasks"  # the folder of our own tasks
 
 
 def main() -> None:
     if "run" in sys.argv[1:2] and "--include_path" not in sys.argv:
         sys.argv += ["--include_path", str(TASKS)]
+    limit_spins()  # before torch is imported
+
+    from lm_eval.__main__ import cli_evaluate
+
+    from andrea.evaluation.harness import model  # noqa: F401 (registers `andrea`)
+
     try:
         cli_evaluate()
     except UserError as error:
