@@ -38,6 +38,7 @@ SHIPPED = ROOT / "andrea" / "interop" / "hugging_face" / "modeling_andrea.py"
 # Each needs the package that it extends. It is imported by that package, or when the package has been found.
 PLUGINS = {
     ROOT / "andrea" / "evaluation" / "harness" / "model.py",
+    ROOT / "andrea" / "interop" / "transformer_lens" / "adapter.py",
 }
 
 
@@ -103,6 +104,7 @@ def test_torch_distributed_stays_where_it_is_handed_out(path: Path) -> None:
             "lm_eval",
             {f"andrea/evaluation/harness/{name}.py" for name in ("model", "run", "__main__")},
         ),
+        ("transformer_lens", {"andrea/interop/transformer_lens/adapter.py"}),
         ("datasets", {"andrea/evaluation/tasks/data.py"}),
     ],
 )
@@ -131,6 +133,7 @@ def test_the_package_imports_with_torch_and_numpy_alone() -> None:
         "lm_eval",
         "datasets",
         "tqdm",
+        "transformer_lens",
     ]
     modules = [name_of(path) for path in MODULES if path.name != "__main__.py" and path not in {SHIPPED, *PLUGINS}]
     program = (
