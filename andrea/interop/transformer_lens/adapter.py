@@ -43,7 +43,7 @@ class AndreaAdapter(ArchitectureAdapter):
         super().__init__(cfg)
         self._set_rms_rotary_defaults()
         self.cfg.attn_implementation = "eager"
-        self.cfg.default_prepend_bos = True  # end-of-text begins every text
+        self.cfg.default_prepend_bos = True
         self.weight_processing_conversions = {}
         self.component_mapping = self.components("rmsnorm", "swiglu", "rotary")
 
@@ -95,4 +95,8 @@ def load_bridge(folder: str | os.PathLike, **how: Any) -> TransformerBridge:
     Runs the code in the folder, if it has any: export it yourself, or read it.
     """
     register()
-    return TransformerBridge.boot_transformers(str(Path(folder)), trust_remote_code=True, **how)
+    bridge = TransformerBridge.boot_transformers(str(Path(folder)), trust_remote_code=True, **how)
+    bridge.cfg.default_prepend_bos = (
+        True  # end-of-text begins every text; TransformerLens's adapter of Qwen3 leaves it out
+    )
+    return bridge
