@@ -1,7 +1,7 @@
 """The figures of an evaluation: as records of the run's folder, and as lines for people.
 
-RUN/evaluations.jsonl has one line for each figure. A later figure of the same task replaces an earlier one when they are
-read, so an evaluation can be repeated.
+RUN/evaluations.jsonl has one line for each figure. A later figure of the same questions, or of the same text, replaces an
+earlier one when they are read, so an evaluation can be repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from andrea.runtime.files import from_json, lines_of, replace_text, storing
 
 FILE = "evaluations.jsonl"
 TEXT_METRIC = "bits_per_byte"
+
+
+Asked = tuple[str, str, int, str]  # task, metric, n and about of a figure
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class Figure:
     about: str
 
     @property
+    def asked(self) -> Asked:
+        return self.task, self.metric, self.n, self.about
+
+    @property
     def text(self) -> str:
         """The value with its standard error: 0.512 ± 0.029, or 1.0567 ± 0.0110 for bits per byte."""
         digits = 4 if self.metric == TEXT_METRIC else 3
@@ -51,9 +58,7 @@ class Figure:
         return (self.value - self.chance) / self.standard_error
 
 
-Judged = dict[
-    tuple[str, str], tuple[int, Figure]
-]  # (task, metric) -> the step of the checkpoint, and its newest figure
+Judged = dict[Asked, tuple[int, Figure]]  # the step of the checkpoint, and its newest figure
 
 
 def run_of(checkpoint: Checkpoint) -> Path | None:
@@ -84,8 +89,7 @@ def read_figures(run: Path) -> Judged:
             figure = figure_of(record)
         except (ValueError, KeyError, TypeError):
             continue
-        found.pop((figure.task, figure.metric), None)
-        found[figure.task, figure.metric] = record["step"], figure
+        found[figure.asked] = record["step"], figure
     return found
 
 

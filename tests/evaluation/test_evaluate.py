@@ -52,10 +52,10 @@ def test_tasks_have_a_standard_error_and_the_level_of_chance(runs: Path, capsys)
     code, out, _ = evaluate(runs, capsys, *words)
     assert code == 0 and "contexts were longer than model.sequence_length=97" in out
     found = read_figures(runs / "one")
-    assert {task for task, _ in found} == {"bpb", "andrea_names", "andrea_brackets"}
-    assert found["andrea_names", "acc"][1].chance == 0.25
-    assert found["andrea_brackets", "acc"][1].chance == pytest.approx(1 / 3)
-    assert found["andrea_names", "acc"][1].n == 6 and found["andrea_names", "acc"][1].standard_error is not None
+    assert {task for task, *_ in found} == {"bpb", "andrea_names", "andrea_brackets"}
+    names = found["andrea_names", "acc", 6, ""][1]
+    assert names.chance == 0.25 and names.standard_error is not None
+    assert found["andrea_brackets", "acc", 6, ""][1].chance == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,18 @@ def test_records_of_others_are_left_out(runs: Path) -> None:
     ]
     with open(path, "a") as file:
         file.write("".join(json.dumps(each) + "\n" for each in bad) + '{"task": "to')
-    assert read_figures(runs / "one") == {("one", "acc"): (60, SIGN)}
+    assert read_figures(runs / "one") == {("one", "acc", 30, ""): (60, SIGN)}
     append_figures(runs / "one", checkpoint, [SIGN], {})  # after a torn line
     assert json.loads(path.read_text().splitlines()[-1])["task"] == "one"
+
+
+def test_figures_of_other_texts_or_of_fewer_questions_stand_beside_each_other(runs: Path) -> None:
+    checkpoint = locate("one", runs)
+    others = [dataclasses.replace(SIGN, n=5), dataclasses.replace(SIGN, about="a.txt: 3 bytes")]
+    newer = dataclasses.replace(SIGN, value=0.75)
+    append_figures(runs / "one", checkpoint, [SIGN, *others], {})
+    append_figures(runs / "one", checkpoint, [newer], {})
+    assert [figure for _, figure in read_figures(runs / "one").values()] == [newer, *others]
 
 
 def test_a_figure_says_whether_it_may_be_chance() -> None:

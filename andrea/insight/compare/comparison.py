@@ -58,18 +58,14 @@ class Comparison:
     @property
     def judged(self) -> list[str]:
         """One line for each figure of `andrea evaluate`, with its value in each run that was judged in this way."""
-        found: dict[tuple, list[str]] = {}
+        found: dict[str, list[str]] = {}
         for run in self.runs:
             for step, figure in run.judged.values():
                 other_step = "" if step == run.result["step"] else f" at step {step:,}"
-                asked = (figure.task, figure.metric, figure.chance, figure.n, figure.about)
-                found.setdefault(asked, []).append(f"{run.name} {figure.text}{other_step}")
-        lines = []
-        for (task, metric, chance, n, about), values in sorted(found.items(), key=lambda item: item[0][:2]):
-            what = about or f"{n:,} questions"
-            guessed = "" if chance is None else f", chance {chance:.3f}"
-            lines.append(f"{task} {metric} ({what}{guessed}): {'; '.join(values)}")
-        return lines
+                guessed = "" if figure.chance is None else f", chance {figure.chance:.3f}"
+                what = f"{figure.task} {figure.metric} ({figure.about or f'{figure.n:,} questions'}{guessed})"
+                found.setdefault(what, []).append(f"{run.name} {figure.text}{other_step}")
+        return [f"{what}: {'; '.join(values)}" for what, values in sorted(found.items())]
 
     @property
     def best(self) -> list[str]:
