@@ -27,6 +27,7 @@ from andrea.config import (
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
+    EvaluateConfig,
     ExportConfig,
     LensConfig,
     RunConfig,
@@ -54,6 +55,7 @@ CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it i
     "consolidate": ConsolidateConfig,
     "average": AverageConfig,
     "export": ExportConfig,
+    "evaluate": EvaluateConfig,
     "dashboard": DashboardConfig,
 }
 

@@ -22,15 +22,24 @@ MAY_IMPORT = {
     "checkpoint": {"runtime", "text", "model"},
     "generation": {"runtime", "attention", "model", "text", "checkpoint"},
     "interop": {"runtime", "attention", "model", "text", "checkpoint", "generation"},
+    "evaluation": {"runtime", "model", "text", "checkpoint", "generation"},
     "training": {"runtime", "attention", "model", "text", "checkpoint", "generation"},
-    "insight": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training"},
-    "cli": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training", "insight", "interop"},
+    "insight": {"runtime", "attention", "model", "text", "checkpoint", "generation", "evaluation", "training"},
+    "cli": {
+        *("runtime", "attention", "model", "text", "checkpoint", "generation", "training", "insight", "interop"),
+        "evaluation",
+    },
     "api": {"runtime", "attention", "model", "text", "checkpoint", "generation", "training", "insight", "cli"},
     "__main__": {"runtime", "text", "checkpoint", "training", "insight", "cli"},
 }
 MODULES = sorted((ROOT / "andrea").rglob("*.py"))
 # Copied into exported folders, where transformers imports it. Nothing here does.
 SHIPPED = ROOT / "andrea" / "interop" / "hugging_face" / "modeling_andrea.py"
+# Each needs the package that it extends. It is imported by that package, or when the package has been found.
+PLUGINS = {
+    ROOT / "andrea" / "evaluation" / "harness" / "model.py",
+    ROOT / "andrea" / "interop" / "transformer_lens" / "adapter.py",
+}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -91,6 +100,12 @@ def test_torch_distributed_stays_where_it_is_handed_out(path: Path) -> None:
         ("transformers", {"andrea/interop/hugging_face/modeling_andrea.py", "andrea/interop/hugging_face/program.py"}),
         ("gguf", {"andrea/interop/gguf/file.py"}),
         ("llama_cpp", {"andrea/interop/gguf/program.py"}),
+        (
+            "lm_eval",
+            {f"andrea/evaluation/harness/{name}.py" for name in ("model", "run", "__main__")},
+        ),
+        ("transformer_lens", {"andrea/interop/transformer_lens/adapter.py"}),
+        ("datasets", {"andrea/evaluation/tasks/data.py"}),
     ],
 )
 def test_third_party_packages_stay_where_they_belong(package: str, homes: set[str]) -> None:
@@ -115,8 +130,12 @@ def test_the_package_imports_with_torch_and_numpy_alone() -> None:
         "yaml",
         "pyarrow",
         "transformers",
+        "lm_eval",
+        "datasets",
+        "tqdm",
+        "transformer_lens",
     ]
-    modules = [name_of(path) for path in MODULES if path.name != "__main__.py" and path != SHIPPED]
+    modules = [name_of(path) for path in MODULES if path.name != "__main__.py" and path not in {SHIPPED, *PLUGINS}]
     program = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({blocked!r}))\n"  # None makes an import fail

@@ -11,6 +11,7 @@ from andrea.config import (
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
+    EvaluateConfig,
     ExportConfig,
     LensConfig,
     RunConfig,
@@ -74,6 +75,15 @@ def export(argv: list[str]) -> int:
     from andrea.interop.export import export
 
     return export(config)
+
+
+def evaluate(argv: list[str]) -> int:
+    """Judge a checkpoint: bits per byte of a text, and tasks of the lm-evaluation-harness."""
+    config = configure(EvaluateConfig, "evaluate", argv)
+
+    from andrea.evaluation.evaluate import evaluate
+
+    return evaluate(config)
 
 
 def lens(argv: list[str]) -> int:

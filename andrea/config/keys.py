@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from andrea.config.errors import UserError
-from andrea.config.schema import ExportConfig, HealthConfig, LensConfig, RunConfig, SampleConfig
+from andrea.config.schema import EvaluateConfig, ExportConfig, HealthConfig, LensConfig, RunConfig, SampleConfig
 
 RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name: new name}
     HealthConfig: {"showing": "failing_share"},
@@ -120,11 +120,20 @@ EXPORT_NAMES = {
     "dtype": "precision torch_dtype outtype quantize quantization",
     "text": "prompt prompts file",
 }
+EVALUATE_NAMES = {
+    **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "device", "threads")},
+    "tasks": "task benchmark benchmarks",
+    "text": "file data",
+    "limit": "num_samples max_samples n",
+    "few_shot": "num_fewshot n_shot shots fewshot",
+    "batch_size": "batch",
+}
 OTHER_NAMES: dict[Any, dict[str, str]] = {
     RunConfig: TRAINING_NAMES,
     SampleConfig: SAMPLING_NAMES,
     LensConfig: LENS_NAMES,
     ExportConfig: EXPORT_NAMES,
+    EvaluateConfig: EVALUATE_NAMES,
 }
 
 

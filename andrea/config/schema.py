@@ -331,6 +331,23 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class EvaluateConfig:
+    """Everything that `evaluate` needs (configs/evaluate.yaml)."""
+
+    checkpoint: PathText | None
+    runs_dir: PathText
+    tasks: list[Text]
+    text: PathText | None
+    data_dir: PathText
+    limit: PositiveInteger | None
+    few_shot: NonNegativeInteger | None
+    batch_size: PositiveInteger
+    device: Device
+    threads: Threads | Auto
+    trust: bool = False
+
+
+@dataclass(frozen=True)
 class LensConfig:
     """Everything that `lens` needs (configs/lens.yaml)."""
 

@@ -52,7 +52,20 @@ class Comparison:
                 if run.result["step"] != run.validation[-1]["step"]
             ]
             + self.best
+            + self.judged
         )
+
+    @property
+    def judged(self) -> list[str]:
+        """One line for each figure of `andrea evaluate`, with its value in each run that was judged in this way."""
+        found: dict[str, list[str]] = {}
+        for run in self.runs:
+            for step, figure in run.judged.values():
+                other_step = "" if step == run.result["step"] else f" at step {step:,}"
+                guessed = "" if figure.chance is None else f", chance {figure.chance:.3f}"
+                what = f"{figure.task} {figure.metric} ({figure.about or f'{figure.n:,} questions'}{guessed})"
+                found.setdefault(what, []).append(f"{run.name} {figure.text}{other_step}")
+        return [f"{what}: {'; '.join(values)}" for what, values in sorted(found.items())]
 
     @property
     def best(self) -> list[str]:

@@ -17,6 +17,7 @@ from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.checkpoint.folder import SHARDS, read_small_json
 from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
+from andrea.evaluation.results import Judged, read_figures
 from andrea.training.records.logger import AXES
 from andrea.training.records.recognise import load_config
 from andrea.training.records.run_folder import read_lines
@@ -62,6 +63,7 @@ class Run:
     samples: list[dict[str, Any]]  # texts written in training: step, prompt and text
     last: dict[str, Any]  # the last record
     speed: Speed
+    judged: Judged  # the figures of `andrea evaluate`
 
     @property
     def model(self) -> str:
@@ -188,6 +190,10 @@ def read_run(folder: Path, name: str) -> Run:
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
     memory = values_of(records, "train/peak_memory_bytes")
+    try:
+        judged = read_figures(folder)
+    except OSError:
+        judged = {}
     return Run(
         name=name,
         config=config,
@@ -202,6 +208,7 @@ def read_run(folder: Path, name: str) -> Run:
             median(values_of(records, "train/mfu")),
             int(max(memory)) if memory else None,
         ),
+        judged=judged,
     )
 
 

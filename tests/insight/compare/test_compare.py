@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from run_folders import make_eight_runs, make_run
 
+from andrea.checkpoint import Checkpoint
 from andrea.cli.command_line import configure
 from andrea.cli.key_value import to_key_value
 from andrea.config import CompareConfig, RunConfig, UserError
+from andrea.evaluation.results import Figure, append_figures
 from andrea.insight.compare.command import compare
 from andrea.insight.compare.runs import find_run_folders, read_runs
 
@@ -76,6 +78,17 @@ def test_the_run_with_the_fewest_bits_per_byte_is_named_if_the_texts_are_equal(r
     assert f"\nfewest bits per byte: {best.name}, {best.bpb:.4f}\n" in output_of(*words)
     make_run(runs / "elsewhere", 5000, 50_000, data="bb")
     assert "fewest bits" not in output_of(*words)
+
+
+def test_figures_of_evaluate_stand_beside_each_other_with_the_step_if_it_is_not_the_results(tmp_path: Path) -> None:
+    asked = {"metric": "acc", "chance": 0.25, "n": 30, "about": ""}
+    for name, size, value, step in (("one", 1000, 0.5, 100), ("two", 2000, 0.75, 50)):
+        run = make_run(tmp_path / name, size, 20 * size)
+        figure = Figure("andrea_names", value=value, standard_error=0.1, **asked)
+        append_figures(run, Checkpoint(run / "checkpoints" / "step", {"step": step}), [figure], {})
+    text = output_of(str(tmp_path), f"out={tmp_path / 'p.html'}")
+    line = "andrea_names acc (30 questions, chance 0.250): one 0.500 ± 0.100; two 0.750 ± 0.100 at step 50"
+    assert f"\n{line}\n" in text and line in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 def test_runs_on_different_data_are_not_fitted(runs: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Judging a checkpoint: bits per byte of a text, and the tasks of EleutherAI's lm-evaluation-harness."""

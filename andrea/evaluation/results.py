@@ -1,0 +1,134 @@
+"""The figures of an evaluation: as records of the run's folder, and as lines for people.
+
+RUN/evaluations.jsonl has one line for each figure. A later figure of the same questions, or of the same text, replaces an
+earlier one when they are read, so an evaluation can be repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from andrea.checkpoint import Checkpoint
+from andrea.runtime.files import from_json, lines_of, replace_text, storing
+
+FILE = "evaluations.jsonl"
+TEXT_METRIC = "bits_per_byte"
+
+
+Asked = tuple[str, str, int, str]  # task, metric, n and about of a figure
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of one task. value: of the metric. n: the questions that were asked, or the documents that were read.
+
+    standard_error: of the value; None if it is unknown. chance: what random answers would give; None where this has no
+    meaning. about: what was read or asked, for people.
+    """
+
+    task: str
+    metric: str
+    value: float
+    standard_error: float | None
+    chance: float | None
+    n: int
+    about: str
+
+    @property
+    def asked(self) -> Asked:
+        return self.task, self.metric, self.n, self.about
+
+    @property
+    def text(self) -> str:
+        """The value with its standard error: 0.512 ± 0.029, or 1.0567 ± 0.0110 for bits per byte."""
+        digits = 4 if self.metric == TEXT_METRIC else 3
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.{digits}f}"
+        return f"{self.value:.{digits}f}{error}"
+
+    @property
+    def above_chance(self) -> float | None:
+        """How many standard errors the value lies above chance; None if this has no meaning."""
+        if self.chance is None or not self.standard_error:
+            return None
+        return (self.value - self.chance) / self.standard_error
+
+
+Judged = dict[Asked, tuple[int, Figure]]  # the step of the checkpoint, and its newest figure
+
+
+def run_of(checkpoint: Checkpoint) -> Path | None:
+    """The run's folder; None for a checkpoint outside of a run."""
+    path = checkpoint.path.resolve()
+    return path.parents[1] if path.parent.name == "checkpoints" else None
+
+
+def append_figures(run: Path, checkpoint: Checkpoint, figures: Sequence[Figure], versions: dict[str, str]) -> Path:
+    """Add the figures of a checkpoint to the run's records, and return their file. Raises StorageFailed."""
+    path = run / FILE
+    common = {"step": checkpoint.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "versions": versions}
+    with storing(path, of_run=False):
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        before += "\n" if before and not before.endswith("\n") else ""
+        replace_text(path, before + "".join(json.dumps(asdict(each) | common) + "\n" for each in figures))
+    return path
+
+
+def read_figures(run: Path) -> Judged:
+    """The newest figures in the run's records. Lines that are not records are left out. Raises OSError."""
+    path, found = run / FILE, {}
+    if not path.is_file():  # reading a pipe would wait for ever
+        return {}
+    for line in lines_of(path.read_bytes().decode("utf-8", "replace")):
+        try:
+            record = from_json(line)
+            figure = figure_of(record)
+        except (ValueError, KeyError, TypeError):
+            continue
+        found[figure.asked] = record["step"], figure
+    return found
+
+
+def figure_of(record: Any) -> Figure:
+    """Raises KeyError, TypeError or ValueError for anything but a record that `append_figures` wrote."""
+    if not isinstance(record, dict) or type(record["step"]) is not int or type(record["n"]) is not int:
+        raise TypeError
+    for key in ("value", "standard_error", "chance"):
+        if type(record[key]) not in (int, float) and (record[key] is not None or key == "value"):
+            raise TypeError
+    texts = [record[key] for key in ("task", "metric", "about")]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    numbers = (float(record["value"]), record["standard_error"], record["chance"])
+    return Figure(texts[0], texts[1], *numbers, record["n"], texts[2])
+
+
+def table_lines(figures: Sequence[Figure]) -> list[str]:
+    """A table of the figures; a note in each line says whether a value differs from chance by more than its error allows."""
+    heads = ["task", "metric", "value", "chance", "n", ""]
+    rows = [
+        [
+            each.task,
+            each.metric,
+            each.text,
+            "–" if each.chance is None else f"{each.chance:.3f}",
+            f"{each.n:,}",
+            note_on(each),
+        ]
+        for each in figures
+    ]
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]
+    ]
+
+
+def note_on(figure: Figure) -> str:
+    if (above := figure.above_chance) is None:
+        return figure.about
+    where = "above" if above > 0 else "below"
+    return f"{abs(above):.1f} standard errors {where} chance" + ("" if abs(above) >= 2 else ": may be chance")

@@ -1,0 +1,152 @@
+"""Log-probabilities of continuations: batched, and with the keys and values of a context that several of them share.
+
+A continuation of K tokens is predicted from the context in front of it. N tokens of a row, T = sequence_length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from andrea.config import UserError
+from andrea.model.gpt import GPT
+from andrea.runtime.shared_cores import MACHINE
+
+LARGEST_LOGITS = 1 << 25  # numbers that are computed at once: 128 MiB
+FEWEST_SHARED = 32  # tokens of a context that are worth a cache
+
+
+@dataclass(frozen=True)
+class Score:
+    """nats: the log-probability of a continuation, at most 0. is_greedy: whether each of its tokens was the likeliest."""
+
+    nats: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the model reads for a request. index: of the request. tokens: context and continuation, at most T + 1.
+
+    n_context: the tokens of the context that are left; at least one.
+    """
+
+    index: int
+    tokens: list[int]
+    n_context: int
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return tuple(self.tokens[: self.n_context])
+
+    @property
+    def continuation(self) -> list[int]:
+        return self.tokens[self.n_context :]
+
+
+Pass = tuple[list[Row], list[Tensor]]  # rows, and for each (K, d_model): the vectors that predict its continuation
+
+
+class Scorer:
+    """Scores continuations with a model in fp32. batch_size: the sequences that are read in one pass.
+
+    n_cut: the number of requests so far whose context lost its first tokens, because it did not fit the model's window.
+    """
+
+    def __init__(self, gpt: GPT, batch_size: int) -> None:
+        self.gpt, self.batch_size, self.n_cut = gpt, batch_size, 0
+        self.device = gpt.embedding.weight.device
+
+    @torch.inference_mode()
+    def score(
+        self, requests: Sequence[tuple[list[int], list[int]]], report: Callable[[int], object] = lambda n: None
+    ) -> list[Score]:
+        """The score of each (context, continuation), in their order. A context needs at least one token.
+
+        If both together do not fit the model's window, the context loses its first tokens. report: gets the number of
+        requests that are done after each pass. Raises UserError if a continuation alone does not fit.
+        """
+        scores: dict[int, Score] = {}
+        by_context = defaultdict(list)
+        for index, (context, continuation) in enumerate(requests):
+            row = self.row(index, context, continuation)
+            by_context[row.context].append(row)
+        alone: list[Row] = []
+        alone: list[Row] = []
+        with MACHINE.taken():
+            for context, rows in by_context.items():
+                if len(rows) > 1 and len(context) >= FEWEST_SHARED:
+                    self.keep(scores, self.passes_after_shared(rows), report)
+                else:
+                    alone += rows
+            alone.sort(key=lambda row: len(row.tokens), reverse=True)  # rows of one pass have similar lengths
+            self.keep(scores, self.passes(alone), report)
+        return [scores[index] for index in range(len(requests))]
+
+    def row(self, index: int, context: list[int], continuation: list[int]) -> Row:
+        n_window = self.gpt.config.sequence_length
+        if not continuation or len(continuation) > n_window:
+            raise UserError(
+                f"a continuation has {len(continuation)} tokens, and the model predicts from 1 to model.sequence_length="
+                f"{n_window} of them at once; choose another task"
+            )
+        tokens = [*context, *continuation]
+        self.n_cut += len(tokens) > n_window + 1
+        tokens = tokens[-(n_window + 1) :]
+        return Row(index, tokens, len(tokens) - len(continuation))
+
+    def keep(self, scores: dict[int, Score], passes: Iterator[Pass], report: Callable[[int], object]) -> None:
+        """Score the rows of each pass."""
+        for rows, hidden in passes:
+            for row, vectors in zip(rows, hidden, strict=True):
+                scores[row.index] = self.score_of(vectors, torch.tensor(row.continuation, device=self.device))
+            report(len(rows))
+            MACHINE.pass_on()
+
+    def passes(self, rows: list[Row]) -> Iterator[Pass]:
+        """Reads the rows in batches. Padding follows each row, where no token of the row sees it."""
+        for batch in self.batches(rows):
+            hidden = self.gpt(padded([row.tokens[:-1] for row in batch]).to(self.device))
+            yield (
+                batch,
+                [each[row.n_context - 1 : len(row.tokens) - 1] for each, row in zip(hidden, batch, strict=True)],
+            )
+
+    def passes_after_shared(self, rows: list[Row]) -> Iterator[Pass]:
+        """As `passes`, for rows with the same context, which is read once."""
+        context = list(rows[0].context)
+        n_before, longest = len(context) - 1, max(len(row.continuation) for row in rows)
+        n_sequence = min(len(rows), self.batch_size)
+        cache = self.gpt.make_cache(n_sequence, n_before + longest)
+        self.gpt(torch.tensor([context[:-1]], device=self.device), cache.of_sequence(0))
+        cache.copy_sequence(0, n_before)
+        for batch in self.batches(rows):
+            new = padded([[context[-1], *row.continuation[:-1]] for row in batch])
+            new = torch.cat([new, new[:1].expand(n_sequence - len(batch), -1)])  # the last batch may have fewer rows
+            cache.set_lengths([n_before] * n_sequence)
+            hidden = self.gpt(new.to(self.device), cache)
+            yield batch, [each[: len(row.continuation)] for each, row in zip(hidden, batch, strict=False)]
+
+    def batches(self, rows: list[Row]) -> Iterator[list[Row]]:
+        for first in range(0, len(rows), self.batch_size):
+            yield rows[first : first + self.batch_size]
+
+    def score_of(self, hidden: Tensor, continuation: Tensor) -> Score:
+        """hidden (K, d_model), continuation (K,)."""
+        nats, is_greedy = 0.0, True
+        most = max(1, LARGEST_LOGITS // self.gpt.n_vocab)
+        for vectors, tokens in zip(hidden.split(most), continuation.split(most), strict=True):
+            logits = self.gpt.logits(vectors).float()  # (k, V)
+            nats += float(logits.log_softmax(-1).gather(-1, tokens[:, None]).sum(dtype=torch.float64))
+            is_greedy = is_greedy and bool((logits.argmax(-1) == tokens).all())
+        return Score(nats, is_greedy)
+
+
+def padded(rows: list[list[int]]) -> Tensor:
+    """(B, N) int64; each row is filled up with its last token."""
+    width = max(map(len, rows))
+    return torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])

@@ -1,0 +1,1 @@
+"""Three small tasks from Python's standard library, for lm-eval: YAML files, their data, and the program that made the data."""
