@@ -62,9 +62,7 @@ class Trainer:
     is_planned_for_text: bool = False  # whether the length was chosen for a small text
 
     def __post_init__(self) -> None:
-        self.unread: list[
-            tuple[int, host_copy.HostCopy]
-        ] = []  # `Update.numbers` of steps that the host has not read yet
+        self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
         self.planned = self.config_for(self.progress.planned_steps)
         self.is_fixed = self.stopping.budget is None or not self.may_change()

@@ -22,8 +22,9 @@ from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkp
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters
+from andrea.text.tokenizer import vocabulary_for
 from andrea.training.planning import small_text as small_text_module
-from andrea.training.planning.small_text import most_steps_for_text
+from andrea.training.planning.small_text import for_text, most_steps_for_text
 from andrea.training.records.run_folder import read_lines
 
 
@@ -94,7 +95,7 @@ def test_a_long_run_says_how_often_it_reads_the_text_and_every_remedy_works(memo
     folder, text, lines = memorised
     assert any("120 steps of 256 tokens, 17." in line and "epochs" in line for line in lines)
     proposal = next(line for line in lines if line.startswith("small text: 120 steps read its"))
-    assert "times" in proposal and proposal.endswith("train.steps=auto would plan 20 steps")
+    assert "times" in proposal and proposal.endswith("train.steps=auto would plan 60 steps")
     findings = {each["finding"]: each["message"] for each in read_lines(folder / "health.jsonl") if each["begins"]}
     assert {"many_epochs", "overfitting"} <= findings.keys()
     places = [f"data.path={text}", "data=text", f"runs_dir={tmp_path / 'runs'}", "dry_run=true"]
@@ -123,10 +124,10 @@ def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeyp
     monkeypatch.setattr(small_text_module, "FEWEST_JUDGED_TOKENS", 50)
     lines = planned("a")
     plan = next(line for line in lines if line.startswith("small text: "))
-    assert "which the 700 steps of andrea-nano would read" in plan and "planned 17 steps, 2.5" in plan
+    assert "which the 700 steps of andrea-nano would read" in plan and "planned 60 steps, 8.9" in plan
     records = read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")
     evaluations = {record["step"]: record for record in records if "val/loss" in record and "event" not in record}
-    assert list(evaluations) == [2, 4, 6, 8, 10, 12, 14, 16, 17]
+    assert list(evaluations) == [*range(6, 61, 6)]
     best = min(evaluations, key=lambda step: evaluations[step]["val/compared_bpb"])
     assert best_of(tmp_path / "runs" / "a") == f"step-{best:08d}"
     for record in evaluations.values():  # the two halves of the held-out text, of about equally many bytes
@@ -140,8 +141,8 @@ def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeyp
 
 
 def test_the_planned_length_by_hand() -> None:
-    """5.25 epochs for as many tokens as parameters; they grow with the fourth root of tokens over parameters, and with
-    the root of a step's tokens beyond 4,096. The warm-up is at most half of the run, which has at least one step."""
+    """75 epochs for as many tokens as parameters; they grow with the power 0.75 of tokens over parameters, and with the
+    root of a step's tokens beyond 4,096. The warm-up is at most half of the run, which has at least one step."""
 
     def planned_steps(n_token: int, warmup_steps: int = 0, tokens_per_step: int = 4096) -> int:
         words = ["train.steps=auto", f"train.tokens_per_step={tokens_per_step}", "train.micro_batch=1"]
@@ -152,15 +153,14 @@ def test_the_planned_length_by_hand() -> None:
 
     run = configure(RunConfig, "train", [])
     n = count_parameters(run.model, run.attention, 257).total
-    assert planned_steps(n) == pytest.approx(5.25 * n / 4096, abs=1.01)
-    assert planned_steps(16 * n) == pytest.approx(2 * 5.25 * 16 * n / 4096, abs=1.01)
-    assert planned_steps(n, tokens_per_step=2048) == pytest.approx(5.25 * n / 2048, abs=1.01)
-    assert planned_steps(n, tokens_per_step=16 * 1024) == pytest.approx(2 * 5.25 * n / (16 * 1024), abs=1.01)
+    assert planned_steps(n) == pytest.approx(75 * n / 4096, abs=1.01)
+    assert planned_steps(16 * n) == pytest.approx(8 * 75 * 16 * n / 4096, abs=1.01)
+    assert planned_steps(n, tokens_per_step=2048) == pytest.approx(75 * n / 2048, abs=1.01)
+    assert planned_steps(n, tokens_per_step=16 * 1024) == pytest.approx(2 * 75 * n / (16 * 1024), abs=1.01)
     assert [planned_steps(9, warmup_steps) for warmup_steps in (0, 1, 5, 40)] == [1, 2, 10, 80]
 
 
-def test_the_epochs_that_the_program_plans_are_no_finding(planned, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(small_text_module, "EPOCHS", 15.0)
+def test_the_epochs_that_the_program_plans_are_no_finding(planned, tmp_path: Path) -> None:
     lines = planned("a")
     assert float(re.search(r", ([\d.]+) epochs", next(line for line in lines if "of 256 tokens" in line))[1]) > 4
     assert "many_epochs" not in "\n".join(lines)
@@ -178,12 +178,45 @@ def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(
     assert "done at step 24 of 24" in out and "judge" not in out and "small text" not in out
 
 
+def test_a_small_text_gets_a_smaller_vocabulary_and_a_stronger_weight_decay() -> None:
+    """By hand: 0.06 for each epoch after the first, times (parameters / tokens)^0.7; between 0.1 and 4."""
+
+    def decay(n_token: int, steps: int, *words: str) -> float | str:
+        run = configure(RunConfig, "train", [f"train.steps={steps}", *words])
+        parts = [SimpleNamespace(train=range(n_token + 1))]
+        return for_text(run, SimpleNamespace(sources=parts, tokenizer=SimpleNamespace(n_vocab=257))).optimizer.decay
+
+    run = configure(RunConfig, "train", [])
+    n = count_parameters(run.model, run.attention, 257).total
+    steps = 1000
+    assert decay(steps * 4096, steps) == decay(10 * n, steps) == 0.1
+    assert decay(n // 10, steps) == pytest.approx(min(4.0, 0.06 * (steps * 40960 / n - 1) * 10**0.7), abs=0.01)
+    assert decay(n, 3 * n // 4096) == pytest.approx(0.12, abs=0.01)
+    assert decay(n, 30 * n // 4096) == pytest.approx(0.06 * 29, abs=0.01)
+    assert decay(n, steps, "optimizer.weight_decay=0.3") == 0.3
+    sizes = {0: 512, 100_000: 512, 1_115_394: 1024, 3_000_000: 2048, 8_000_000: 4096, 10**12: 4096}
+    assert {n_byte: vocabulary_for(n_byte) for n_byte in sizes} == sizes
+
+
+def test_what_auto_became_is_said_and_saved(planned, tmp_path: Path) -> None:
+    lines = planned("a")
+    (said,) = (line for line in lines if line.startswith("weight decay: "))
+    state = newest_whole(tmp_path / "runs" / "a").state
+    assert state["config"]["optimizer"]["weight_decay"] == float(said.split()[2].rstrip(",")) > 0.1
+    assert {"optimizer.weight_decay"} <= set(state["left_auto"])
+
+
 @pytest.mark.slow
 def test_the_rate_falls_once_validation_becomes_worse_and_a_resumed_run_does_the_same(
     planned, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(small_text_module, "EPOCHS", 80.0)
-    hot = ["optimizer.learning_rate=0.1", "optimizer.matrix_learning_rate=0.2", "train.keep=50"]
+    monkeypatch.setattr(small_text_module, "EPOCHS", 500.0)
+    hot = [
+        "optimizer.learning_rate=0.1",
+        "optimizer.matrix_learning_rate=0.2",
+        "train.keep=50",
+        "optimizer.weight_decay=0.1",
+    ]
     hot += ["train.eval_every=10", "train.save_every=10"]
     lines = planned("whole", *hot)
     changed = next(line for line in lines if line.startswith("the validation loss has risen: the learning rate falls"))

@@ -25,6 +25,7 @@ from andrea.training.planning.pace.time_budget import QUARTERS, with_first_guess
 from andrea.training.planning.parallel import choose_sharing
 from andrea.training.planning.small_text import (
     EVALUATIONS,
+    decay_lines,
     epochs_of,
     for_text,
     is_planned_now_for_text,
@@ -88,6 +89,7 @@ def resolve(
         f"{config.sequences_per_step} sequences" + (f" on each of {ranks.size} ranks" if ranks.size > 1 else ""),
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
         *length_lines(asked, config, corpus),
+        *decay_lines(asked, config, corpus),
     ]
     if config.float8:
         lines.append("float8: the matrix products of the blocks are computed in 8 bits")

@@ -1,10 +1,10 @@
-"""The length of a run on a text so small that the model's recipe would read it many times.
+"""The length and the weight decay of a run on a text so small that the model's recipe would read it many times.
 
-The validation loss is lowest after a few epochs; after more, the model memorises the text. The number of these epochs grows
-slowly with the text. It must be planned, because the learning rate has to fall before the validation loss rises: at a
+The validation loss is lowest after some epochs; after more, the model memorises the text. A stronger weight decay lets it
+learn from more epochs. Both must be planned, because the learning rate has to fall before the validation loss rises: at a
 constant rate, the loss begins to rise later than the step at which the decay should begin. The numbers are fitted to runs of
-andrea-nano on 20 kB to 2 MB of text (bench/small_texts.py); how they depend on the model's size and on the tokens per step
-is an estimate.
+andrea-nano on 0.1 to 2 MB of text (bench/README.md, "Small texts"); how they depend on the model's size and on the tokens per
+step is an estimate.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from andrea.config import ON_LARGE_TEXT, RunConfig
 from andrea.model.size import count_parameters
 from andrea.text.corpus import Corpus
 
-EPOCHS = 5.25  # after which validation is near its best, for a text of as many tokens as the model has parameters
-GROWTH = 0.25  # of the epochs with tokens per parameter, as a power
-DECAY_PER_REREADING = 1.2  # weight decay that each epoch after the first calls for, as a multiple of a large text's
+EPOCHS = 75.0  # after which validation is near its best, for a text of as many tokens as the model has parameters
+GROWTH = 0.75  # of the epochs with tokens per parameter, as a power
+DECAY_PER_EPOCH = 0.06  # weight decay for each epoch after the first, for such a text
+DECAY_GROWTH = 0.7  # of the weight decay with parameters per token, as a power
+MOST_DECAY = 4.0  # the strongest that was measured
 MEASURED_TOKENS_PER_STEP = 4096  # larger steps learn less from a token: epochs grow with the root of their size
 LEAST_WARMUPS = 2  # a run lasts at least so many times its warm-up
 EVALUATIONS = 10  # of a run whose length is planned for the text: the best of them is its result
@@ -34,10 +36,13 @@ def tokens_per_epoch(corpus: Corpus) -> int:
     return sum(len(source.train) - 1 for source in corpus.sources)
 
 
+def n_parameter(config: RunConfig, corpus: Corpus) -> int:
+    return count_parameters(config.model, config.attention, corpus.tokenizer.n_vocab).total
+
+
 def most_steps_for_text(config: RunConfig, corpus: Corpus) -> int:
     """The number of steps after which the validation loss is near its lowest; it may exceed the model's recipe."""
-    n_parameter = count_parameters(config.model, config.attention, corpus.tokenizer.n_vocab).total
-    epochs = EPOCHS * (tokens_per_epoch(corpus) / n_parameter) ** GROWTH
+    epochs = EPOCHS * (tokens_per_epoch(corpus) / n_parameter(config, corpus)) ** GROWTH
     epochs *= max(1.0, config.tokens_per_step / MEASURED_TOKENS_PER_STEP) ** 0.5
     steps = int(epochs * tokens_per_epoch(corpus) / config.tokens_per_step)
     return max(steps, LEAST_WARMUPS * config.optimizer.warmup_steps, 1)
@@ -50,8 +55,10 @@ def steps_for_text(config: RunConfig, corpus: Corpus) -> int:
 
 def weight_decay_for_text(config: RunConfig, corpus: Corpus) -> float:
     """The weight decay of a run of `config.steps` steps: the more often it reads its text, the stronger."""
-    epochs = epochs_of(config.steps, config, corpus)
-    return round(ON_LARGE_TEXT["optimizer.weight_decay"] * max(1.0, DECAY_PER_REREADING * (epochs - 1)), 2)
+    parameters_per_token = n_parameter(config, corpus) / tokens_per_epoch(corpus)
+    epochs_more = epochs_of(config.steps, config, corpus) - 1
+    decay = DECAY_PER_EPOCH * epochs_more * parameters_per_token**DECAY_GROWTH
+    return round(max(ON_LARGE_TEXT["optimizer.weight_decay"], min(decay, MOST_DECAY)), 2)
 
 
 def for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
@@ -109,9 +116,19 @@ def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[st
             f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.2f} epochs; the best "
             f"evaluation is the result (train.steps=N sets another length)"
         ]
-    if epochs > config.health.epochs:
+    if epochs > config.health.epochs and config.steps > (planned := steps_for_text(config, corpus)):
         return [
             f"small text: {config.steps} steps read its {n_token:,} training tokens {epochs:,.0f} times, and the model may "
-            f"memorise it; train.steps=auto would plan {steps_for_text(config, corpus)} steps"
+            f"memorise it; train.steps=auto would plan {planned} steps"
         ]
     return []
+
+
+def decay_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
+    """A line on the weight decay, if it was chosen for a small text. asked: the configuration with `auto` still in it."""
+    if asked.optimizer.weight_decay != "auto" or config.optimizer.decay <= asked.optimizer.decay:
+        return []
+    return [
+        f"weight decay: {config.optimizer.decay:g}, because the text is read {epochs_of(config.steps, config, corpus):.1f} times "
+        f"(optimizer.weight_decay={asked.optimizer.decay:g}, that of a large text, would let the model memorise it)"
+    ]
