@@ -76,7 +76,6 @@ class Scorer:
             row = self.row(index, context, continuation)
             by_context[row.context].append(row)
         alone: list[Row] = []
-        alone: list[Row] = []
         with MACHINE.taken():
             for context, rows in by_context.items():
                 if len(rows) > 1 and len(context) >= FEWEST_SHARED:

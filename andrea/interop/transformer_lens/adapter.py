@@ -96,7 +96,6 @@ def load_bridge(folder: str | os.PathLike, **how: Any) -> TransformerBridge:
     """
     register()
     bridge = TransformerBridge.boot_transformers(str(Path(folder)), trust_remote_code=True, **how)
-    bridge.cfg.default_prepend_bos = (
-        True  # end-of-text begins every text; TransformerLens's adapter of Qwen3 leaves it out
-    )
+    # End-of-text begins every text; TransformerLens's adapter of Qwen3 leaves it out.
+    bridge.cfg.default_prepend_bos = True
     return bridge
