@@ -31,6 +31,8 @@ DEPENDS_ON = {  # a key that may be auto -> the keys from which it is settled; a
     "compile": (*LENGTH, "device"),
     "attention.implementation": ("device", "precision"),
     "train.micro_batch": ("device", "precision", "train.activation_checkpointing"),
+    "optimizer.weight_decay": (),  # chosen once, when the run begins
+    "tokenizer.vocab_size": (),
 }
 NOTICED_JUMP = 0.05  # of the peak learning rate
 
