@@ -11,6 +11,7 @@ the largest against float64 over a slice of the same inputs, relative to what th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -30,6 +31,7 @@ from andrea.attention import DotProduct, attend, causal
 from andrea.attention.implementations import triton as triton_path
 from andrea.attention.implementations.fastest import attend_and_reduce, median_milliseconds
 from andrea.attention.implementations.sdpa import SDPA_BACKENDS
+from andrea.attention.kernels import tiles
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of the FlashAttention-3 repository
@@ -37,6 +39,8 @@ PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of th
     "Triton tutorial": {1024: 291, 2048: 342, 4096: 363, 8192: 376},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MOST_ERROR = 2.0  # of tiles that are remembered: times the readable path's, as in the tests
+UNKNOWN_CARD = "interpreter"  # remembered by a rehearsal, and looked up by no one
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Save = Callable[[list[dict]], None]  # writes the rows of this width and length, and all that came before
 
@@ -85,7 +89,7 @@ def ours(q, k, v, way: str, wanted: bool) -> torch.Tensor:
     """The operator itself, with what the kernel measures and nothing beside it."""
     from andrea.attention.kernels.attend_triton import fused_attention
 
-    return fused_attention(q, k, v, None, None, True, 0, 0.0, None, None, wanted, way == "two_pass")[0]
+    return fused_attention(q, k, v, None, None, True, 0, 0.0, None, None, wanted, way)[0]
 
 
 def flash_attention() -> dict[str, Attend]:
@@ -216,52 +220,107 @@ def show(row: dict, chosen: argparse.Namespace) -> None:
 
 
 def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> list[dict]:
-    """Every tile that fits, for each of the three kernels alone: what `tuning` in kernels/attend_triton.py should say."""
+    """Time every tile that fits, for each of the three kernels alone; then the best ones together against the predicted.
 
-    from andrea.attention.kernels import attend_triton
-
-    card = attend_triton.tuning(attend_triton.padded(width), DTYPES[chosen.dtype], 90)
-    rows, own = [], attend_triton.tuning
-    try:
-        for kernel in ("forward", "keys", "queries"):
-            for blocks in tiles_of(kernel)[: chosen.most_tiles]:
-                if time.monotonic() > chosen.until:
-                    print(f"{kernel} {blocks}: left out: out of time", flush=True)
-                    continue
-                attend_triton.tuning = lambda *_, changed={kernel: blocks}: attend_triton.Tuning(
-                    **(vars(card) | changed)
-                )
-                try:
-                    row = tuned_row(width, length, chosen)
-                except Exception as error:  # a tile that does not fit
-                    print(f"{kernel} {blocks}: {in_one_line(error)[:80]}", flush=True)
-                    continue
-                rows.append({"kernel": kernel, "width": width, "length": length, **vars(blocks), **row})
-                save(rows)
-            best = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row["ms"][kernel])
-            for row in best[:5]:
-                print(f"tuned d {width} T {length} {kernel}: {row}", flush=True)
-    finally:
-        attend_triton.tuning = own
+    What is fastest, and as exact, is remembered for this GPU, and training and sampling use it from then on.
+    """
+    leaves = leaves_of(width, length, chosen)
+    own, rows = tiles.tuning(*leaves), []
+    for kernel in ("forward", "keys", "queries"):
+        for blocks in tiles_of(kernel)[: chosen.most_tiles]:
+            if time.monotonic() > chosen.until:
+                print(f"{kernel} {blocks}: left out: out of time", flush=True)
+                continue
+            try:
+                with tiles_in_use(dataclasses.replace(own, **{kernel: blocks})):
+                    row = tuned_row(leaves, chosen)
+            except Exception as error:  # a tile that does not fit
+                print(f"{kernel} {blocks}: {in_one_line(error)[:80]}", flush=True)
+                continue
+            rows.append({"kernel": kernel, "width": width, "length": length, **vars(blocks), **row})
+            save(rows)
+    for together in compared_with_predicted(rows, leaves, chosen):
+        rows.append({"kernel": "all", "width": width, "length": length, **together})
+        save(rows)
     return rows
 
 
-def tiles_of(kernel: str) -> list:
-    """The grid of tiles to try; none that certainly is too small or spills registers."""
-    from andrea.attention.kernels.attend_triton import Blocks
+def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen: argparse.Namespace) -> Iterator[dict]:
+    """Time the predicted tiles, and the best of `rows` with either way to dQ. Remember the fastest of those that are exact."""
+    like = leaves[0]
+    width, capability = tiles.padded(like.shape[-1]), tiles.capability_of(like)
+    predicted = tiles.predicted(width, like.dtype, capability)
+    candidates = {"predicted": predicted} | {
+        f"tuned, {way}": best_tiles(rows, way, predicted) for way in chosen.backward
+    }
+    found: dict[str, dict] = {}
+    for name, candidate in candidates.items():
+        try:
+            with tiles_in_use(candidate):
+                run = functools.partial(ours, way="fastest", wanted=True)
+                both = milliseconds(
+                    lambda run=run: torch.autograd.grad(run(*leaves).sum(), leaves),
+                    chosen.device,
+                    min(5, chosen.repeats),
+                )
+                off = max(errors(run, *leaves, torch.ones_like(like)))
+        except Exception as error:  # two kernels that fit alone may not compile in the other way to dQ
+            print(f"{name}: {in_one_line(error)[:80]}", flush=True)
+            continue
+        found[name] = {"tiles": name, "both_ms": both, "error_over_readable": off, **dataclasses.asdict(candidate)}
+        print(f"d {like.shape[-1]} T {like.shape[-2]} {name}: {both:.3f} ms, error ×{off:.2f}: {candidate}", flush=True)
+        yield found[name]
+    exact = {name: row for name, row in found.items() if row["error_over_readable"] <= MOST_ERROR}
+    if exact:
+        best = min(exact, key=lambda name: exact[name]["both_ms"])
+        card = tiles.card_of(like) or UNKNOWN_CARD
+        file = tiles.remember(card, width, like.dtype, like.shape[-2], candidates[best])
+        print(f"d {like.shape[-1]} T {like.shape[-2]}: {best} remembered for {card} in {file}", flush=True)
 
+
+def best_tiles(rows: list[dict], way: str, predicted: tiles.Tuning) -> tiles.Tuning:
+    """The fastest tile of each kernel, the backward ones with dQ computed in this way. A kernel without rows keeps its own."""
+    best: dict[str, tiles.Blocks] = {}
+    for kernel in ("forward", "keys", "queries"):
+        timed_rows = [row for row in rows if row["kernel"] == kernel]
+        if timed_rows:
+            fastest = min(
+                timed_rows, key=lambda row: row["forward_ms"] if row["kernel"] == "forward" else row["backward_ms"][way]
+            )
+            best[kernel] = tiles.Blocks(*(fastest[name] for name in ("m", "n", "warps", "stages")))
+    return dataclasses.replace(predicted, **best, atomic=way == "atomic")
+
+
+@contextmanager
+def tiles_in_use(chosen: tiles.Tuning) -> Iterator[None]:
+    """While this is open, our kernel uses these tiles."""
+    from andrea.attention.kernels import attend_triton
+
+    own, attend_triton.tuning = attend_triton.tuning, lambda *_: chosen
+    try:
+        yield
+    finally:
+        attend_triton.tuning = own
+
+
+def leaves_of(width: int, length: int, chosen: argparse.Namespace) -> list[torch.Tensor]:
+    """Query, key and value, (B, H, T, D) each."""
+    shape = (max(1, chosen.tokens // length), max(1, 768 // width), length, width)
+    generator = torch.Generator(chosen.device).manual_seed(length + width)
+    drawn = (torch.randn(shape, generator=generator, device=chosen.device) / scale for scale in (width**0.5, 1, 1))
+    return [tensor.to(DTYPES[chosen.dtype]).requires_grad_() for tensor in drawn]
+
+
+def tiles_of(kernel: str) -> list[tiles.Blocks]:
+    """The grid of tiles to try; none that certainly is too small or spills registers."""
     grid = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
     if kernel == "forward":
-        return [Blocks(*tile) for tile in grid if tile[0] >= 64]
-    return [Blocks(*tile) for tile in grid if tile[0] * tile[1] <= 128 * 64]
+        return [tiles.Blocks(*tile) for tile in grid if tile[0] >= 64]
+    return [tiles.Blocks(*tile) for tile in grid if tile[0] * tile[1] <= 128 * 64]
 
 
-def tuned_row(width: int, length: int, chosen: argparse.Namespace) -> dict:
-    """Milliseconds of the forward pass with statistics, and of the backward pass in each of its two ways."""
-    shape = (max(1, chosen.tokens // length), max(1, 768 // width), length, width)
-    leaves = [
-        torch.randn(shape, device=chosen.device, dtype=DTYPES[chosen.dtype], requires_grad=True) for _ in range(3)
-    ]
+def tuned_row(leaves: list[torch.Tensor], chosen: argparse.Namespace) -> dict:
+    """Milliseconds of the forward pass with and without statistics, and of the backward pass in each of its two ways."""
 
     def time_of(run: Callable[[], object]) -> float:
         return milliseconds(run, chosen.device, min(5, chosen.repeats))
@@ -276,9 +335,7 @@ def tuned_row(width: int, length: int, chosen: argparse.Namespace) -> dict:
         backward[way] = time_of(
             lambda output=output, upstream=upstream: torch.autograd.grad(output, leaves, upstream, retain_graph=True)
         )
-    two_pass = backward.get("two_pass", next(iter(backward.values())))
-    ms = {"forward": forward, "keys": two_pass, "queries": two_pass}
-    return {"ms": ms, "forward_without_statistics_ms": plain, "backward_ms": backward}
+    return {"forward_ms": forward, "forward_without_statistics_ms": plain, "backward_ms": backward}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ row that fails; the others go on. Rows are written as they come.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -36,7 +37,6 @@ from oracle import MASKS, Case, judge
 
 from andrea.attention import Case as AttentionCase
 from andrea.attention import DotProduct, refusal
-from andrea.attention.implementations import triton as triton_path
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.model.layers import softcap
 from andrea.text.loader import IGNORED_TARGET
@@ -126,11 +126,14 @@ def attention_check(name: str, case: Case, atomics: bool = False) -> Check:
 
 def with_atomics(atomics: bool, function: Callable, *arguments):
     """Call the function while our kernel computes dQ with atomic additions, or without."""
-    before, triton_path.ATOMICS_ARE_FASTER = triton_path.ATOMICS_ARE_FASTER, atomics
+    from andrea.attention.kernels import attend_triton
+
+    own = attend_triton.tuning
+    attend_triton.tuning = lambda *tensors: dataclasses.replace(own(*tensors), atomic=atomics)
     try:
         return function(*arguments)
     finally:
-        triton_path.ATOMICS_ARE_FASTER = before
+        attend_triton.tuning = own
 
 
 def judged(name: str, case: Case, device: str, shown: str | None = None) -> list[dict]:

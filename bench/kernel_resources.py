@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from andrea.attention.kernels import attend_triton
-from andrea.attention.kernels.attend_triton import Blocks, padded, tuning
+from andrea.attention.kernels.tiles import Blocks, padded, predicted
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.kernels import cross_entropy
 
@@ -57,7 +57,7 @@ IN_INT32 = {"first", "stop", "query_low", "query_high"}
 def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bool, modified: bool) -> dict[str, tuple]:
     """name -> (function, tiles, its own constants), as `fused_attention` would launch them. modified: with a cap on scores,
     ALiBi and sinks."""
-    tuned = tuning(padded(width), TYPES[dtype], 80 if target == AMD else target)
+    tuned = predicted(padded(width), TYPES[dtype], 80 if target == AMD else target)
     how = {"MODE": MODES[mode], "CAPPED": modified, "SLOPED": modified}
     return {
         "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "SINK": modified, **how}),

@@ -18,8 +18,6 @@ from andrea.attention.statistics import FusedPass, statistics_of_pass
 
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# kernels/attend_triton.py can compute dQ with or without atomic additions. bench/attention.py measures which way is faster.
-ATOMICS_ARE_FASTER = False
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # a constant: torch.compile warns about a cached function
 
 
@@ -93,7 +91,7 @@ def run(case: Case) -> Result:
         alibi_slopes(query.shape[-3] if lead else 1, query.device) if case.alibi else None,
         None if case.sink is None else case.sink.float().reshape(-1),
         case.statistics,
-        torch.are_deterministic_algorithms_enabled() or not ATOMICS_ARE_FASTER,
+        "two_pass" if torch.are_deterministic_algorithms_enabled() else "fastest",
     )
     output = output.reshape(*lead, n_query, value.shape[-1])
     if not case.statistics:

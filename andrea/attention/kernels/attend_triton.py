@@ -25,8 +25,6 @@ of the keys alone. The sink's gradient is kernels/sink.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +32,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea.attention.kernels.sink import sink_gradient
+from andrea.attention.kernels.tiles import capability_of, padded, tuning
 
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -43,59 +42,6 @@ LOWEST = tl.constexpr(-1e38)
 
 DESCRIPTORS_FROM = 90  # lowest compute capability with a tensor memory accelerator, which reads by descriptor
 KernelError = triton.errors.TritonError  # raised for tiles that do not fit the GPU or do not compile
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Tile sizes (queries M, keys N), warps and pipeline stages of one kernel."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Tuning:
-    forward: Blocks
-    keys: Blocks  # dK, dV
-    queries: Blocks  # dQ
-
-
-def tuning(width: int, dtype: torch.dtype, capability: int) -> Tuning:
-    """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
-
-    No tile spills registers according to bench/kernel_resources.py. For Hopper and heads of at most 64, the tiles are
-    those that bench/kernel_resources.py --tune predicts to be fast. Two or three of their programs share a
-    multiprocessor, because within a program nothing overlaps with the matrix products. The others are the largest tiles
-    without spills. bench/attention.py --tune measures the speed on a GPU; none has confirmed the prediction yet.
-
-    Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and ignores warp
-    specialisation with 8.
-    """
-    if capability >= 120:  # consumer Blackwell has the matrix instructions of Ampere, and 99 KiB of shared memory
-        of_ampere = tuning(width, dtype, 80)
-        spills = dtype != torch.float32 and width <= 128  # in its kernel for dQ, which reads by descriptor here
-        return replace(of_ampere, queries=Blocks(32, 64, 4, 2)) if spills else of_ampere
-    if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
-        if width <= 32:
-            return Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
-        if width <= 128:
-            return Tuning(Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
-        return Tuning(Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1))
-    if width > 128:
-        return Tuning(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
-    if width > 64:
-        if capability >= 100:
-            return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
-        if capability >= 90:
-            return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
-        return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2))
-    if capability >= 100:
-        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))
-    if capability >= 90:
-        return Tuning(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
-    return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
 
 
 # ------------------------------------------------------------------------------------------ visibility and loading
@@ -553,26 +499,6 @@ def queries_kernel(
 # ---------------------------------------------------------------------------------------------------- the operators
 
 
-def padded(width: int) -> int:
-    """Width of a tile: the next power of two, and at least the 16 that a matrix product requires."""
-    return max(16, triton.next_power_of_2(width))
-
-
-def capability_of(tensor: Tensor) -> int:
-    """Compute capability times ten: 80, 90, 100, …; under the interpreter 80.
-
-    Also 80 on an AMD GPU, whose numbers mean other hardware: it has no tensor memory accelerator.
-    """
-    if tensor.device.type != "cuda" or torch.version.hip is not None:
-        return 80
-    major, minor = torch.cuda.get_device_capability(tensor.device)
-    return 10 * major + minor
-
-
-def tuned_for(query: Tensor, value: Tensor) -> Tuning:
-    return tuning(padded(max(query.shape[-1], value.shape[-1])), query.dtype, capability_of(query))
-
-
 def described(
     one: Tensor, other: Tensor, block: int
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, bool]:
@@ -647,14 +573,15 @@ def fused_attention(
     slopes: Tensor | None,
     sink: Tensor | None,
     statistics: bool,
-    deterministic: bool,
+    dq: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output (B, H, T, Dv), and log-sum-exp, largest logit and entropy in nats, (B, H, T) each in fp32.
 
     query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have the same type. Without `statistics` the largest
     logit and the entropy are empty. If first and stop are given, query i sees the keys first[i] .. stop[i]-1; both are
     int32, broadcastable to (B, H, T), have equal strides and do not decrease in i. With `causal` query i sees the keys
-    0 .. start + i, otherwise all keys. deterministic: whether the backward pass computes dQ without atomic additions.
+    0 .. start + i, otherwise all keys. dq: how the backward pass computes dQ: two_pass, atomic, or fastest as kernels/tiles.py
+    says.
     start: position of the first query. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks'
     logits (H,). Both are fp32.
     """
@@ -665,7 +592,7 @@ def fused_attention(
     if 0 in (n_batch, n_head, n_query):
         return output, lse, largest, entropy
     mode, first, stop, strides = interval_of(first, stop, query, causal)
-    blocks = tuned_for(query, value).forward
+    blocks = tuning(query, key, value).forward
     k_source, v_source, descriptors = described(key, value, blocks.n)
     launch(
         forward_kernel, triton.cdiv(n_query, blocks.m) * n_batch * n_head, query,
@@ -687,7 +614,7 @@ def empty_outputs(query: Tensor, value: Tensor, statistics: bool) -> tuple[Tenso
 
 
 @fused_attention.register_fake
-def _(query, key, value, first, stop, causal, start, softcap, slopes, sink, statistics, deterministic):
+def _(query, key, value, first, stop, causal, start, softcap, slopes, sink, statistics, dq):
     return empty_outputs(query, value, statistics)
 
 
@@ -706,7 +633,7 @@ def fused_attention_backward(
     softcap: float,
     slopes: Tensor | None,
     sink: Tensor | None,
-    deterministic: bool,
+    dq: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sink, in their shapes and types; the last is empty without a sink."""
     d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
@@ -716,7 +643,8 @@ def fused_attention_backward(
     if 0 in (n_batch, n_head, n_query):
         return d_query.zero_(), d_key.zero_(), d_value.zero_(), d_sink.zero_()
     mode, first, stop, strides = interval_of(first, stop, query, causal)
-    constants, blocks = shape_constants(query, value), tuned_for(query, value)
+    constants, blocks = shape_constants(query, value), tuning(query, key, value)
+    atomic = dq == "atomic" or (dq == "fastest" and blocks.atomic)
 
     delta = torch.empty_like(lse)
     launch(
@@ -731,7 +659,7 @@ def fused_attention_backward(
     low, high, range_strides = (
         query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
     )
-    d_query_sum = d_query if deterministic else torch.zeros_like(d_query, dtype=torch.float32)
+    d_query_sum = torch.zeros_like(d_query, dtype=torch.float32) if atomic else d_query
     q_source, dz_source, descriptors = described(query, d_output, blocks.keys.m)
     launch(
         keys_kernel, triton.cdiv(n_key, blocks.keys.n) * n_batch * n_group, query,
@@ -739,10 +667,10 @@ def fused_attention_backward(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
         *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
-        **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=not deterministic,
+        **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=atomic,
         DESCRIPTORS=descriptors, **modifiers, num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
     )  # fmt: skip
-    if not deterministic:
+    if atomic:
         return d_query_sum.to(query.dtype), d_key, d_value, d_sink
     k_source, v_source, descriptors = described(key, value, blocks.queries.n)
     launch(
@@ -785,21 +713,21 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 @fused_attention_backward.register_fake
-def _(d_output, query, key, value, output, lse, first, stop, causal, start, softcap, slopes, sink, deterministic):
+def _(d_output, query, key, value, output, lse, first, stop, causal, start, softcap, slopes, sink, dq):
     return empty_gradients(query, key, value, sink)
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
-    query, key, value, first, stop, causal, start, softcap, slopes, sink, _, deterministic = inputs
+    query, key, value, first, stop, causal, start, softcap, slopes, sink, _, dq = inputs
     ctx.save_for_backward(query, key, value, output[0], output[1], first, stop, slopes, sink)
-    ctx.options = (causal, start, softcap, deterministic)
+    ctx.options = (causal, start, softcap, dq)
 
 
 def backward(ctx, d_output, *of_statistics):
     """Only the output has a gradient, because the statistics are detached."""
     *saved, slopes, sink = ctx.saved_tensors
-    causal, start, softcap, deterministic = ctx.options
-    *gradients, d_sink = fused_attention_backward(d_output, *saved, causal, start, softcap, slopes, sink, deterministic)
+    causal, start, softcap, dq = ctx.options
+    *gradients, d_sink = fused_attention_backward(d_output, *saved, causal, start, softcap, slopes, sink, dq)
     return *gradients, None, None, None, None, None, None, None if sink is None else d_sink, None, None
 
 

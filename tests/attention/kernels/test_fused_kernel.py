@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from oracle import MASKS, Case, everything, judge
@@ -18,6 +20,7 @@ from andrea.attention import (
     packed_documents,
 )
 from andrea.attention.implementations import triton as path
+from andrea.attention.kernels import tiles
 
 pytestmark = pytest.mark.untraced
 
@@ -73,11 +76,15 @@ def test_modified_scores_and_sinks_of_many_shapes(mask, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("atomics", [False, True])
 def test_modified_scores_in_many_small_tiles(atomics, monkeypatch):
-    blocks = fused.Blocks(32, 16, 4, 1)
-    small = fused.Tuning(blocks, fused.Blocks(16, 32, 4, 1), blocks)
-    monkeypatch.setattr(fused, "tuning", lambda *card: small)
-    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", atomics)
+    blocks = tiles.Blocks(32, 16, 4, 1)
+    small = tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks, atomics)
+    monkeypatch.setattr(fused, "tuning", lambda *tensors: small)
     judge(Case(1, 4, 2, 71, 71, 24, 40, "causal", **MODIFIED["all"]), "triton", measured=True)
+
+
+def use_atomics(monkeypatch) -> None:
+    own = tiles.tuning
+    monkeypatch.setattr(fused, "tuning", lambda *tensors: dataclasses.replace(own(*tensors), atomic=True))
 
 
 def test_alibi_needs_the_position_of_the_first_query_on_the_host():
@@ -88,15 +95,16 @@ def test_alibi_needs_the_position_of_the_first_query_on_the_host():
         )
 
 
-@pytest.mark.parametrize(("tiles", "atomics"), [("small", False), ("small", True), ("tuned", True)])
+@pytest.mark.parametrize(("size", "atomics"), [("small", False), ("small", True), ("predicted", True)])
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
-def test_both_backward_passes_and_many_small_tiles(mask, tiles, atomics, monkeypatch):
+def test_both_backward_passes_and_many_small_tiles(mask, size, atomics, monkeypatch):
     """The tiles a card gets, and small ones that make many blocks of few numbers."""
-    if tiles == "small":
-        blocks = fused.Blocks(32, 16, 4, 1)
-        small = fused.Tuning(blocks, fused.Blocks(16, 32, 4, 1), blocks)
-        monkeypatch.setattr(fused, "tuning", lambda *card: small)
-    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", atomics)
+    if size == "small":
+        blocks = tiles.Blocks(32, 16, 4, 1)
+        small = tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks, atomics)
+        monkeypatch.setattr(fused, "tuning", lambda *tensors: small)
+    else:
+        use_atomics(monkeypatch)
     judge(Case(2, 4, 2, 71, 71, 24, 40, mask), "triton")
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
@@ -104,7 +112,8 @@ def test_both_backward_passes_and_many_small_tiles(mask, tiles, atomics, monkeyp
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
 def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
     """From Hopper on, 16-bit tiles come through tensor descriptors; their bounds are the tensor's own."""
-    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    for module in (fused, tiles):
+        monkeypatch.setattr(module, "capability_of", lambda tensor: 90)
     used, described = [], fused.described
     monkeypatch.setattr(fused, "described", lambda *given: used.append(described(*given)) or used[-1])
     judge(Case(2, 4, 2, 71, 71, 24, 40, mask, torch.float16), "triton", measured=True)
@@ -113,7 +122,8 @@ def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
 
 
 def test_what_the_copy_engine_cannot_read_is_read_by_address(monkeypatch):
-    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    for module in (fused, tiles):
+        monkeypatch.setattr(module, "capability_of", lambda tensor: 90)
     fits = torch.randn(1, 2, 5, 16).half()
     odd_stride, misaligned = torch.randn(1, 2, 5, 17).half()[..., :16], torch.randn(161).half()[1:].view(1, 2, 5, 16)
     assert fused.described(fits, fits, 16)[2]
@@ -127,7 +137,6 @@ def test_what_the_copy_engine_cannot_read_is_read_by_address(monkeypatch):
 
 
 def test_deterministic_code_never_uses_atomics(monkeypatch):
-    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", True)
     asked = []
     monkeypatch.setattr(fused, "fused_attention", lambda *inputs: asked.append(inputs[-1]) or fused_attention(*inputs))
     fused_attention = torch.ops.andrea.fused_attention
@@ -135,7 +144,7 @@ def test_deterministic_code_never_uses_atomics(monkeypatch):
     attend(query, query, query, implementation="triton")
     torch.use_deterministic_algorithms(True)
     attend(query, query, query, implementation="triton")
-    assert asked == [False, True]
+    assert asked == ["fastest", "two_pass"]
 
 
 def test_statistics_change_nothing_and_carry_no_gradient():
@@ -178,7 +187,7 @@ def test_the_operator_obeys_torchs_rules(mask, statistics):
         position = torch.arange(13)
         first, stop = (end.expand(2, 1, 13).int().contiguous() for end in (position // 5 * 5, position + 1))
     scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True)) if statistics else (0.0, None, None)
-    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics, True)
+    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics, "two_pass")
     torch.library.opcheck(fused.fused_attention, arguments)
 
 
@@ -300,7 +309,7 @@ def test_outputs_that_span_more_than_2_to_the_31_elements_are_refused() -> None:
 @pytest.mark.parametrize("mask", [None, causal()])
 def test_atomic_gradients_of_queries_are_finite_where_an_unmasked_key_would_overflow(mask, monkeypatch):
     """All scores are near -150, so a key beyond the last one, whose score would be 0, would weigh e^150: infinity in fp32."""
-    monkeypatch.setattr(path, "ATOMICS_ARE_FASTER", True)
+    use_atomics(monkeypatch)
     query, key = -torch.full((1, 2, 37, 16), 5.0) + torch.rand(1, 2, 37, 16), torch.full((1, 2, 37, 16), 2.0)
     leaves = [query.requires_grad_(), (key + torch.rand_like(key) / 7).requires_grad_(), torch.randn_like(key)]
     gradients = {}
