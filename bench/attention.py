@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -40,7 +41,6 @@ PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of th
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MOST_ERROR = 2.0  # of tiles that are remembered: times the readable path's, as in the tests
-UNKNOWN_CARD = "interpreter"  # remembered by a rehearsal, and looked up by no one
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Save = Callable[[list[dict]], None]  # writes the rows of this width and length, and all that came before
 
@@ -220,25 +220,27 @@ def show(row: dict, chosen: argparse.Namespace) -> None:
 
 
 def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> list[dict]:
-    """Time every tile that fits, for each of the three kernels alone; then the best ones together against the predicted.
+    """Time tiles of each of the three kernels alone; then the best ones together against the predicted.
 
-    What is fastest, and as exact, is remembered for this GPU, and training and sampling use it from then on.
+    What is fastest, and as exact, is remembered for this GPU, and training and sampling use it from then on. The tiles
+    nearest to the predicted ones come first, and a fifth of the time is kept for the comparison.
     """
     leaves = leaves_of(width, length, chosen)
-    own, rows = tiles.tuning(*leaves), []
-    for kernel in ("forward", "keys", "queries"):
-        for blocks in tiles_of(kernel)[: chosen.most_tiles]:
-            if time.monotonic() > chosen.until:
-                print(f"{kernel} {blocks}: left out: out of time", flush=True)
-                continue
-            try:
-                with tiles_in_use(dataclasses.replace(own, **{kernel: blocks})):
-                    row = tuned_row(leaves, chosen)
-            except Exception as error:  # a tile that does not fit
-                print(f"{kernel} {blocks}: {in_one_line(error)[:80]}", flush=True)
-                continue
-            rows.append({"kernel": kernel, "width": width, "length": length, **vars(blocks), **row})
-            save(rows)
+    own, rows = predicted_tiles(leaves[0]), []
+    grid_until = time.monotonic() + 0.8 * (chosen.until - time.monotonic())
+    for kernel, blocks in grid_near(own, chosen.most_tiles):
+        if time.monotonic() > grid_until:
+            print(f"width {width}, T {length}: {kernel} {blocks} and further tiles left out: out of time", flush=True)
+            break
+        try:
+            with tiles_in_use(dataclasses.replace(own, **{kernel: blocks})):
+                took = milliseconds_of(kernel, leaves, chosen)
+        except Exception as error:  # a tile that does not fit
+            print(f"{kernel} {blocks}: {in_one_line(error)[:80]}", flush=True)
+            continue
+        rows.append({"kernel": kernel, "width": width, "length": length, **vars(blocks), "ms": took})
+        save(rows)
+        print(f"tuned d {width} T {length} {kernel}: {rows[-1]}", flush=True)
     for together in compared_with_predicted(rows, leaves, chosen):
         rows.append({"kernel": "all", "width": width, "length": length, **together})
         save(rows)
@@ -247,9 +249,7 @@ def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> lis
 
 def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen: argparse.Namespace) -> Iterator[dict]:
     """Time the predicted tiles, and the best of `rows` with either way to dQ. Remember the fastest of those that are exact."""
-    like = leaves[0]
-    width, capability = tiles.padded(like.shape[-1]), tiles.capability_of(like)
-    predicted = tiles.predicted(width, like.dtype, capability)
+    like, predicted = leaves[0], predicted_tiles(leaves[0])
     candidates = {"predicted": predicted} | {
         f"tuned, {way}": best_tiles(rows, way, predicted) for way in chosen.backward
     }
@@ -272,23 +272,28 @@ def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen
         yield found[name]
     exact = {name: row for name, row in found.items() if row["error_over_readable"] <= MOST_ERROR}
     if exact:
-        best = min(exact, key=lambda name: exact[name]["both_ms"])
-        card = tiles.card_of(like) or UNKNOWN_CARD
-        file = tiles.remember(card, width, like.dtype, like.shape[-2], candidates[best])
-        print(f"d {like.shape[-1]} T {like.shape[-2]}: {best} remembered for {card} in {file}", flush=True)
+        best, card = min(exact, key=lambda name: exact[name]["both_ms"]), tiles.card_of(like)
+        n_key, padded = like.shape[-2], tiles.padded(like.shape[-1])
+        file = None if card is None else tiles.remember(card, padded, like.dtype, n_key, candidates[best])
+        kept = (
+            f"kept for {card} in {file}" if file else "not kept: that needs a GPU and a cache folder of this user's own"
+        )
+        print(f"d {like.shape[-1]} T {n_key}: fastest: {best}, {kept}", flush=True)
 
 
 def best_tiles(rows: list[dict], way: str, predicted: tiles.Tuning) -> tiles.Tuning:
     """The fastest tile of each kernel, the backward ones with dQ computed in this way. A kernel without rows keeps its own."""
     best: dict[str, tiles.Blocks] = {}
-    for kernel in ("forward", "keys", "queries"):
-        timed_rows = [row for row in rows if row["kernel"] == kernel]
+    for kernel, what in (("forward", "forward"), ("keys", way), ("queries", "two_pass")):
+        timed_rows = [row for row in rows if row["kernel"] == kernel and what in row["ms"]]
         if timed_rows:
-            fastest = min(
-                timed_rows, key=lambda row: row["forward_ms"] if row["kernel"] == "forward" else row["backward_ms"][way]
-            )
+            fastest = min(timed_rows, key=lambda row: row["ms"][what])  # noqa: B023 (called at once)
             best[kernel] = tiles.Blocks(*(fastest[name] for name in ("m", "n", "warps", "stages")))
     return dataclasses.replace(predicted, **best, atomic=way == "atomic")
+
+
+def predicted_tiles(like: torch.Tensor) -> tiles.Tuning:
+    return tiles.predicted(tiles.padded(like.shape[-1]), like.dtype, tiles.capability_of(like))
 
 
 @contextmanager
@@ -311,31 +316,48 @@ def leaves_of(width: int, length: int, chosen: argparse.Namespace) -> list[torch
     return [tensor.to(DTYPES[chosen.dtype]).requires_grad_() for tensor in drawn]
 
 
-def tiles_of(kernel: str) -> list[tiles.Blocks]:
-    """The grid of tiles to try; none that certainly is too small or spills registers."""
-    grid = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
-    if kernel == "forward":
-        return [tiles.Blocks(*tile) for tile in grid if tile[0] >= 64]
-    return [tiles.Blocks(*tile) for tile in grid if tile[0] * tile[1] <= 128 * 64]
+def grid_near(own: tiles.Tuning, most: int | None) -> Iterator[tuple[str, tiles.Blocks]]:
+    """Kernel and tile by turns: of each kernel first its own tile, then the others by their distance from it.
+
+    most: so many of each kernel. The grid has no tile that certainly is too small or spills registers.
+    """
+    by_kernel = []
+    for kernel in ("forward", "keys", "queries"):
+        mine = getattr(own, kernel)
+        grid = [tiles.Blocks(*tile) for tile in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))]
+        if kernel == "forward":
+            grid = [tile for tile in grid if tile.m >= 64]
+        else:
+            grid = [tile for tile in grid if tile.m * tile.n <= 128 * 64]
+        near = sorted({mine, *grid}, key=lambda tile, mine=mine: (distance(tile, mine), *vars(tile).values()))
+        by_kernel.append([(kernel, tile) for tile in near[:most]])
+    for turn in itertools.zip_longest(*by_kernel):
+        yield from (each for each in turn if each is not None)
 
 
-def tuned_row(leaves: list[torch.Tensor], chosen: argparse.Namespace) -> dict:
-    """Milliseconds of the forward pass with and without statistics, and of the backward pass in each of its two ways."""
+def distance(one: tiles.Blocks, other: tiles.Blocks) -> float:
+    """The number of doublings and halvings between two tiles, a stage more or less counted as half of one."""
+    doubled = sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in ("m", "n", "warps"))
+    return doubled + abs(one.stages - other.stages) / 2
+
+
+def milliseconds_of(kernel: str, leaves: list[torch.Tensor], chosen: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of the pass that the kernel belongs to: forward with statistics, or backward by each way that uses it."""
 
     def time_of(run: Callable[[], object]) -> float:
         return milliseconds(run, chosen.device, min(5, chosen.repeats))
 
-    with torch.no_grad():
-        forward = time_of(lambda: ours(*leaves, "two_pass", True))
-        plain = time_of(lambda: ours(*leaves, "two_pass", False))
-    backward = {}
-    for way in chosen.backward:
+    if kernel == "forward":
+        with torch.no_grad():
+            return {"forward": time_of(lambda: ours(*leaves, "two_pass", True))}
+    took = {}
+    for way in chosen.backward if kernel == "keys" else ["two_pass"]:
         output = ours(*leaves, way, False)
         upstream = torch.randn_like(output)
-        backward[way] = time_of(
+        took[way] = time_of(
             lambda output=output, upstream=upstream: torch.autograd.grad(output, leaves, upstream, retain_graph=True)
         )
-    return {"forward_ms": forward, "forward_without_statistics_ms": plain, "backward_ms": backward}
+    return took
 
 
 def main() -> None:
@@ -365,10 +387,15 @@ def main() -> None:
     def save(rows: list[dict]) -> None:
         write_record(path, "attention", chosen.device, {"settings": settings, "rows": done + rows})
 
-    for width, length in itertools.product(chosen.widths, chosen.lengths):
-        if time.monotonic() > chosen.until:
+    shapes = list(itertools.product(chosen.widths, chosen.lengths))
+    end = chosen.until
+    for index, (width, length) in enumerate(shapes):
+        now = time.monotonic()
+        if now > end:
             print(f"out of time before width {width}, T {length}", flush=True)
             break
+        if chosen.tune:  # every shape has its share of the time
+            chosen.until = now + (end - now) / (len(shapes) - index)
         done += work(width, length, chosen, save)
     save([])
     if not chosen.tune:

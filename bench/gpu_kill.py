@@ -102,7 +102,7 @@ def measurements_held(records: dict) -> set[tuple]:
     held: set[tuple] = set()
     for command, record in records.items():
         for row in record.get("rows", []):
-            if "kernel" in row and "length" in row:
+            if "kernel" in row and "m" in row:
                 held.add((command, row["kernel"], row["width"], row["length"], *tile_of(row)))
             elif "implementation" in row:
                 held.add((command, row["implementation"], row["width"], row["length"]))
