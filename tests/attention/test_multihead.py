@@ -268,3 +268,52 @@ def test_normed_queries_and_keys_keep_the_type_in_which_they_were_made(monkeypat
     layer = MultiHeadAttention(12, 3, compatibility=ScaledDotProduct(), qk_norm_epsilon=1e-6).bfloat16()
     query, key, value, _ = layer.project(torch.randn(2, 5, 12, dtype=torch.bfloat16))
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"n_kv_head": 1, "qk_norm_epsilon": 1e-6},
+        {"convolution": 3, "gate": "scalar", "exclusive": "fixed"},
+    ],
+)
+def test_one_product_for_queries_keys_and_values_equals_three(options, monkeypatch):
+    """As on a GPU: the same output, gradients and names of weights; and compiled it is one graph."""
+    module, x = make(mask=causal(), **options), vectors(T).requires_grad_()
+    products, linear = [], multihead.linear
+    monkeypatch.setattr(multihead, "linear", lambda *inputs: products.append(inputs[1].shape[0]) or linear(*inputs))
+    found = {}
+    for fused in (False, True):
+        monkeypatch.setattr(multihead, "one_product_is_faster", lambda x, fused=fused: fused)
+        output = module(x)
+        gradients = torch.autograd.grad(output.square().sum(), [x, *module.parameters()])
+        found[fused] = [output, *gradients]
+        assert products == ([module.query.out_features + 2 * module.key.out_features] if fused else [])
+    for one, other in zip(found[False], found[True], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert {name.split(".")[0] for name, _ in module.named_parameters()} >= {"query", "key", "value", "output"}
+    monkeypatch.setattr(multihead, "linear", linear)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(compiled, found[True][0], rtol=1e-12, atol=1e-12)
+
+
+def test_one_product_is_for_plain_layers_and_self_attention(monkeypatch):
+    """An adapter, a hook or a context of other vectors: each layer is called by itself."""
+    monkeypatch.setattr(multihead, "one_product_is_faster", lambda x: True)
+    module, x, seen = make(), vectors(T), []
+    module.key.register_forward_hook(lambda layer, inputs, output: seen.append(output.shape))
+    module(x)
+    assert seen == [(B, T, D_MODEL)]
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    adapted = make()
+    adapted.value.__class__ = Doubled
+    torch.testing.assert_close(adapted(x), 2 * make()(x))
+    plain = make()
+    monkeypatch.setattr(multihead, "linear", lambda *inputs: pytest.fail("not in attention to a context"))
+    plain(x, vectors(S))
