@@ -27,9 +27,8 @@ def recipe_values(config: RunConfig) -> dict[str, Any]:
     A key with the value that schema.py has as its default is left out. So the fingerprint of an old recipe stays the
     same when a key is added whose default is the old behaviour.
     """
-    values: dict[str, Any] = {"train.tokens_per_step": config.tokens_per_step} | (
-        {"float8": True} if config.float8 else {}
-    )
+    values: dict[str, Any] = {"train.tokens_per_step": config.tokens_per_step}
+    values |= {key: True for key in ("float8", "bf16_residual") if getattr(config, key)}
     for group, left_out in NOT_LEARNED.items():
         part = getattr(config, group)
         for field in dataclasses.fields(part):

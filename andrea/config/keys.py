@@ -31,6 +31,7 @@ TRAINING_NAMES = {
     "threads": "num_threads",
     "precision": "dtype torch_dtype bf16 fp16",
     "float8": "fp8",
+    "bf16_residual": "residual_dtype",
     "compile": "torch_compile",
     "resume": "resume_from resume_from_checkpoint checkpoint",
     "init_from": "checkpoint initial_checkpoint_dir model_name_or_path pretrained finetune fine_tune",

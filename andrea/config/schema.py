@@ -257,6 +257,7 @@ class RunConfig:
     parallel: ParallelConfig
     train: TrainConfig
     float8: bool = False
+    bf16_residual: bool = False
     trust: bool = False
 
     @property

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 from torch.utils.checkpoint import checkpoint
@@ -140,6 +141,7 @@ class GPT(nn.Module):
 
     `model.logits(model(tokens))` scores the next token at every position.
     end_of_text: the token before every document. It is required if the config masks attention between documents.
+    Training may set `has_bf16_residual` (the key bf16_residual).
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class GPT(nn.Module):
         self.config = config
         self.end_of_text = None if attention.across_documents else end_of_text
         self.n_vocab = n_vocab
+        self.has_bf16_residual = False
         self.embedding = nn.Embedding(n_vocab, config.d_model)
         self.position = make_position(config)
         self.blocks = nn.ModuleList(Block(config, attention, layer, n_vocab) for layer in range(config.n_layer))
@@ -195,6 +198,8 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         has_documents = self.end_of_text is not None and cache is None  # a generated text is one document
         x = self.position.add(self.embedding(tokens), start)
+        if self.has_bf16_residual and torch.is_autocast_enabled(x.device.type):
+            x = x.bfloat16()  # the blocks then add bf16 to it, so that it stays in bf16
         return x, SharedInputs(
             place=self.position.placer(tokens.shape[1], start),
             packing=self.document_mask(tokens) if has_documents else None,

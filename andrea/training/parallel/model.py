@@ -34,6 +34,7 @@ def blank_model(config: RunConfig, tokenizer: Tokenizer) -> GPT:
     model = GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
     if config.float8:
         to_float8(model.blocks)
+    model.has_bf16_residual = config.bf16_residual
     return model
 
 

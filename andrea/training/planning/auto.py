@@ -62,6 +62,7 @@ def resolve(
     precision = with_origin(choose_precision(config.precision, device), config.precision, "precision" in left_auto)
     if config.float8:
         check_float8(config.model, device, precision.value)
+    check_residual(config, precision.value)
     flops = config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
     compile_ = with_origin(choose_compile(config.compile, device, flops), config.compile, "compile" in left_auto)
     deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
@@ -93,11 +94,21 @@ def resolve(
     ]
     if config.float8:
         lines.append("float8: the matrix products of the blocks are computed in 8 bits")
+    if config.bf16_residual:
+        lines.append("bf16_residual: the sum that each block adds to is kept in bf16")
     if ranks.started_by_torchrun:
         lines.append(f"parallel: {sharing.value} over {ranks.size} ranks ({sharing.why})")
     lines.append(f"attention: {attention.why}")
     lines.append(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
     return Resolved(config, sharing.value, lines)
+
+
+def check_residual(config: RunConfig, precision: str) -> None:
+    """Raises UserError for a residual stream in bf16 where the blocks add other numbers to it."""
+    if config.bf16_residual and precision != "bf16":
+        raise UserError(
+            f"bf16_residual=true needs precision=bf16, got precision={precision}; use precision=bf16 or bf16_residual=false"
+        )
 
 
 def with_origin(choice: Choice, configured: str, is_left_auto: bool) -> Choice:

@@ -13,6 +13,7 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.float8 import check_float8
+from andrea.training.planning.auto import check_residual
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, CARD_BYTES, USABLE_SHARE, Placement, free_bytes
 from andrea.training.planning.memory import Memory
@@ -35,6 +36,7 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
     precision = choose_precision(config.precision, device)
     if config.float8:
         check_float8(config.model, device, precision.value)
+    check_residual(config, precision.value)
     placement, free = Placement(device, precision.value), free_bytes(device)
     micro_batch = config.train.micro_batch
     if micro_batch == "auto":

@@ -23,6 +23,7 @@ MAY_DIFFER = {
     "device",
     "precision",
     "float8",
+    "bf16_residual",
     "compile",
     "deterministic",
     "attention.implementation",
