@@ -39,6 +39,7 @@ TRAINING_NAMES = {
     "model.n_layer": "depth n_layers num_layers num_hidden_layers",
     "model.n_head": "n_heads num_heads num_attention_heads",
     "model.n_kv_head": "num_key_value_heads n_query_groups",
+    "model.d_head": "head_dim head_size key_length",
     "model.d_mlp": "intermediate_size",
     "model.sequence_length": "block_size context_length max_length max_seq_len max_seq_length max_position_embeddings",
     "model.rotary_base": "rope_base rope_theta",

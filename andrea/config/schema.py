@@ -61,6 +61,7 @@ class ModelConfig:
     recipe_steps: PositiveInteger
     recipe_tokens_per_step: PositiveInteger
     n_kv_head: int | None = None
+    d_head: Annotated[int, Between(1, 2**17)] | None = None
     value_residual: bool = False
     value_embedding: Literal["projection", "table"] | None = None
     rotary_share: Share = 1.0
@@ -69,8 +70,14 @@ class ModelConfig:
     stochastic_depth: Dropped = 0.0
 
     @property
-    def d_head(self) -> int:
-        return self.d_model // self.n_head
+    def head_width(self) -> int:
+        """The width of a head's queries, keys and values: d_head, or d_model / n_head if it is None."""
+        return self.d_model // self.n_head if self.d_head is None else self.d_head
+
+    @property
+    def d_attended(self) -> int:
+        """The width of all heads together: what the output projection of attention reads."""
+        return self.n_head * self.head_width
 
     @property
     def drops(self) -> bool:

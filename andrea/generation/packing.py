@@ -124,7 +124,7 @@ class NativeAttention(nn.Module):
         assert shared.packing is None and cache.keys.dtype == x.dtype, (shared.packing, cache.keys.dtype, x.dtype)
         assert cache.keys.is_contiguous() and cache.values.is_contiguous() and len(cache.keys) == n_batch
         x = x.contiguous()
-        three, retrieved = self.project(x), torch.empty_like(x)
+        three, retrieved = self.project(x), x.new_empty(n_batch, 1, self.n_head * d_head)
         if shared.first_value is not None or shared.value_source is not None:
             value = three[..., -self.n_kv_head * d_head :]
             value.copy_(self.attention.merged(self.attention.mixed(self.attention.heads(value), shared)))
@@ -189,7 +189,7 @@ class NativeBlocks:
             d_mlp=config.d_mlp,
             n_head=first.n_head,
             n_kv_head=first.n_kv_head,
-            d_head=config.d_head,
+            d_head=config.head_width,
             activation=ACTIVATIONS.index(activation_of(mlp)),
             value_residual=config.value_residual,
             n_mixed=config.qkv_convolution or 0,

@@ -170,6 +170,20 @@ def test_a_head_width_that_is_not_whole_is_refused():
         MultiHeadAttention(12, 5, compatibility=ScaledDotProduct())
 
 
+@pytest.mark.parametrize("d_head", [2, 7])
+def test_heads_of_another_width_than_their_share_of_d_model(d_head):
+    """Narrower and wider than d_model / n_head: the sum over heads, each with its own rows and columns of the matrices."""
+    torch.manual_seed(0)
+    attention = MultiHeadAttention(13, H, compatibility=ScaledDotProduct(), mask=causal(), d_head=d_head, n_kv_head=1)
+    attention, x = attention.double(), vectors(T, 13)
+    assert attention.query.weight.shape == (H * d_head, 13) and attention.output.weight.shape == (13, H * d_head)
+    assert attention.key.weight.shape == attention.value.weight.shape == (d_head, 13)
+    key, value = attention.key(x), attention.value(x)
+    of_head = attention.query.weight.split(d_head), attention.output.weight.split(d_head, dim=1)
+    total = sum(attend(x @ query.T, key, value, mask=causal()) @ out.T for query, out in zip(*of_head, strict=True))
+    torch.testing.assert_close(attention(x), total)
+
+
 @pytest.mark.parametrize("n_kv_head", [1, 2, 3, 6])
 def test_grouped_heads_share_keys_and_values(n_kv_head):
     """As many heads again with the shared projections written out for each: the same output."""

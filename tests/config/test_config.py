@@ -89,10 +89,22 @@ def test_a_head_width_that_is_not_whole_suggests_a_number_of_heads() -> None:
         make("model.d_model=256", "model.n_head=5")
 
 
+def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
+    model = make("model.d_model=256", "model.n_head=5", "model.d_head=38").model
+    assert (model.head_width, model.d_attended) == (38, 190)
+    assert make("model.d_model=256", "model.n_head=8", "model.d_head=null").model.head_width == 32
+    with pytest.raises(UserError, match="needs an even head width, got 37; change model.d_head, or set model.position"):
+        make("model.d_head=37")
+    with pytest.raises(UserError, match="model.d_head=131072 are 1179648 wide together, above the limit of 1048576"):
+        make("model.n_head=9", "model.d_head=131072", "model.position=none")
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["model.d_model=6", "model.n_head=2"],
+        ["model.d_head=0"],
+        ["model.d_head=65538"],
         ["train.tokens_per_step=100"],
         ["train.tokens_per_step=1000"],
         ["model.logit_softcap=-1"],

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sink": True, "score_softcap": 2.0, "window": (7, None, 11)},
     ),
     "half of the width turns, value projections, elementwise gates, cosine, window": (
-        {"value_embedding": "projection", "rotary_share": 0.5, "value_residual": True, "n_kv_head": 2},
+        {"value_embedding": "projection", "rotary_share": 0.5, "value_residual": True, "n_kv_head": 2, "d_head": 6},
         {"gate": "elementwise", "exclusive": "fixed", "compatibility": "cosine", "window": 9},
     ),
     "no positions, a convolution of one token, dot, sinks": (
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"compatibility": "cosine", "score_softcap": 3.0, "window": 5},
     ),
     "a long convolution with heads shared by groups, bilinear with QK-norm": (
-        {"qkv_convolution": 5, "n_kv_head": 2, "qk_norm": True, "value_embedding": "projection"},
+        {"qkv_convolution": 5, "n_kv_head": 2, "qk_norm": True, "value_embedding": "projection", "d_head": 14},
         {"compatibility": "bilinear", "exclusive": "fixed", "window": (None, 6)},
     ),
 }

@@ -60,7 +60,7 @@ def test_patterns_residual_stream_and_logits_are_ours(both: tuple[Trained, Any])
 
 def test_a_head_that_is_switched_off_has_the_effect_that_it_has_here(both: tuple[Trained, Any]) -> None:
     trained, bridge = both
-    tokens, head, width = tokens_of(1, 17), 2, trained.model.d_head
+    tokens, head, width = tokens_of(1, 17), 2, trained.model.head_width
 
     def without_head(z: torch.Tensor, hook: Any) -> torch.Tensor:
         changed = z.clone().flatten(2)

@@ -77,6 +77,7 @@ def shared_config(trained: Trained) -> dict[str, Any]:
         "num_hidden_layers": model.n_layer,
         "num_attention_heads": model.n_head,
         "num_key_value_heads": trained.n_kv_head,
+        "head_dim": model.head_width,
         "max_position_embeddings": model.sequence_length,
     }
 
@@ -87,7 +88,6 @@ def rotary_config(trained: Trained) -> dict[str, Any]:
     if trained.model.position == "none":
         rope |= {"rope_type": "linear", "factor": NO_ROTATION}
     return shared_config(trained) | {
-        "head_dim": trained.model.d_head,
         "rope_parameters": rope,
         "rms_norm_eps": trained.model.norm_epsilon,
     }
@@ -127,7 +127,7 @@ def starcoder2_config(trained: Trained) -> dict[str, Any]:
 def vaultgemma_config(trained: Trained) -> dict[str, Any]:
     return rotary_config(trained) | {
         "hidden_activation": "silu",
-        "query_pre_attn_scalar": trained.model.d_head,
+        "query_pre_attn_scalar": trained.model.head_width,
         "layer_types": ["full_attention"] * trained.model.n_layer,
         "sliding_window": trained.model.sequence_length,  # must be a number; no layer uses it
         "final_logit_softcapping": trained.model.logit_softcap,
@@ -192,14 +192,20 @@ STOCK = (
     HuggingFaceClass(
         "Qwen3ForCausalLM",
         "qwen3",
-        {"model.qk_norm": {True}, "attention.window": is_one_width},
+        {"model.n_head": anything, "model.qk_norm": {True}, "attention.window": is_one_width},
         names.qwen3_weights,
         qwen3_config,
     ),
     HuggingFaceClass(
         "GPT2LMHeadModel",
         "gpt2",
-        {"model.position": {"learned", "none"}, "model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
+        {
+            "model.d_head": {None},
+            "model.position": {"learned", "none"},
+            "model.norm": {"layernorm"},
+            "model.mlp": ROUND,
+            "model.bias": BOTH,
+        },
         names.gpt2_weights,
         gpt2_config,
     ),
@@ -209,14 +215,14 @@ STOCK = (
     HuggingFaceClass(
         "ApertusForCausalLM",
         "apertus",
-        {"model.mlp": RELU2, "model.qk_norm": {True}},
+        {"model.n_head": anything, "model.mlp": RELU2, "model.qk_norm": {True}},
         names.apertus_weights,
         apertus_config,
     ),
     HuggingFaceClass(
         "Starcoder2ForCausalLM",
         "starcoder2",
-        {"model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
+        {"model.n_head": anything, "model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
         names.starcoder2_weights,
         starcoder2_config,
     ),

@@ -46,6 +46,7 @@ class AndreaConfig(PreTrainedConfig):
         "num_hidden_layers": 4,
         "num_attention_heads": 3,
         "num_key_value_heads": None,  # None: num_attention_heads
+        "head_dim": None,  # None: hidden_size / num_attention_heads
         "max_position_embeddings": 512,
         "position": "rotary",
         "rotary_base": 10000.0,
@@ -74,8 +75,7 @@ class AndreaConfig(PreTrainedConfig):
             setattr(self, name, values.pop(name, default))
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.windows = self.windows or [None] * self.num_hidden_layers
-        self.head_dim = self.hidden_size // self.num_attention_heads
-        values.pop("head_dim", None)
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__init__(tie_word_embeddings=tie_word_embeddings, **values)
 
     @property
@@ -325,17 +325,17 @@ class AndreaAttention(nn.Module):
         self.num_key_value_groups = n_head // n_kv_head
         self.window = config.windows[layer_idx]
         self.is_causal = True
-        width, of_kv = config.hidden_size, n_kv_head * config.head_dim
-        self.q_proj = nn.Linear(width, width, config.bias)
+        width, of_q, of_kv = config.hidden_size, n_head * config.head_dim, n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(width, of_q, config.bias)
         self.k_proj = nn.Linear(width, of_kv, config.bias)
         self.v_proj = nn.Linear(width, of_kv, config.bias)
-        self.o_proj = nn.Linear(width, width, config.bias)
+        self.o_proj = nn.Linear(of_q, width, config.bias)
         self.compatibility = AndreaCompatibility(config)
         self.value_mix = nn.Parameter(torch.zeros(1)) if config.value_residual else None
         self.value_embedding = AndreaValueEmbedding(config) if config.value_embedding else None
         taps = torch.zeros(n_head + 2 * n_kv_head, config.head_dim, config.qkv_convolution or 0)
         self.taps = nn.Parameter(taps) if config.qkv_convolution else None
-        n_gate = {None: 0, "scalar": n_head, "elementwise": width}[config.gate]
+        n_gate = {None: 0, "scalar": n_head, "elementwise": of_q}[config.gate]
         self.gate = nn.Linear(width, n_gate, bias=False) if config.gate else None
         self.exclusive_share = nn.Parameter(torch.full((n_head,), 0.5)) if config.exclusive == "learned" else None
         self.sink = nn.Parameter(torch.zeros(n_head)) if config.sink else None

@@ -65,7 +65,7 @@ def qwen3_weights(trained: Trained) -> dict[str, Tensor]:
     weights = llama_weights(trained)
     for layer in range(trained.model.n_layer):
         for each in ("q_norm", "k_norm"):
-            weights[f"model.layers.{layer}.self_attn.{each}.weight"] = torch.ones(trained.model.d_head)
+            weights[f"model.layers.{layer}.self_attn.{each}.weight"] = torch.ones(trained.model.head_width)
     return weights
 
 
