@@ -55,7 +55,8 @@ class MultiHeadAttention(nn.Module):
     2305.13245); n_head if None.
     d_head: width of a head's queries, keys and values; d_model / n_head if None.
     qk_norm_epsilon: epsilon of an RMS norm over each head's queries and keys (Henry et al. 2020, arXiv 2010.04245); no
-    norm if None.
+    norm if None. qk_norm_weights: each channel of the normed queries is then multiplied by a learned weight, and so are the
+    keys (Qwen3: Yang et al. 2025, arXiv 2505.09388, section 2). The heads of a layer share these weights.
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
     2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(x_of_first_layer)))`.
     value_embedding: adds its output to the values (value_embedding.py). Pass its input as `SharedInputs(value_source=…)`.
@@ -82,6 +83,7 @@ class MultiHeadAttention(nn.Module):
         d_head: int | None = None,
         bias: bool = False,
         qk_norm_epsilon: float | None = None,
+        qk_norm_weights: bool = False,
         value_residual: bool = False,
         value_embedding: ValueEmbedding | None = None,
         convolution: int | None = None,
@@ -104,6 +106,8 @@ class MultiHeadAttention(nn.Module):
         for option, name, known in (("gate", gate, GATES), ("exclusive", exclusive, EXCLUSIVE)):
             if name not in (None, *known):
                 raise ValueError(f"{option}={name!r} is unknown; allowed: None, {', '.join(known)}")
+        if qk_norm_weights and qk_norm_epsilon is None:
+            raise ValueError("qk_norm_weights=True needs qk_norm_epsilon=…: these are weights of that norm")
         self.d_head = d_model // n_head if d_head is None else d_head
         self.n_head = n_head
         d_attended = n_head * self.d_head  # of all heads together
@@ -127,6 +131,9 @@ class MultiHeadAttention(nn.Module):
         self.modifiers = modifiers
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
+        self.query_norm, self.key_norm = (
+            nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None for _ in ("query", "key")
+        )
         self.implementation = implementation
 
     def forward(
@@ -224,8 +231,7 @@ class MultiHeadAttention(nn.Module):
         if self.taps is not None:
             query, key, value = self.convolved(query, key, value, shared.document_place, cache)
         if self.qk_norm_epsilon is not None:
-            made_in = query.dtype  # under CUDA's autocast rms_norm returns fp32, which later operations would read
-            query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon).to(made_in) for each in (query, key))
+            query, key = self.normed(query, self.query_norm), self.normed(key, self.key_norm)
         place = shared.place
         if not self.compatibility.lowers:
             if place is not None:
@@ -238,6 +244,12 @@ class MultiHeadAttention(nn.Module):
         if place is not None:
             query, key = place(query), place(key)
         return query, key, value, PLAIN
+
+    def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """QK-norm of queries or keys (B, H, T, D). weight: (D,), or None."""
+        weight = None if weight is None else weight.to(x.dtype)
+        # under CUDA's autocast rms_norm returns fp32, which later operations would read
+        return rms_norm(x, (self.d_head,), weight, self.qk_norm_epsilon).to(x.dtype)
 
     def values(self, context: Tensor) -> Tensor:
         """context (B, S, d_context) -> this layer's own values (B, G, S, D)."""

@@ -213,7 +213,8 @@ def check_run(config: RunConfig, path: str) -> None:
         )
     if config.attention.qk_clip is not None and config.model.qk_norm:
         raise UserError(
-            f"attention.qk_clip={config.attention.qk_clip:g} rescales queries and keys, which model.qk_norm=true normalises "
+            f"attention.qk_clip={config.attention.qk_clip:g} rescales queries and keys, which "
+            f"model.qk_norm={str(config.model.qk_norm).lower()} normalises "
             f"again; set model.qk_norm=false or attention.qk_clip=null"
         )
     length = config.model.sequence_length

@@ -55,7 +55,7 @@ class ModelConfig:
     mlp: Literal["relu2", "gelu", "swiglu"] | DottedPath
     bias: bool
     tied_head: bool
-    qk_norm: bool
+    qk_norm: bool | Literal["learned"]
     logit_softcap: PositiveNumber | None
     zero_init_projections: bool
     recipe_steps: PositiveInteger

@@ -86,11 +86,17 @@ class NativeAttention(nn.Module):
         modifiers = attention.modifiers or ScoreModifiers()
         self.slopes = alibi_slopes(self.n_head, weight.device) if modifiers.alibi else None
         self.sinks = None if attention.sink is None else attention.sink.detach().float().contiguous()
+        self.norms = [
+            None if each is None else each.detach().float().contiguous()
+            for each in (attention.query_norm, attention.key_norm)
+        ]
         self.scoring = Scoring(
             window=attention.mask.width if isinstance(attention.mask, SlidingWindow) else 0,
             slopes=None if self.slopes is None else address(self.slopes),
             sinks=None if self.sinks is None else address(self.sinks),
             cap=modifiers.softcap or 0.0,
+            query_norm=address(self.norms[0]),
+            key_norm=address(self.norms[1]),
         )
         self.taps = None if attention.taps is None else attention.taps.detach().float().contiguous()
         self.own_share = None  # (H,)

@@ -79,6 +79,7 @@ class Block(nn.Module):
             d_head=config.d_head,
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
+            qk_norm_weights=config.qk_norm == "learned",
             value_residual=config.value_residual,
             value_embedding=value_embedding,
             convolution=config.qkv_convolution,

@@ -137,6 +137,22 @@ def test_normalised_queries_and_keys_do_not_feel_their_length():
     torch.testing.assert_close(attention(x), before)
 
 
+def test_normalised_queries_and_keys_have_weights_of_their_own():
+    """By hand; with weights of one, it is the norm without weights."""
+    attention, x = make(mask=causal(), qk_norm_epsilon=1e-6, qk_norm_weights=True), vectors(T)
+    torch.testing.assert_close(attention(x), make(mask=causal(), qk_norm_epsilon=1e-6)(x))
+    with torch.no_grad():
+        attention.query_norm.copy_(torch.linspace(-2, 3, D))
+        attention.key_norm.copy_(torch.linspace(0.5, 7, D))
+    query, key = attention.heads(attention.query(x)), attention.heads(attention.key(x))
+    query, key = (each / (each.square().mean(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+    query, key = query * torch.linspace(-2, 3, D).double(), key * torch.linspace(0.5, 7, D).double()
+    retrieved = attend(query, key, attention.heads(attention.value(x)), mask=causal())
+    torch.testing.assert_close(attention(x), attention.output(attention.merged(retrieved)))
+    with pytest.raises(ValueError, match="qk_norm_weights=True needs qk_norm_epsilon="):
+        make(qk_norm_weights=True)
+
+
 def test_place_is_given_queries_and_keys_and_nothing_else():
     attention, x = make(mask=causal()), vectors(T)
     placed = []

@@ -89,6 +89,17 @@ def test_a_head_width_that_is_not_whole_suggests_a_number_of_heads() -> None:
         make("model.d_model=256", "model.n_head=5")
 
 
+def test_qk_norm_is_true_false_or_learned() -> None:
+    for typed, parsed in (("true", True), ("false", False), ("learned", "learned")):
+        assert make(f"model.qk_norm={typed}").model.qk_norm == parsed
+    with pytest.raises(
+        UserError, match="model.qk_norm=lerned is not allowed; allowed: true or false or learned; did you"
+    ):
+        make("model.qk_norm=lerned")
+    with pytest.raises(UserError, match="which model.qk_norm=learned normalises again; set model.qk_norm=false or"):
+        make("attention.qk_clip=100", "model.qk_norm=learned")
+
+
 def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
     model = make("model.d_model=256", "model.n_head=5", "model.d_head=38").model
     assert (model.head_width, model.d_attended) == (38, 190)

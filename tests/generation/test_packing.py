@@ -40,6 +40,7 @@ CONFIGS = {
     "windows, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3),
     **{option: dataclasses.replace(SHARED_KEYS, **changes) for option, (changes, _) in ALL_OPTIONS.items()},
     "sink, layernorm": LIKE_GPT2,
+    "weighted QK-norm, layernorm": dataclasses.replace(LIKE_GPT2, qk_norm="learned", d_head=6),
 }
 ATTENTIONS = dict.fromkeys(CONFIGS, ATTENTION)
 ATTENTIONS |= dict.fromkeys(("windows", "windows, layernorm"), dataclasses.replace(ATTENTION, window=(3, None, 7)))

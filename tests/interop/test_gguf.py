@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, no positions": ("qwen3", {"qk_norm": True, "position": "none"}),
     "llama, narrow heads": ("llama", {"d_head": 8, "n_kv_head": 2}),
     "qwen3, wide heads, of a number that does not divide": ("qwen3", {"qk_norm": True, "d_head": 64, "n_head": 3}),
+    "qwen3, weighted QK-norm": ("qwen3", {"qk_norm": "learned", "d_head": 32, "n_kv_head": 2}),
     "arcee, wide heads": ("arcee", {"mlp": "relu2", "d_head": 24}),
     "arcee": ("arcee", {"mlp": "relu2", "n_kv_head": 2}),
     "gpt2": ("gpt2", GELU | {"position": "learned"}),

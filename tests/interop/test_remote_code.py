@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"gate": "elementwise", "exclusive": "fixed", "compatibility": "cosine", "window": 9},
     ),
     "no positions, a convolution of one token, dot, sinks": (
-        {"position": "none", "qkv_convolution": 1, "qk_norm": True, "n_kv_head": 3},
+        {"position": "none", "qkv_convolution": 1, "qk_norm": "learned", "n_kv_head": 3},
         {"compatibility": "dot", "sink": True},
     ),
     "ALiBi, LayerNorm without biases, all with the convolution": (
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"gate": "elementwise", "exclusive": "learned"},
     ),
     "biases, RMSNorm, learned positions, cosine with a cap and a window": (
-        {"bias": True, "position": "learned", "mlp": "relu2", "logit_softcap": 5.0, "tied_head": False},
+        {"bias": True, "position": "learned", "mlp": "relu2", "logit_softcap": 5.0, "tied_head": False, "d_head": 9},
         {"compatibility": "cosine", "score_softcap": 3.0, "window": 5},
     ),
     "a long convolution with heads shared by groups, bilinear with QK-norm": (

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama, wide heads": ("LlamaForCausalLM", {"d_head": 14, "n_kv_head": 2}, {}),
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "n_kv_head": 2}, {}),
     "qwen3, wide heads": ("Qwen3ForCausalLM", {"qk_norm": True, "d_head": 14, "n_head": 7}, {}),
+    "qwen3, weighted QK-norm": ("Qwen3ForCausalLM", {"qk_norm": "learned", "d_head": 14, "n_kv_head": 3}, {}),
+    "apertus, weighted QK-norm": ("ApertusForCausalLM", RELU2 | {"qk_norm": "learned"}, {}),
     "qwen3, windows": ("Qwen3ForCausalLM", {"qk_norm": True, "tied_head": False}, {"window": (9, None)}),
     "qwen3, no positions": ("Qwen3ForCausalLM", {"qk_norm": True, "position": "none"}, {}),
     "gpt2": ("GPT2LMHeadModel", GPT2, {}),

@@ -18,8 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformer_lens")
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Qwen3's class": (BLOCKS_OF_32 | {"qk_norm": True}, {}),
-    "the default model": (NANO, {}),
+    "Qwen3's class": (BLOCKS_OF_32 | {"qk_norm": "learned", "d_head": 24}, {}),
+    "the default model, wide heads": (NANO | {"qk_norm": "learned", "d_head": 14}, {}),
     "learned positions, LayerNorm, GELU, one key/value head, gates, bilinear": (
         LAYERNORM | {"position": "learned", "mlp": "gelu", "n_kv_head": 1},
         {"gate": "scalar", "exclusive": "learned", "compatibility": "bilinear"},

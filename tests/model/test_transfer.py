@@ -48,6 +48,7 @@ def test_factors_by_hand() -> None:
     assert transfer.factors("blocks.1.attention_norm.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.compatibility.matrix") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.sink") == Factors(1, 1, 1, 1 / 8)
+    assert transfer.factors("blocks.1.attention.query_norm") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.mlp.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.value_embedding.table.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.value_embedding.projection.weight") == Factors(1, 1 / 4, 1, 1 / 8)

@@ -28,6 +28,7 @@ class Shape(ctypes.Structure):
 
 class Scoring(ctypes.Structure):
     _fields_ = [("window", COUNT), ("slopes", POINTER), ("sinks", POINTER), ("cap", NUMBER)]
+    _fields_ += [("query_norm", POINTER), ("key_norm", POINTER)]
 
 
 class Layer(ctypes.Structure):

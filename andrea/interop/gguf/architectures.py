@@ -32,6 +32,8 @@ NAMES = {
     ".attention.key.": ".attn_k.",
     ".attention.value.": ".attn_v.",
     ".attention.output.": ".attn_output.",
+    ".attention.query_norm": ".attn_q_norm.weight",
+    ".attention.key_norm": ".attn_k_norm.weight",
 }
 
 
@@ -59,7 +61,7 @@ LAYERNORM_GELU: dict[str, Allowed] = {
 }
 ARCHITECTURES = (
     Architecture("llama", {}, turns_neighbours=True),
-    Architecture("qwen3", {"model.n_head": anything, "model.qk_norm": {True}}),
+    Architecture("qwen3", {"model.n_head": anything, "model.qk_norm": {True, "learned"}}),
     Architecture("arcee", {"model.mlp": {"relu2"}}, turns_neighbours=True),
     Architecture(
         "gpt2",
@@ -103,7 +105,7 @@ def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tenso
     if model.qk_norm:
         for layer in range(model.n_layer):
             for each in ("attn_q_norm", "attn_k_norm"):
-                renamed_weights[f"blk.{layer}.{each}.weight"] = torch.ones(model.head_width)
+                renamed_weights.setdefault(f"blk.{layer}.{each}.weight", torch.ones(model.head_width))
     return renamed_weights
 
 

@@ -187,12 +187,13 @@ REMOTE_SETTINGS = (
 )
 BOTH = {False, True}
 RELU2, ROUND = {"relu2"}, {"gelu", "relu2"}
+NORMED = {True, "learned"}
 STOCK = (
     HuggingFaceClass("LlamaForCausalLM", "llama", {"model.bias": BOTH}, names.llama_weights, llama_config),
     HuggingFaceClass(
         "Qwen3ForCausalLM",
         "qwen3",
-        {"model.n_head": anything, "model.qk_norm": {True}, "attention.window": is_one_width},
+        {"model.n_head": anything, "model.qk_norm": NORMED, "attention.window": is_one_width},
         names.qwen3_weights,
         qwen3_config,
     ),
@@ -215,7 +216,7 @@ STOCK = (
     HuggingFaceClass(
         "ApertusForCausalLM",
         "apertus",
-        {"model.n_head": anything, "model.mlp": RELU2, "model.qk_norm": {True}},
+        {"model.n_head": anything, "model.mlp": RELU2, "model.qk_norm": NORMED},
         names.apertus_weights,
         apertus_config,
     ),

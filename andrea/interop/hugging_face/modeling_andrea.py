@@ -32,9 +32,10 @@ class AndreaConfig(PreTrainedConfig):
     """The options of the model. In brackets: the key of ANDREA's configuration, where it has another name.
 
     position: rotary, learned, alibi or none. windows: for each layer the number of tokens that a token sees, or None for
-    all (attention.window). qkv_convolution: K, or None. value_embedding: projection, table or None. compatibility:
-    scaled_dot, dot, bilinear or cosine. gate: scalar, elementwise or None. exclusive: fixed, learned or None.
-    final_logit_softcapping (logit_softcap), attn_logit_softcapping (attention.score_softcap): the cap, or None.
+    all (attention.window). qk_norm: False, True, or learned: with a weight per channel. qkv_convolution: K, or None.
+    value_embedding: projection, table or None. compatibility: scaled_dot, dot, bilinear or cosine. gate: scalar, elementwise
+    or None. exclusive: fixed, learned or None. final_logit_softcapping (logit_softcap), attn_logit_softcapping
+    (attention.score_softcap): the cap, or None.
     """
 
     model_type = "andrea"
@@ -339,6 +340,9 @@ class AndreaAttention(nn.Module):
         self.gate = nn.Linear(width, n_gate, bias=False) if config.gate else None
         self.exclusive_share = nn.Parameter(torch.full((n_head,), 0.5)) if config.exclusive == "learned" else None
         self.sink = nn.Parameter(torch.zeros(n_head)) if config.sink else None
+        self.q_norm, self.k_norm = (
+            AndreaRMSNorm(self.head_dim, config.norm_epsilon) if config.qk_norm == "learned" else None for _ in "qk"
+        )
 
     def forward(
         self,
@@ -364,7 +368,9 @@ class AndreaAttention(nn.Module):
             value = value + self.heads(self.value_embedding(value_source, value.dtype))
         if self.taps is not None:
             query, key, value = self.convolved(query, key, value, position_ids, past_key_values)
-        if self.config.qk_norm:
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        elif self.config.qk_norm:
             query, key = (rms_norm(each, (self.head_dim,), eps=self.config.norm_epsilon) for each in (query, key))
         query, key = self.compatibility(query, key)
         if tables is not None:
