@@ -29,7 +29,7 @@ from andrea.config.schema import (
 LARGEST_WIDTH = 2**20  # of all heads together
 LARGEST_ROTARY_TABLE = 2**25  # positions times head width
 MOST_SAMPLED_TOKENS = 2**26  # held in memory at a time
-LARGEST_VOCABULARY = 2**16  # token shards hold two bytes a token
+LARGEST_VOCABULARY = 2**20  # a sanity limit: the largest in use have about a quarter of this
 
 
 def check_model(model: ModelConfig, path: str) -> None:
@@ -156,7 +156,7 @@ def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
     if tokenizer.vocab_size != "auto" and not 257 <= tokenizer.vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
             f"{path}.vocab_size={tokenizer.vocab_size} is out of range: it must be at least 257 (256 bytes and "
-            f"end-of-text) and at most {LARGEST_VOCABULARY} (a token is stored in two bytes)"
+            f"end-of-text) and at most {LARGEST_VOCABULARY}"
         )
 
 

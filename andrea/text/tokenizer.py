@@ -20,15 +20,16 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from andrea.config import ON_LARGE_TEXT, TokenizerConfig, UserError
+from andrea.config import LARGEST_VOCABULARY, ON_LARGE_TEXT, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file
+from andrea.text.shards import token_type
 
 DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
 LARGE_TEXT_BYTES = 8_000_000  # from this size on, a text gets the largest vocabulary of tokenizer.vocab_size=auto
 VOCABULARY_GROWTH = 0.7  # of this vocabulary with the size of a smaller text, as a power
 SMALLEST_AUTO_VOCABULARY = 512
-LARGEST_FILE_BYTES = 1 << 26  # of a tokenizer; the largest possible rank file has a few megabytes
+LARGEST_FILE_BYTES = 1 << 26  # of a tokenizer; a rank file of the largest vocabulary has about 20 MB
 # Text is split into parts, and no token spans two parts (Radford et al. 2019). A part is a contraction such as 's, a word,
 # a number, a sequence of other characters, or whitespace. A single space belongs to the part after it.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -58,7 +59,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
-        """The ids (n,) uint16 of a text. "<|endoftext|>" in the text is ordinary text; lone surrogates become U+FFFD."""
+        """The ids (n,) of a text, of type `token_type(V)`. "<|endoftext|>" in the text is ordinary text; lone surrogates
+        become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self) -> list[bytes]:
@@ -69,7 +71,7 @@ class Tokenizer(ABC):
         return self.encode_array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """The ids (n,) uint16 of each text, in the order of `texts`."""
+        """The ids (n,) of each text, as in `encode_array`, in the order of `texts`."""
         if threads == 1 or len(texts) == 1:
             return [self.encode_array(text) for text in texts]
         with ThreadPoolExecutor(threads) as pool:
@@ -111,7 +113,7 @@ class ByteTokenizer(Tokenizer):
         self.identity = f"byte-257-{hashlib.sha256(bytes(range(256))).hexdigest()[:8]}"
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
+        return np.frombuffer(without_surrogates(text).encode(), dtype=np.uint8).astype(token_type(self.n_vocab))
 
     def token_bytes(self) -> list[bytes]:
         return [bytes([value]) for value in range(256)] + [b""]
@@ -146,7 +148,8 @@ class RankTokenizer(Tokenizer):
             self.encoding.encode_to_numpy(text[start : start + BLOCK_CHARACTERS], disallowed_special=())
             for start in range(0, len(text), BLOCK_CHARACTERS)
         ]
-        return np.concatenate(parts, dtype=np.uint16, casting="unsafe") if parts else np.zeros(0, np.uint16)
+        kind = token_type(self.n_vocab)
+        return np.concatenate(parts, dtype=kind, casting="unsafe") if parts else np.zeros(0, kind)
 
     def token_bytes(self) -> list[bytes]:
         return self.table
@@ -252,10 +255,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         raise UserError(
             f"{path} is damaged: it must contain all 256 single bytes, and each rank exactly once; copy it again"
         )
-    if len(ranks) >= 1 << 16:
+    if len(ranks) >= LARGEST_VOCABULARY:
         raise UserError(
-            f"{path} holds {len(ranks)} tokens, but at most 65535 are possible: token shards store a token in two bytes, and one "
-            f"number is kept for end-of-text"
+            f"{path} holds {len(ranks)} tokens, but at most {LARGEST_VOCABULARY - 1} are possible, and end-of-text; check "
+            f"tokenizer.path"
         )
     return ranks
 
