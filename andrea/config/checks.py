@@ -147,6 +147,8 @@ def check_data(data: DataConfig, path: str) -> None:
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
+    if tokenizer.kind == "hf" and not tokenizer.path:
+        raise UserError(f"{path}.path is missing: tokenizer=hf needs a tokenizer.json, or the folder that holds one")
     if tokenizer.kind != "bpe":
         return
     if tokenizer.vocab_size is None:

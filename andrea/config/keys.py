@@ -14,7 +14,15 @@ from difflib import get_close_matches
 from typing import Any
 
 from andrea.config.errors import UserError
-from andrea.config.schema import EvaluateConfig, ExportConfig, HealthConfig, LensConfig, RunConfig, SampleConfig
+from andrea.config.schema import (
+    EvaluateConfig,
+    ExportConfig,
+    HealthConfig,
+    ImportConfig,
+    LensConfig,
+    RunConfig,
+    SampleConfig,
+)
 
 RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name: new name}
     HealthConfig: {"showing": "failing_share"},
@@ -121,6 +129,11 @@ EXPORT_NAMES = {
     "dtype": "precision torch_dtype outtype quantize quantization",
     "text": "prompt prompts file",
 }
+IMPORT_NAMES = {
+    "source": "checkpoint model path folder init_from",
+    "out": EXPORT_NAMES["out"],
+    "text": EXPORT_NAMES["text"],
+}
 EVALUATE_NAMES = {
     **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "device", "threads")},
     "tasks": "task benchmark benchmarks",
@@ -134,6 +147,7 @@ OTHER_NAMES: dict[Any, dict[str, str]] = {
     SampleConfig: SAMPLING_NAMES,
     LensConfig: LENS_NAMES,
     ExportConfig: EXPORT_NAMES,
+    ImportConfig: IMPORT_NAMES,
     EvaluateConfig: EVALUATE_NAMES,
 }
 

@@ -131,7 +131,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    kind: Literal["byte", "bpe", "gpt2"]
+    kind: Literal["byte", "bpe", "gpt2", "hf"]
     vocab_size: int | Auto | None
     path: PathText | None
 
@@ -335,6 +335,16 @@ class ExportConfig:
     dtype: Literal["f32", "f16", "bf16", "q8_0"]
     text: PathText | None
     data_dir: PathText
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Everything that `import` needs (configs/import.yaml)."""
+
+    source: PathText | None
+    runs_dir: PathText
+    out: PathText | None
+    text: PathText | None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Text to token ids and back. V = n_vocab. The special token end_of_text precedes every document and has no bytes.
 
 `ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding by tiktoken. The rank of a token is
-its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` loads GPT-2's. A tokenizer is
-saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
+its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` loads GPT-2's; hf_tokenizer.py reads those of
+other models. A tokenizer is saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
 """
 
 from __future__ import annotations
@@ -224,6 +224,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             found: Tokenizer = RankTokenizer(kind, read_ranks(folder / RANKS))
         elif kind == "byte":
             found = ByteTokenizer()
+        elif kind == "hf":
+            from andrea.text.hf_tokenizer import saved_hf_tokenizer
+
+            found = saved_hf_tokenizer(folder, description)
         else:
             raise ValueError(f"unknown kind {kind}")
     except OSError as error:
@@ -279,6 +283,8 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         return ByteTokenizer()
     if config.kind == "gpt2":
         return load_gpt2(config.path)
+    if config.kind == "hf":
+        return hf_from_path(Path(config.path or "").expanduser())
     if not config.path:
         return None
     found = from_path(Path(config.path).expanduser(), "bpe")
@@ -308,6 +314,15 @@ def from_path(path: Path, kind: str) -> Tokenizer:
             f"tokenizer.path={path} holds {found.identity}; choose tokenizer={found.kind} instead of {kind}"
         )
     return found
+
+
+def hf_from_path(path: Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json of the tokenizers library, or in a checkpoint or prepared data. Raises UserError."""
+    from andrea.text.hf_tokenizer import HF_FILE, load_hf_tokenizer
+
+    if not os.path.exists(path):
+        raise UserError(f"tokenizer.path={path} does not exist; name a tokenizer.json, or the folder that holds one")
+    return load_tokenizer(path) if os.path.exists(path / HF_FILE) else load_hf_tokenizer(path)
 
 
 def load_gpt2(path: str | None) -> Tokenizer:

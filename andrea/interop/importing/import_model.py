@@ -1,0 +1,117 @@
+"""The command `import`: another program's checkpoint as one of ours, compared with that program before it gets its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from andrea.checkpoint import read_checkpoint
+from andrea.checkpoint.folder import write_weights
+from andrea.config import ImportConfig, UserError, to_plain
+from andrea.interop.compared_text import compared_text, read_text
+from andrea.interop.export import load_trained
+from andrea.interop.importing.families import family_of
+from andrea.interop.importing.program import ImportedByTransformers
+from andrea.interop.importing.source import folder_of, open_weights, read_config, tensors_of
+from andrea.interop.proof import MOST_TOKENS, Proof, prove
+from andrea.runtime.files import staging_path, storing
+from andrea.runtime.program import typed_command, typed_words
+from andrea.text.hf_tokenizer import load_hf_tokenizer
+
+PROOF_FAILED = 1  # exit code
+TOLERANCE = 1e-5  # of logits, as a share of the largest
+LEAST_TOLERANCE = 1e-5
+NAME = "imported"
+
+
+def import_model(config: ImportConfig) -> int:
+    """Write config.out, and return the exit code: 1 if the other program computes something else, with nothing left."""
+    if config.source is None:
+        raise UserError("from=… is missing; name the folder of a model, or its id on Hugging Face's hub (OWNER/NAME)")
+    folder = folder_of(config.source)
+    out = Path(config.out).expanduser() if config.out else Path(config.runs_dir) / name_of(folder, config.source)
+    if os.path.lexists(out):
+        raise UserError(f"{out} exists; remove it, or name another folder with out=…")
+    text = Path(config.text).expanduser() if config.text else None
+    read_text(text)  # raises before anything is computed
+    staging = staging_path(out)
+    try:
+        write_imported(folder, staging, config.source)
+        record = proof_of(folder, staging, text)
+        if record["proven"] is False and "failures" in record:
+            print(
+                f"error: transformers computes something else: {'; '.join(record['failures'])}; {out} was not written; please "
+                f"report this with the model's config.json",
+                file=sys.stderr,
+            )
+            return PROOF_FAILED
+        with storing(out, of_run=False):
+            publish(staging, out, record)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    print(f"{out} was written; next: {typed_command('sample')} {typed_words(checkpoint=out)}")
+    return 0
+
+
+def write_imported(folder: Path, out: Path, named: str) -> None:
+    """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed."""
+    plain = read_config(folder)
+    family = family_of(plain)
+    model, attention = family.configs(plain, NAME)
+    n_vocab = plain.get("vocab_size")
+    if type(n_vocab) is not int or n_vocab < 1:
+        raise UserError(f"vocab_size={n_vocab!r:.60} of config.json is not a number of tokens; copy it again")
+    tokenizer = load_hf_tokenizer(folder, n_vocab)
+    reader = open_weights(folder)
+    if model.n_layer > len(reader.names):  # checked before so many layers are built
+        raise UserError(
+            f"{folder} holds {len(reader.names)} weights, too few for num_hidden_layers={model.n_layer}; copy it again"
+        )
+    weights = family.weights(tensors_of(reader), model, attention, n_vocab)
+    print(
+        f"{named}: {plain['model_type']}, {sum(weight.numel() for weight in weights.values()):,} parameters, "
+        f"tokenizer {tokenizer.identity}"
+    )
+    state = {
+        "step": 0,
+        "tokens": 0,
+        "config": {"model": to_plain(model), "attention": to_plain(attention)},
+        "imported_from": {"source": named, "model_type": plain["model_type"]},
+    }
+    write_weights(out, state, {name: weight.to(torch.float32) for name, weight in weights.items()}, tokenizer)
+
+
+def proof_of(folder: Path, imported: Path, text: Path | None) -> dict[str, Any]:
+    """What transformers, which loads the source folder, computes for the same text, as a record for people and programs."""
+    trained = load_trained(read_checkpoint(imported))
+    try:
+        other = ImportedByTransformers(folder, trained.tokenizer.end_of_text)
+    except ImportError as error:
+        print(f"not proven: transformers cannot be imported ({error}); run: pip install transformers")
+        return {"proven": False, "reason": f"transformers cannot be imported ({error})"}
+    compared = compared_text(trained, text, Path("data"), MOST_TOKENS + 1)
+    proof: Proof = prove(trained, trained.gpt, other, TOLERANCE, LEAST_TOLERANCE, compared)
+    if proof.failures:
+        return proof.as_json() | {"failures": proof.failures}
+    print(f"proven by {proof.program}, which loaded the same folder:")
+    for line in proof.lines:
+        print(f"  {line}")
+    return proof.as_json()
+
+
+def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
+    """Give the checkpoint its name, and write proof.json beside its files. Raises OSError."""
+    os.rename(staging, out)
+    (out / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def name_of(folder: Path, named: str) -> str:
+    """The name of the new folder: the model's name on the hub, or the source folder's."""
+    last = folder.resolve().name if Path(named).expanduser().is_dir() else named.rpartition("/")[2]
+    return f"{last or NAME}-imported"
