@@ -59,10 +59,10 @@ class HfTokenizer(Tokenizer):
         self.library.no_padding()
         ids = self.library.get_vocab(with_added_tokens=True).values()
         largest = max(ids, default=-1)
-        if not max(largest, end_of_text) < n_vocab <= LARGEST_VOCABULARY:
+        if end_of_text not in ids or not largest < n_vocab <= LARGEST_VOCABULARY:
             raise UserError(
-                f"{path} has token ids up to {max(largest, end_of_text)}, but the vocabulary has {n_vocab} tokens; a model needs "
-                f"a row for each, and at most {LARGEST_VOCABULARY}: name the tokenizer that belongs to the model"
+                f"{path} has token ids up to {largest}, and end-of-text is {end_of_text}, but the model has {n_vocab} tokens (at "
+                f"most {LARGEST_VOCABULARY} are possible); name the tokenizer that belongs to the model"
             )
         self.kind, self.content, self.end_of_text, self.n_vocab = "hf", content, end_of_text, n_vocab
         self.digest = hashlib.sha256(content).hexdigest()
@@ -73,6 +73,7 @@ class HfTokenizer(Tokenizer):
         for token, number in self.library.get_vocab(with_added_tokens=True).items():
             self.table[number] = token.encode() if number in added else bytes(byte_of[each] for each in token)
         self.table[end_of_text] = b""
+        self.end_name = self.library.id_to_token(end_of_text) or ""
 
     def encode_array(self, text: str) -> np.ndarray:
         found = self.library.encode(without_surrogates(text), add_special_tokens=False)

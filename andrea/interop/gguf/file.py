@@ -20,6 +20,11 @@ BLOCK = 32  # numbers that share a factor in q8_0
 
 def check_file(trained: Trained, dtype: str) -> None:
     """Raise UserError for a tokenizer or a type that a GGUF file cannot hold."""
+    if trained.tokenizer.kind == "hf":
+        raise UserError(
+            "to=gguf: a tokenizer of another program (tokenizer=hf) cannot be written to a GGUF file yet; export with to=hf, and "
+            "convert the folder with llama.cpp's own converter"
+        )
     if trained.tokenizer.kind == "byte":
         raise UserError(
             "to=gguf: llama.cpp has no tokenizer of single bytes; train with tokenizer=bpe, or export with to=hf"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -27,7 +28,6 @@ from andrea.text.hf_tokenizer import load_hf_tokenizer
 PROOF_FAILED = 1  # exit code
 TOLERANCE = 1e-5  # of logits, as a share of the largest
 LEAST_TOLERANCE = 1e-5
-NAME = "imported"
 
 
 def import_model(config: ImportConfig) -> int:
@@ -35,14 +35,15 @@ def import_model(config: ImportConfig) -> int:
     if config.source is None:
         raise UserError("from=… is missing; name the folder of a model, or its id on Hugging Face's hub (OWNER/NAME)")
     folder = folder_of(config.source)
-    out = Path(config.out).expanduser() if config.out else Path(config.runs_dir) / name_of(folder, config.source)
+    name = name_of(folder, config.source)
+    out = Path(config.out).expanduser() if config.out else Path(config.runs_dir) / f"{name}-imported"
     if os.path.lexists(out):
         raise UserError(f"{out} exists; remove it, or name another folder with out=…")
     text = Path(config.text).expanduser() if config.text else None
     read_text(text)  # raises before anything is computed
     staging = staging_path(out)
     try:
-        write_imported(folder, staging, config.source)
+        write_imported(folder, staging, config.source, name)
         record = proof_of(folder, staging, text)
         if record["proven"] is False and "failures" in record:
             print(
@@ -59,11 +60,11 @@ def import_model(config: ImportConfig) -> int:
     return 0
 
 
-def write_imported(folder: Path, out: Path, named: str) -> None:
+def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
     """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed."""
     plain = read_config(folder)
     family = family_of(plain)
-    model, attention = family.configs(plain, NAME)
+    model, attention = family.configs(plain, name)
     n_vocab = plain.get("vocab_size")
     if type(n_vocab) is not int or n_vocab < 1:
         raise UserError(f"vocab_size={n_vocab!r:.60} of config.json is not a number of tokens; copy it again")
@@ -112,6 +113,6 @@ def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
 
 
 def name_of(folder: Path, named: str) -> str:
-    """The name of the new folder: the model's name on the hub, or the source folder's."""
+    """The model's name: its name on the hub, or the source folder's."""
     last = folder.resolve().name if Path(named).expanduser().is_dir() else named.rpartition("/")[2]
-    return f"{last or NAME}-imported"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip(".-") or "imported"
