@@ -15,20 +15,14 @@ from typing import Any, final
 import numpy as np
 
 from andrea.config import LARGEST_VOCABULARY, UserError
-from andrea.runtime.files import from_json, read_plain_file
 from andrea.text.shards import token_type
 from andrea.text.tokenizer import (
-    DESCRIPTION,
-    END_OF_TEXT,
-    LARGEST_FILE_BYTES,
     Tokenizer,
     visible_bytes,
     without_surrogates,
 )
 
 HF_FILE = "tokenizer.hf.json"  # the library's file in a folder of ours, whose tokenizer.json is our description
-CONFIGS = ("tokenizer_config.json", "generation_config.json", "config.json")  # beside a tokenizer.json elsewhere
-USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 @final
@@ -105,69 +99,3 @@ def is_byte_level(plain: dict[str, Any]) -> bool:
             known >= set(token) for token in vocabulary.keys() - {each["content"] for each in plain["added_tokens"]}
         )
     )
-
-
-def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer:
-    """From a tokenizer.json, or a folder that holds one. n_vocab: rows of the model; by default one for each token.
-
-    Raises UserError if it is missing or damaged, or if no token is known to end a text.
-    """
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        content = read_plain_file(file, LARGEST_FILE_BYTES)
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be read ({error.strerror}); name a tokenizer.json, or the folder that holds one"
-        ) from None
-    try:
-        plain = from_json(content)
-        added = {each["content"]: each["id"] for each in plain["added_tokens"]}
-        ids = {**plain["model"]["vocab"], **added}
-        largest = max(ids.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library; copy it again") from None
-    end = front_token(content) if file.exists() else None
-    if end is None:
-        end = named_end(file.parent, ids)
-    if type(end) is not int:
-        raise UserError(
-            f"{file.parent} names no end-of-text token: neither {', '.join(CONFIGS)} nor a token {', '.join(USUAL_ENDS)}; copy "
-            f"the files beside tokenizer.json too"
-        )
-    return HfTokenizer(content, end, n_vocab or max(largest, end) + 1, file)
-
-
-def front_token(content: bytes) -> int | None:
-    """The id that the tokenizer puts in front of a text, as the model saw it in training; None if it puts none."""
-    import tokenizers
-
-    try:
-        ids = tokenizers.Tokenizer.from_buffer(content).encode("").ids
-    except Exception:  # the library raises bare exceptions; the caller reads the file again, and says what is wrong
-        return None
-    return ids[0] if ids else None
-
-
-def named_end(folder: Path, ids: dict[str, int]) -> int | None:
-    """The end-of-text token by the files beside tokenizer.json, or one with a usual name."""
-    for name in CONFIGS:
-        try:
-            about = from_json(read_plain_file(folder / name, LARGEST_FILE_BYTES))
-            end = about.get("eos_token_id", about.get("eos_token"))
-        except (OSError, ValueError, AttributeError):
-            continue
-        end = end[0] if isinstance(end, list) and end else end
-        end = end.get("content") if isinstance(end, dict) else end
-        end = ids.get(end) if isinstance(end, str) else end
-        if type(end) is int and end >= 0:
-            return end
-    return next((ids[name] for name in USUAL_ENDS if name in ids), None)
-
-
-def saved_hf_tokenizer(folder: Path, description: dict[str, Any]) -> HfTokenizer:
-    """The tokenizer that `HfTokenizer.save` wrote. Raises OSError, UserError, KeyError or TypeError."""
-    content = read_plain_file(folder / HF_FILE, LARGEST_FILE_BYTES)
-    end, n_vocab = description["end_of_text"], description["n_vocab"]
-    if type(end) is not int or type(n_vocab) is not int or not 0 <= end < n_vocab <= LARGEST_VOCABULARY:
-        raise UserError(f"{folder / DESCRIPTION} is damaged (end_of_text={end}, n_vocab={n_vocab}); copy it again")
-    return HfTokenizer(content, end, n_vocab, folder / HF_FILE)

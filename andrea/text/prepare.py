@@ -21,9 +21,10 @@ import numpy as np
 
 from andrea.config import TokenizerConfig, UserError
 from andrea.runtime.files import exclusive_lock, remove_unfinished, replace_text, size_words
+from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
 from andrea.text.shards import ShardSource, ShardWriter, open_shard, split_shards
 from andrea.text.sources import Piece, Report, Source, Split
-from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer, train_bpe
+from andrea.text.tokenizer import Tokenizer, train_bpe
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 24  # a shard ends after the group of pieces that reaches this number; 32 MiB, or 64 with 32-bit ids

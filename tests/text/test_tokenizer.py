@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 from large_vocabulary import FIRST_RARE, N_VOCAB, large_tokenizer, rare_text
 
 from andrea.config import TokenizerConfig, UserError
-from andrea.text.tokenizer import (
-    BLOCK_CHARACTERS,
-    ByteTokenizer,
-    RankTokenizer,
-    configured_tokenizer,
-    load_gpt2,
-    load_tokenizer,
-    train_bpe,
-)
+from andrea.text.load_tokenizer import configured_tokenizer, load_gpt2, load_tokenizer
+from andrea.text.tokenizer import BLOCK_CHARACTERS, ByteTokenizer, RankTokenizer, train_bpe
 
 TEXTS = [
     "def main(self):\n    return self.value\n" * 7,
@@ -161,7 +154,7 @@ def test_a_large_vocabulary_has_ids_of_32_bits(tmp_path: Path) -> None:
 
 
 def test_rank_files_beyond_the_limit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("andrea.text.tokenizer.LARGEST_VOCABULARY", N_VOCAB - 1)
+    monkeypatch.setattr("andrea.text.load_tokenizer.LARGEST_VOCABULARY", N_VOCAB - 1)
     large_tokenizer().save(tmp_path)
     with pytest.raises(UserError, match="holds 70000 tokens, but at most 69999 are possible"):
         configured_tokenizer(TokenizerConfig("bpe", None, str(tmp_path / "tokenizer.tiktoken")))

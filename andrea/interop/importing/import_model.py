@@ -23,7 +23,7 @@ from andrea.interop.importing.source import folder_of, open_weights, read_config
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.runtime.files import staging_path, storing
 from andrea.runtime.program import typed_command, typed_words
-from andrea.text.hf_tokenizer import load_hf_tokenizer
+from andrea.text.load_tokenizer import load_hf_tokenizer
 
 PROOF_FAILED = 1  # exit code
 TOLERANCE = 1e-5  # of logits, as a share of the largest

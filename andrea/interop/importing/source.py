@@ -49,7 +49,7 @@ def fetched(hub_id: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=PATTERNS))
     except Exception as error:  # it has many: no network, no such model, a licence to accept
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"from={hub_id} is no folder, and cannot be fetched from the hub ({first:.200})") from None
 
 

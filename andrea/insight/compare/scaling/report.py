@@ -11,7 +11,7 @@ from andrea.insight.compare.differences import differences
 from andrea.insight.compare.runs import Run
 from andrea.insight.compare.scaling.fit import TESTED_FACTOR, NoFit, fit_scaling
 from andrea.insight.compare.scaling.law import CONFIDENCE, Interval, ScalingFit
-from andrea.text.tokenizer import load_tokenizer
+from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.format import format_number
 
 # Configuration keys, besides train.*, that may differ between the runs of one scaling law. All other keys are the
