@@ -16,6 +16,7 @@ from andrea.interop.hugging_face.classes import NO_ROTATION
 from andrea.model.gpt import GPT
 
 RECIPE_STEPS, RECIPE_TOKENS = 1000, 1 << 16  # of fine-tuning with train.steps=auto; nothing in the file says
+WORDS = ("name", "position", "norm", "mlp", "qk_norm", "value_embedding")  # values that are no numbers
 MOST_PARAMETERS = (
     1 << 37
 )  # a limit against absurd sizes: they are compared with the weights only after the model is built
@@ -98,6 +99,9 @@ def configs(model: Mapping[str, Any], attention: Mapping[str, Any]) -> tuple[Mod
         "bias": False,
         "qk_norm": False,
     }
+    for key, value in model.items():
+        if isinstance(value, str) and key not in WORDS:  # which `parse` would read as a number, as on a command line
+            raise UserError(f"model.{key}={value!r:.60} of config.json is not a number; copy it again")
     found = parse(ModelConfig, plain | dict(model), "model")
     scoring = {"compatibility": "scaled_dot", "implementation": "auto"} | dict(attention)
     size = found.n_layer * found.d_model * (found.d_model + found.d_mlp)

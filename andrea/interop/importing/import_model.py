@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,9 +20,9 @@ from andrea.interop.compared_text import compared_text, read_text
 from andrea.interop.export import load_trained
 from andrea.interop.importing.families import family_of
 from andrea.interop.importing.program import ImportedByTransformers
-from andrea.interop.importing.source import folder_of, open_weights, read_config, tensors_of
+from andrea.interop.importing.source import CONFIG, folder_of, open_weights, read_config, tensors_of
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
-from andrea.runtime.files import staging_path, storing
+from andrea.runtime.files import exclusive_lock, staging_path, storing
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.load_tokenizer import load_hf_tokenizer
 
@@ -58,6 +59,32 @@ def import_model(config: ImportConfig) -> int:
         shutil.rmtree(staging, ignore_errors=True)
     print(f"{out} was written; next: {typed_command('sample')} {typed_words(checkpoint=out)}")
     return 0
+
+
+def imported_if_foreign(named: Any, data_dir: Any) -> Any:
+    """init_from=…: if it names a model of Hugging Face's layout, the checkpoint that it becomes; else `named` itself.
+
+    The checkpoint is kept in data_dir/imported, and made again if the source's files have changed. It is not proven: the
+    command `import` does that. Raises UserError.
+    """
+    folder = Path(str(named)).expanduser()
+    if (folder / "manifest.json").exists() or not (folder / CONFIG).is_file():
+        return named
+    stamps = sorted(
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file()
+    )
+    about = hashlib.sha256(f"{folder.resolve()} {stamps}".encode()).hexdigest()[:12]
+    name = name_of(folder, str(named))
+    place = Path(str(data_dir)).expanduser() / "imported"
+    with storing(place, of_run=False):
+        place.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(
+            place / "lock", on_wait=lambda: print(f"waiting for another process that imports into {place}")
+        ):
+            out = place / f"{name}-{about}"
+            if not out.exists():
+                write_imported(folder, out, str(named), name)
+    return str(out)
 
 
 def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
