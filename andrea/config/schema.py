@@ -52,7 +52,7 @@ class ModelConfig:
     rotary_base: PositiveNumber
     norm: Literal["rmsnorm", "layernorm"]
     norm_epsilon: PositiveNumber
-    mlp: Literal["relu2", "gelu", "swiglu"] | DottedPath
+    mlp: Literal["relu2", "gelu", "gelu_exact", "swiglu"] | DottedPath
     bias: bool
     tied_head: bool
     qk_norm: bool | Literal["learned"]

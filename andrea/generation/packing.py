@@ -30,7 +30,8 @@ from andrea.config import UserError
 from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Scoring, Shape, function
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_native, has_onednn
 from andrea.model.gpt import GPT
-from andrea.model.layers import MLP, RMSNorm, SwiGLU, gelu, relu_squared, softcap
+from andrea.model.layers import ACTIVATIONS as MLP_ACTIVATIONS
+from andrea.model.layers import MLP, RMSNorm, SwiGLU, softcap
 from andrea.model.positions import Position, RotaryPosition
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import address
@@ -260,7 +261,8 @@ def activation_of(mlp: nn.Module) -> str | None:
     """The name that the kernel uses for the MLP's activation; None if the kernel does not support this activation."""
     if isinstance(mlp, SwiGLU):
         return "swiglu"
-    return {relu_squared: "relu2", gelu: "gelu"}.get(getattr(mlp, "activation", None))
+    names = {activation: name for name, activation in MLP_ACTIVATIONS.items()}
+    return names.get(getattr(mlp, "activation", None))
 
 
 def addresses(tensors: list[Tensor]) -> ctypes.Array:

@@ -240,7 +240,7 @@ def named_end(folder: Path, ids: dict[str, int]) -> int | None:
         end = end[0] if isinstance(end, list) and end else end
         end = end.get("content") if isinstance(end, dict) else end
         end = ids.get(end) if isinstance(end, str) else end
-        if type(end) is int and end >= 0:
+        if type(end) is int and end in ids.values():  # config.json may have the default of another vocabulary
             return end
     return next((ids[name] for name in USUAL_ENDS if name in ids), None)
 

@@ -30,6 +30,7 @@ CONFIGS = {
     ),  # heads of 20: more than the lanes of a vector
     "gpt2": LIKE_GPT2,
     "shared keys": SHARED_KEYS,
+    "exact gelu": dataclasses.replace(CONFIG, mlp="gelu_exact"),
     "gelu": dataclasses.replace(CONFIG, mlp="gelu", bias=True, qk_norm=False),
     "swiglu": dataclasses.replace(SHARED_KEYS, mlp="swiglu", position="none", logit_softcap=None),
     "first layer's values": dataclasses.replace(SHARED_KEYS, n_layer=3, value_residual=True),

@@ -21,6 +21,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2",
         {"vocab_size": 400, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 96, "eos_token_id": 0},
     ),
+    "gpt2, exact gelu": (
+        "GPT2",
+        {"vocab_size": 400, "n_embd": 48, "n_layer": 2, "n_head": 4, "activation_function": "gelu"},
+    ),
     "llama": ("Llama", SMALL | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),  # as SmolLM2
     "llama, untied, biases": (
         "Llama",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from andrea.checkpoint.model import load_model
 from andrea.config import UserError
 from andrea.interop.importing import import_model as importing
 from andrea.text.load_tokenizer import load_hf_tokenizer
+from andrea.text.tokenizer import RankTokenizer
 
 pytest.importorskip("transformers")
 Folder = Callable[..., Path]
@@ -289,3 +291,107 @@ def test_without_transformers_it_says_that_it_is_not_proven(
     assert main(["import", f"from={models('gpt2')}", f"out={tmp_path / 'in'}"]) == 0
     assert "not proven: transformers cannot be imported" in capsys.readouterr().out
     assert json.loads((tmp_path / "in" / "proof.json").read_text())["proven"] is False
+
+
+# -------------------------------------------------------------------------------------------------------- nanoGPT
+
+
+def nanogpt_weights(config: dict) -> dict[str, torch.Tensor]:
+    """As nanoGPT's GPT.state_dict() names them, drawn at random."""
+    width, draw = config["n_embd"], torch.Generator().manual_seed(0)
+    shapes = {
+        "transformer.wte.weight": (config["vocab_size"], width),
+        "transformer.wpe.weight": (config["block_size"], width),
+    }
+    for layer in range(config["n_layer"]):
+        block = f"transformer.h.{layer}."
+        shapes |= {block + "ln_1.weight": (width,), block + "ln_2.weight": (width,)}
+        shapes |= {block + "attn.c_attn.weight": (3 * width, width), block + "attn.c_proj.weight": (width, width)}
+        shapes |= {block + "mlp.c_fc.weight": (4 * width, width), block + "mlp.c_proj.weight": (width, 4 * width)}
+    shapes["transformer.ln_f.weight"] = (width,)
+    if config["bias"]:
+        shapes |= {
+            name.replace("weight", "bias"): shape[:1]
+            for name, shape in shapes.items()
+            if ".h." in name or "ln_f" in name
+        }
+    weights = {f"_orig_mod.{name}": torch.randn(shape, generator=draw) * 0.3 for name, shape in shapes.items()}
+    return weights | {"_orig_mod.lm_head.weight": weights["_orig_mod.transformer.wte.weight"]}
+
+
+def nanogpt_logits(weights: dict[str, torch.Tensor], config: dict, tokens: torch.Tensor) -> torch.Tensor:
+    """nanoGPT's formulas written out, for tokens (T,)."""
+    from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
+
+    width, head = config["n_embd"], config["n_head"]
+    of = {name.removeprefix("_orig_mod.transformer."): weight for name, weight in weights.items()}
+    x = of["wte.weight"][tokens] + of["wpe.weight"][: len(tokens)]
+    for layer in range(config["n_layer"]):
+        at = lambda name, layer=layer: (of[f"h.{layer}.{name}.weight"], of.get(f"h.{layer}.{name}.bias"))  # noqa: E731
+        q, k, v = linear(layer_norm(x, (width,), *at("ln_1"), 1e-5), *at("attn.c_attn")).split(width, dim=-1)
+        q, k, v = (each.view(len(tokens), head, -1).transpose(0, 1)[None] for each in (q, k, v))
+        retrieved = scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).reshape(len(tokens), width)
+        x = x + linear(retrieved, *at("attn.c_proj"))
+        x = x + linear(gelu(linear(layer_norm(x, (width,), *at("ln_2"), 1e-5), *at("mlp.c_fc"))), *at("mlp.c_proj"))
+    return linear(layer_norm(x, (width,), of["ln_f.weight"], of.get("ln_f.bias"), 1e-5), of["wte.weight"])[:, :50257]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_file_of_nanogpt(bias: bool, tmp_path: Path, monkeypatch) -> None:
+    pairs = itertools.islice((bytes(pair) for pair in itertools.product(range(256), repeat=2)), 50_000)
+    ranks = {token: rank for rank, token in enumerate([*(bytes([value]) for value in range(256)), *pairs])}
+    monkeypatch.setattr(importing, "load_gpt2", lambda path: RankTokenizer("gpt2", ranks))  # as large as GPT-2's
+    config = {
+        "n_layer": 2,
+        "n_head": 3,
+        "n_embd": 24,
+        "block_size": 32,
+        "bias": bias,
+        "vocab_size": 50304,
+        "dropout": 0.0,
+    }
+    weights = nanogpt_weights(config)
+    torch.save(
+        {"model": weights, "model_args": config, "iter_num": 7, "config": {"device": "cpu"}}, tmp_path / "ckpt.pt"
+    )
+    assert main(["import", f"from={tmp_path / 'ckpt.pt'}", f"out={tmp_path / 'in'}"]) == 0
+    checkpoint = read_checkpoint(tmp_path / "in")
+    assert checkpoint.tokenizer().kind == "gpt2"
+    model, tokens = load_model(checkpoint, checkpoint.tokenizer()), torch.randint(50257, (30,))
+    expected = nanogpt_logits(weights, config, tokens)
+    torch.testing.assert_close(
+        model.logits(model(tokens[None]))[0], expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model": Bomb(), "model_args": {}}, "holds more than tensors and plain values"),
+        ({"model": {}}, "is no checkpoint of nanoGPT"),
+        ([1, 2], "is no checkpoint of nanoGPT"),
+        ({"model": {"a": 1}, "model_args": {}}, "holds more than tensors"),
+        ({"model": {}, "model_args": {"n_layer": 2}}, "model_args lack"),
+        (
+            {
+                "model": {},
+                "model_args": dict.fromkeys("n_layer n_head n_embd block_size bias".split(), 2) | {"vocab_size": 65},
+            },
+            "65",
+        ),
+    ],
+)
+def test_hostile_files_of_nanogpt(content, message: str, tmp_path: Path, capsys) -> None:
+    torch.save(content, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match=message):
+        main(["import", f"from={tmp_path / 'ckpt.pt'}", f"out={tmp_path / 'in'}"])
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
+    assert "a pickle was run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.9])
+def test_half_a_file_of_nanogpt(share: float, tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.zeros(1000)}, "model_args": {}}, tmp_path / "ckpt.pt")
+    truncated("ckpt.pt", share)(tmp_path)
+    with pytest.raises(UserError, match=r"is no checkpoint of nanoGPT, or damaged|holds more than tensors"):
+        main(["import", f"from={tmp_path / 'ckpt.pt'}", f"out={tmp_path / 'in'}"])

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"compatibility": "dot", "sink": True},
     ),
     "ALiBi, LayerNorm without biases, all with the convolution": (
-        NANO | LAYERNORM | {"bias": False, "position": "alibi", "value_embedding": "table", "mlp": "gelu"},
+        NANO | LAYERNORM | {"bias": False, "position": "alibi", "value_embedding": "table", "mlp": "gelu_exact"},
         {"gate": "elementwise", "exclusive": "learned"},
     ),
     "biases, RMSNorm, learned positions, cosine with a cap and a window": (

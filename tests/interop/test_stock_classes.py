@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3, windows": ("Qwen3ForCausalLM", {"qk_norm": True, "tied_head": False}, {"window": (9, None)}),
     "qwen3, no positions": ("Qwen3ForCausalLM", {"qk_norm": True, "position": "none"}, {}),
     "gpt2": ("GPT2LMHeadModel", GPT2, {}),
+    "gpt2, exact GELU": ("GPT2LMHeadModel", GPT2 | {"mlp": "gelu_exact"}, {}),
+    "starcoder2, exact GELU": ("Starcoder2ForCausalLM", LAYERNORM | {"mlp": "gelu_exact"}, {}),
     "gpt2, no biases, groups": ("GPT2LMHeadModel", GPT2 | {"bias": False, "n_kv_head": 2, "tied_head": False}, {}),
     "gpt2, squared ReLU, no positions": ("GPT2LMHeadModel", GPT2 | RELU2 | {"position": "none"}, {}),
     "arcee, narrow heads": ("ArceeForCausalLM", RELU2 | {"d_head": 6}, {}),

@@ -245,7 +245,7 @@ void attend_by_team(
     }
 }
 
-enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of ACTIVATIONS in decode_cpp.py
+enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in decode_cpp.py
 
 struct Shape {
     int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual, n_mixed;
@@ -351,6 +351,7 @@ template <typename T>
 float activated(int64_t activation, float up, float gate) {
     if (activation == SWIGLU) return rounded<T>(gate / (1 + std::exp(-gate))) * up;
     if (activation == RELU2) return up > 0 || up != up ? up * up : 0;
+    if (activation == GELU_EXACT) return 0.5f * up * (1 + std::erf(0.7071067812f * up));
     return 0.5f * up * (1 + std::tanh(0.7978845608f * (up + 0.044715f * up * up * up)));
 }
 

@@ -19,6 +19,7 @@ from andrea.interop.settings import Allowed, Trained, anything, differences, is_
 NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
 EXACT, FOLDED = 1e-5, 1e-4  # tolerances, as shares of the largest logit; folded: weights were multiplied
 REMOTE = "AndreaForCausalLM"
+ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gelu"}  # ours -> by transformers' name
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def apertus_config(trained: Trained) -> dict[str, Any]:
 
 def starcoder2_config(trained: Trained) -> dict[str, Any]:
     return rotary_config(trained) | {
-        "hidden_act": "relu2" if trained.model.mlp == "relu2" else "gelu_pytorch_tanh",
+        "hidden_act": ACTIVATIONS[trained.model.mlp],
         "norm_epsilon": trained.model.norm_epsilon,
         "use_bias": trained.model.bias,
         "residual_dropout": 0.0,
@@ -145,7 +146,7 @@ def gpt2_config(trained: Trained) -> dict[str, Any]:
         "n_inner": model.d_mlp,
         "n_positions": model.sequence_length,
         "layer_norm_epsilon": model.norm_epsilon,
-        "activation_function": "relu2" if model.mlp == "relu2" else "gelu_pytorch_tanh",
+        "activation_function": ACTIVATIONS[model.mlp],
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
@@ -186,7 +187,7 @@ REMOTE_SETTINGS = (
     "attention.sink",
 )
 BOTH = {False, True}
-RELU2, ROUND = {"relu2"}, {"gelu", "relu2"}
+RELU2, ROUND = {"relu2"}, set(ACTIVATIONS)
 NORMED = {True, "learned"}
 STOCK = (
     HuggingFaceClass("LlamaForCausalLM", "llama", {"model.bias": BOTH}, names.llama_weights, llama_config),

@@ -106,7 +106,7 @@ def make_norm(config: AndreaConfig) -> nn.Module:
 
 
 class AndreaMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) (SwiGLU), or down(activation(up(x))) with GELU or squared ReLU."""
+    """down(silu(gate(x)) · up(x)) (SwiGLU), or down(activation(up(x))) with squared ReLU, or GELU by tanh or exactly."""
 
     def __init__(self, config: AndreaConfig) -> None:
         super().__init__()
@@ -121,7 +121,9 @@ class AndreaMLP(nn.Module):
         if self.kind == "swiglu":
             return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         up = self.up_proj(x)
-        return self.down_proj(gelu(up, approximate="tanh") if self.kind == "gelu" else relu(up).square())
+        if self.kind == "relu2":
+            return self.down_proj(relu(up).square())
+        return self.down_proj(gelu(up, approximate="tanh" if self.kind == "gelu" else "none"))
 
 
 class AndreaValueEmbedding(nn.Module):

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) in the layout of transformers, and checkpoints of nanoGPT, read into ours."""
+"""GPT-2 (Radford et al. 2019) in the layout of transformers, read into ours."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError
+from andrea.interop.hugging_face.classes import ACTIVATIONS
 from andrea.interop.hugging_face.names import GPT2_NAMES, renamed
 from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names
 
@@ -18,7 +19,7 @@ SIZES = {
     "sequence_length": "n_positions",
     "norm_epsilon": "layer_norm_epsilon",
 }
-GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"}  # "gelu", the exact one, is not the same
+MLPS = {"gelu_new": "gelu"} | {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 DEMANDED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -40,7 +41,7 @@ def gpt2_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, Atte
         "d_mlp": d_mlp,
         "position": "learned",
         "norm": "layernorm",
-        "mlp": settings.choice("activation_function", "gelu_new", GELU),
+        "mlp": settings.choice("activation_function", "gelu_new", MLPS),
         "bias": True,
         "tied_head": plain.get("tie_word_embeddings", True),
     }
@@ -48,9 +49,13 @@ def gpt2_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, Atte
 
 
 def gpt2_weights(
-    theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
+    theirs: Mapping[str, Tensor],
+    model: ModelConfig,
+    attention: AttentionConfig,
+    n_vocab: int,
+    is_transposed: bool = True,
 ) -> dict[str, Tensor]:
-    """Matrices are transposed, and the one matrix of queries, keys and values is split. Raises UserError."""
+    """Matrices are transposed (not those of nanoGPT), and the one matrix of queries, keys and values is split. Raises UserError."""
     # The first files of GPT-2 have no `transformer.` in front of their names.
     theirs = {
         name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
@@ -59,7 +64,7 @@ def gpt2_weights(
     }
     parts: dict[str, Tensor] = {}
     for name, tensor in theirs.items():
-        if name.endswith(TRANSPOSED) and tensor.ndim == 2:
+        if is_transposed and name.endswith(TRANSPOSED) and tensor.ndim == 2:
             tensor = tensor.T  # noqa: PLW2901 (as nn.Linear keeps it)
         if ".c_attn." in name:
             if tensor.shape[0] != 3 * model.d_model:

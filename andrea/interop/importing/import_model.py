@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.compared_text import compared_text, read_text
 from andrea.interop.export import load_trained
-from andrea.interop.importing.families import family_of
+from andrea.interop.importing.families import Configs, family_of
+from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
 from andrea.interop.importing.program import ImportedByTransformers
-from andrea.interop.importing.source import CONFIG, folder_of, open_weights, read_config, tensors_of
+from andrea.interop.importing.source import CONFIG, folder_of, is_ckpt, open_weights, read_config, tensors_of
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.runtime.files import exclusive_lock, staging_path, storing
 from andrea.runtime.program import typed_command, typed_words
-from andrea.text.load_tokenizer import load_hf_tokenizer
+from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
+from andrea.text.tokenizer import Tokenizer
 
 PROOF_FAILED = 1  # exit code
 TOLERANCE = 1e-5  # of logits, as a share of the largest
@@ -68,11 +71,10 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
     command `import` does that. Raises UserError.
     """
     folder = Path(str(named)).expanduser()
-    if (folder / "manifest.json").exists() or not (folder / CONFIG).is_file():
+    if not is_ckpt(folder) and ((folder / "manifest.json").exists() or not (folder / CONFIG).is_file()):
         return named
-    stamps = sorted(
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file()
-    )
+    files = [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
+    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     about = hashlib.sha256(f"{folder.resolve()} {stamps}".encode()).hexdigest()[:12]
     name = name_of(folder, str(named))
     place = Path(str(data_dir)).expanduser() / "imported"
@@ -89,6 +91,9 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
 
 def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
     """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed."""
+    if is_ckpt(folder):
+        write_nanogpt(folder, out, named, name)
+        return
     plain = read_config(folder)
     family = family_of(plain)
     model, attention = family.configs(plain, name)
@@ -102,21 +107,40 @@ def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
             f"{folder} holds {len(reader.names)} weights, too few for num_hidden_layers={model.n_layer}; copy it again"
         )
     weights = family.weights(tensors_of(reader), model, attention, n_vocab)
-    print(
-        f"{named}: {plain['model_type']}, {sum(weight.numel() for weight in weights.values()):,} parameters, "
-        f"tokenizer {tokenizer.identity}"
-    )
+    write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
+
+
+def write_nanogpt(path: Path, out: Path, named: str, name: str) -> None:
+    """Write nanoGPT's checkpoint as ours. Raises UserError or StorageFailed."""
+    arguments, theirs = read_ckpt(path)
+    model, attention = nanogpt_configs(arguments, name)
+    tokenizer = load_gpt2(None)
+    weights = nanogpt_weights(theirs, model, attention, tokenizer.n_vocab)
+    write_converted(out, named, "nanogpt", (model, attention), weights, tokenizer)
+
+
+def write_converted(
+    out: Path, named: str, kind: str, configs: Configs, weights: dict[str, Tensor], tokenizer: Tokenizer
+) -> None:
+    """Write weights under our names as a checkpoint in fp32. kind: of the model, for people. Raises StorageFailed."""
+    n_parameter = sum(weight.numel() for weight in weights.values())
+    print(f"{named}: {kind}, {n_parameter:,} parameters, tokenizer {tokenizer.identity}")
     state = {
         "step": 0,
         "tokens": 0,
-        "config": {"model": to_plain(model), "attention": to_plain(attention)},
-        "imported_from": {"source": named, "model_type": plain["model_type"]},
+        "config": {"model": to_plain(configs[0]), "attention": to_plain(configs[1])},
+        "imported_from": {"source": named, "model_type": kind},
     }
     write_weights(out, state, {name: weight.to(torch.float32) for name, weight in weights.items()}, tokenizer)
 
 
 def proof_of(folder: Path, imported: Path, text: Path | None) -> dict[str, Any]:
     """What transformers, which loads the source folder, computes for the same text, as a record for people and programs."""
+    if is_ckpt(folder):
+        print(
+            "not proven: transformers does not read files of nanoGPT; an export of the new checkpoint is proven (to=hf)"
+        )
+        return {"proven": False, "reason": "transformers does not read files of nanoGPT"}
     trained = load_trained(read_checkpoint(imported))
     try:
         other = ImportedByTransformers(folder, trained.tokenizer.end_of_text)
@@ -141,5 +165,7 @@ def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
 
 def name_of(folder: Path, named: str) -> str:
     """The model's name: its name on the hub, or the source folder's."""
-    last = folder.resolve().name if Path(named).expanduser().is_dir() else named.rpartition("/")[2]
+    path = folder.resolve()
+    is_path = Path(named).expanduser().exists()
+    last = named.rpartition("/")[2] if not is_path else path.stem if is_ckpt(path) else path.name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip(".-") or "imported"

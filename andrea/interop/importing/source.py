@@ -27,15 +27,20 @@ PATTERNS = ["*.json", "*.safetensors"]  # what is fetched from a hub: no code, n
 def folder_of(named: str) -> Path:
     """The folder that `named` means: a path, or the id of a model on Hugging Face's hub. Raises UserError."""
     path = Path(named).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_ckpt(path):
         return path
     if os.path.lexists(path):
-        raise UserError(f"from={named} is not a folder; name the folder that holds {CONFIG}")
+        raise UserError(f"from={named} is not a folder; name the folder that holds {CONFIG}, or a ckpt.pt of nanoGPT")
     if not HUB_ID.fullmatch(named):
         raise UserError(
             f"from={named} does not exist; name a folder with {CONFIG}, or a model on the hub as OWNER/NAME"
         )
     return fetched(named)
+
+
+def is_ckpt(path: Path) -> bool:
+    """Whether it is a file of nanoGPT."""
+    return path.is_file() and path.suffix == ".pt"
 
 
 def fetched(hub_id: str) -> Path:
