@@ -112,7 +112,7 @@ def choose_attention(config: ModelConfig, precision: str, chosen) -> str:
     if chosen.attention != "auto" or not chosen.device.startswith("cuda"):
         return chosen.attention
     n_head = config.n_head, config.n_kv_head or config.n_head
-    heads = [(1, n, config.sequence_length, config.d_head) for n in n_head]
+    heads = [(1, n, config.sequence_length, config.head_width) for n in n_head]
     options = {"dtype": WEIGHT_DTYPE[precision], "device": chosen.device, "requires_grad": True}
     query, key = (torch.empty(shape, **options) for shape in heads)
     times = measure(Case(query, key, key, DotProduct(), causal()), chosen.batch, chosen.compile != "off")

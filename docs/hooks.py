@@ -15,6 +15,7 @@ COMMANDS = {
     "consolidate": "python -m andrea consolidate",
     "average": "python -m andrea average",
     "export": "python -m andrea export",
+    "import": "python -m andrea import",
     "evaluate": "python -m andrea evaluate",
     "dashboard": "python -m andrea dashboard",
 }

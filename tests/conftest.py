@@ -29,6 +29,7 @@ from andrea.config import (
     DashboardConfig,
     EvaluateConfig,
     ExportConfig,
+    ImportConfig,
     LensConfig,
     RunConfig,
     RunsConfig,
@@ -55,6 +56,7 @@ CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it i
     "consolidate": ConsolidateConfig,
     "average": AverageConfig,
     "export": ExportConfig,
+    "import": ImportConfig,
     "evaluate": EvaluateConfig,
     "dashboard": DashboardConfig,
 }

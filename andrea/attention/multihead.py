@@ -63,8 +63,10 @@ class MultiHeadAttention(nn.Module):
     d_context: width of the vectors that keys and values are computed from; d_model if None.
     n_kv_head: number of key/value heads, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023, arXiv
     2305.13245); n_head if None.
+    d_head: width of a head's queries, keys and values; d_model / n_head if None.
     qk_norm_epsilon: epsilon of an RMS norm over each head's queries and keys (Henry et al. 2020, arXiv 2010.04245); no
-    norm if None.
+    norm if None. qk_norm_weights: each channel of the normed queries is then multiplied by a learned weight, and so are the
+    keys (Qwen3: Yang et al. 2025, arXiv 2505.09388, section 2). The heads of a layer share these weights.
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
     2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(x_of_first_layer)))`.
     value_embedding: adds its output to the values (value_embedding.py). Pass its input as `SharedInputs(value_source=…)`.
@@ -75,7 +77,8 @@ class MultiHeadAttention(nn.Module):
     of it, "learned" a learned share per head, which starts at one half; nothing if None. For self-attention only.
     modifiers: as in `attend`. sink: each head has a learned logit that takes part in the softmax's denominator alone.
     implementation: as in `attend`.
-    Raises ValueError if n_head does not divide d_model, if n_kv_head does not divide n_head, or for an unknown name.
+    Raises ValueError if d_head is None and n_head does not divide d_model, if n_kv_head does not divide n_head, or for an
+    unknown name.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         d_context: int | None = None,
         n_kv_head: int | None = None,
+        d_head: int | None = None,
         bias: bool = False,
         qk_norm_epsilon: float | None = None,
+        qk_norm_weights: bool = False,
         value_residual: bool = False,
         value_embedding: ValueEmbedding | None = None,
         convolution: int | None = None,
@@ -100,8 +105,10 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
-        if d_model % n_head:
-            raise ValueError(f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole")
+        if d_head is None and d_model % n_head:
+            raise ValueError(
+                f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole; or give d_head"
+            )
         if n_head % n_kv_head:
             raise ValueError(
                 f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally"
@@ -109,19 +116,22 @@ class MultiHeadAttention(nn.Module):
         for option, name, known in (("gate", gate, GATES), ("exclusive", exclusive, EXCLUSIVE)):
             if name not in (None, *known):
                 raise ValueError(f"{option}={name!r} is unknown; allowed: None, {', '.join(known)}")
-        self.d_head = d_model // n_head
+        if qk_norm_weights and qk_norm_epsilon is None:
+            raise ValueError("qk_norm_weights=True needs qk_norm_epsilon=…: these are weights of that norm")
+        self.d_head = d_model // n_head if d_head is None else d_head
         self.n_head = n_head
-        self.query = nn.Linear(d_model, d_model, bias)
+        d_attended = n_head * self.d_head  # of all heads together
+        self.query = nn.Linear(d_model, d_attended, bias)
         self.key = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
         self.value = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
-        self.output = nn.Linear(d_model, d_model, bias)
+        self.output = nn.Linear(d_attended, d_model, bias)
         # The logistic function of this number is the first layer's share. It starts at one half.
         self.value_mix = nn.Parameter(torch.zeros(1)) if value_residual else None
         self.value_embedding = value_embedding
         # For the heads of queries, keys and values, in this order. Zeros mix nothing.
         n_heads = n_head + 2 * n_kv_head
         self.taps = nn.Parameter(torch.zeros(n_heads, self.d_head, convolution)) if convolution else None
-        n_gate = n_head if gate == "scalar" else d_model
+        n_gate = n_head if gate == "scalar" else d_attended
         self.gate = None if gate is None else nn.Linear(d_model, n_gate, bias=False)
         self.is_exclusive = exclusive is not None
         self.exclusive_share = nn.Parameter(torch.full((n_head,), FIRST_SHARE)) if exclusive == "learned" else None
@@ -131,6 +141,9 @@ class MultiHeadAttention(nn.Module):
         self.modifiers = modifiers
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
+        self.query_norm, self.key_norm = (
+            nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None for _ in ("query", "key")
+        )
         self.implementation = implementation
 
     def forward(
@@ -227,8 +240,7 @@ class MultiHeadAttention(nn.Module):
         if self.taps is not None:
             query, key, value = self.convolved(query, key, value, shared.document_place, cache)
         if self.qk_norm_epsilon is not None:
-            made_in = query.dtype  # under CUDA's autocast rms_norm returns fp32, which later operations would read
-            query, key = (rms_norm(each, (self.d_head,), eps=self.qk_norm_epsilon).to(made_in) for each in (query, key))
+            query, key = self.normed(query, self.query_norm), self.normed(key, self.key_norm)
         place = shared.place
         if not self.compatibility.lowers:
             if place is not None:
@@ -255,6 +267,12 @@ class MultiHeadAttention(nn.Module):
         bias = None if self.query.bias is None else torch.cat([layer.bias for layer in layers])
         widths = [layer.out_features for layer in layers]
         return linear(x, torch.cat([layer.weight for layer in layers]), bias).split(widths, dim=-1)
+
+    def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """QK-norm of queries or keys (B, H, T, D). weight: (D,), or None."""
+        weight = None if weight is None else weight.to(x.dtype)
+        # under CUDA's autocast rms_norm returns fp32, which later operations would read
+        return rms_norm(x, (self.d_head,), weight, self.qk_norm_epsilon).to(x.dtype)
 
     def values(self, context: Tensor) -> Tensor:
         """context (B, S, d_context) -> this layer's own values (B, G, S, D)."""

@@ -43,7 +43,8 @@ from andrea.runtime.files import (
     staging_path,
     storing,
 )
-from andrea.text.tokenizer import Tokenizer, load_tokenizer
+from andrea.text.load_tokenizer import load_tokenizer
+from andrea.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 LARGEST_JSON_BYTES = 1 << 26

@@ -13,6 +13,7 @@ from andrea.config import (
     DashboardConfig,
     EvaluateConfig,
     ExportConfig,
+    ImportConfig,
     LensConfig,
     RunConfig,
     RunsConfig,
@@ -75,6 +76,16 @@ def export(argv: list[str]) -> int:
     from andrea.interop.export import export
 
     return export(config)
+
+
+def import_(argv: list[str]) -> int:
+    """Read a model of Hugging Face's layout (GPT-2, Llama, Qwen3, …) into a checkpoint, and prove it equal."""
+    words = [f"source={word.removeprefix('from=')}" if word.startswith("from=") else word for word in argv]
+    config = configure(ImportConfig, "import", to_key_value(words, positional="source"))
+
+    from andrea.interop.importing.import_model import import_model
+
+    return import_model(config)
 
 
 def evaluate(argv: list[str]) -> int:

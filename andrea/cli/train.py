@@ -26,8 +26,10 @@ def train_one(argv: list[str]) -> FinishedRun:
     composed = compose("train", line)
     named = composed["attention"]["compatibility"], composed["model"]["mlp"]  # by the user, not by a checkpoint
     if composed["init_from"] not in (None, "", "null"):
+        from andrea.interop.importing.import_model import imported_if_foreign
         from andrea.training.planning.init_from import with_source
 
+        composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
         composed = with_source(composed, line.groups, line.values)
     typed = parse(RunConfig, composed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)

@@ -1,6 +1,6 @@
 """Configuration: its schema, the limits of its values, and the strict parser. Imports no torch."""
 
-from andrea.config.checks import MOST_SAMPLED_TOKENS
+from andrea.config.checks import LARGEST_VOCABULARY, MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
 from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
 from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values
@@ -18,6 +18,7 @@ from andrea.config.schema import (
     EvaluateConfig,
     ExportConfig,
     HealthConfig,
+    ImportConfig,
     LensConfig,
     LoggerConfig,
     ModelConfig,
@@ -34,6 +35,7 @@ from andrea.config.schema import (
 __all__ = [
     "CONFIGS",
     "LARGEST_INTEGER",
+    "LARGEST_VOCABULARY",
     "MOST_SAMPLED_TOKENS",
     "ON_LARGE_TEXT",
     "AttentionConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "EvaluateConfig",
     "ExportConfig",
     "HealthConfig",
+    "ImportConfig",
     "LensConfig",
     "LoggerConfig",
     "ModelConfig",

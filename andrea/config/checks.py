@@ -26,36 +26,42 @@ from andrea.config.schema import (
     TrainConfig,
 )
 
+LARGEST_WIDTH = 2**20  # of all heads together
 LARGEST_ROTARY_TABLE = 2**25  # positions times head width
 MOST_SAMPLED_TOKENS = 2**26  # held in memory at a time
-LARGEST_VOCABULARY = 2**16  # token shards hold two bytes a token
+LARGEST_VOCABULARY = 2**20  # a sanity limit: the largest in use have about a quarter of this
 
 
 def check_model(model: ModelConfig, path: str) -> None:
-    if model.d_model % model.n_head:
+    if model.d_head is None and model.d_model % model.n_head:
         raise UserError(
             f"{path}.n_head={model.n_head} does not divide {path}.d_model={model.d_model}: the head width d_model / n_head "
-            f"must be whole; try {path}.n_head={nearest_divisor(model.d_model, model.n_head)}"
+            f"must be whole; try {path}.n_head={nearest_divisor(model.d_model, model.n_head)}, or set {path}.d_head"
+        )
+    if model.d_attended > LARGEST_WIDTH:
+        raise UserError(
+            f"{path}.n_head={model.n_head} heads of {path}.d_head={model.d_head} are {model.d_attended} wide together, above "
+            f"the limit of {LARGEST_WIDTH}; lower one of them"
         )
     if model.n_kv_head is not None and (model.n_kv_head < 1 or model.n_head % model.n_kv_head):
         raise UserError(
             f"{path}.n_kv_head={model.n_kv_head} does not divide {path}.n_head={model.n_head}: each key/value head is shared "
             f"by equally many query heads; try {path}.n_kv_head={nearest_divisor(model.n_head, model.n_kv_head)}"
         )
-    if model.position == "rotary" and model.sequence_length * model.d_head > LARGEST_ROTARY_TABLE:
+    if model.position == "rotary" and model.sequence_length * model.head_width > LARGEST_ROTARY_TABLE:
         raise UserError(
-            f"{path}.sequence_length={model.sequence_length} times the head width d_model / n_head = {model.d_head} is "
+            f"{path}.sequence_length={model.sequence_length} times the head width of {model.head_width} is "
             f"above the limit of {LARGEST_ROTARY_TABLE} for {path}.position=rotary; lower one of them"
         )
-    if model.position == "rotary" and model.d_head % 2:
+    if model.position == "rotary" and model.head_width % 2:
         raise UserError(
-            f"{path}.position=rotary turns pairs of numbers and needs an even head width, got d_model / n_head = "
-            f"{model.d_head}; change {path}.n_head or set {path}.position=learned"
+            f"{path}.position=rotary turns pairs of numbers and needs an even head width, got {model.head_width}; change "
+            f"{'d_model / n_head' if model.d_head is None else f'{path}.d_head'}, or set {path}.position=learned"
         )
-    if model.position == "rotary" and 0 < model.rotary_share and round(model.rotary_share * model.d_head / 2) == 0:
+    if model.position == "rotary" and 0 < model.rotary_share and round(model.rotary_share * model.head_width / 2) == 0:
         raise UserError(
-            f"{path}.rotary_share={model.rotary_share:g} of a head width of {model.d_head} is less than one pair of "
-            f"numbers; the smallest share is {2 / model.d_head:g}; for no positions set {path}.position=none"
+            f"{path}.rotary_share={model.rotary_share:g} of a head width of {model.head_width} is less than one pair of "
+            f"numbers; the smallest share is {2 / model.head_width:g}; for no positions set {path}.position=none"
         )
 
 
@@ -141,6 +147,8 @@ def check_data(data: DataConfig, path: str) -> None:
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
+    if tokenizer.kind == "hf" and not tokenizer.path:
+        raise UserError(f"{path}.path is missing: tokenizer=hf needs a tokenizer.json, or the folder that holds one")
     if tokenizer.kind != "bpe":
         return
     if tokenizer.vocab_size is None:
@@ -150,7 +158,7 @@ def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
     if tokenizer.vocab_size != "auto" and not 257 <= tokenizer.vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
             f"{path}.vocab_size={tokenizer.vocab_size} is out of range: it must be at least 257 (256 bytes and "
-            f"end-of-text) and at most {LARGEST_VOCABULARY} (a token is stored in two bytes)"
+            f"end-of-text) and at most {LARGEST_VOCABULARY}"
         )
 
 
@@ -207,7 +215,8 @@ def check_run(config: RunConfig, path: str) -> None:
         )
     if config.attention.qk_clip is not None and config.model.qk_norm:
         raise UserError(
-            f"attention.qk_clip={config.attention.qk_clip:g} rescales queries and keys, which model.qk_norm=true normalises "
+            f"attention.qk_clip={config.attention.qk_clip:g} rescales queries and keys, which "
+            f"model.qk_norm={str(config.model.qk_norm).lower()} normalises "
             f"again; set model.qk_norm=false or attention.qk_clip=null"
         )
     length = config.model.sequence_length

@@ -14,7 +14,15 @@ from difflib import get_close_matches
 from typing import Any
 
 from andrea.config.errors import UserError
-from andrea.config.schema import EvaluateConfig, ExportConfig, HealthConfig, LensConfig, RunConfig, SampleConfig
+from andrea.config.schema import (
+    EvaluateConfig,
+    ExportConfig,
+    HealthConfig,
+    ImportConfig,
+    LensConfig,
+    RunConfig,
+    SampleConfig,
+)
 
 RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name: new name}
     HealthConfig: {"showing": "failing_share"},
@@ -40,6 +48,7 @@ TRAINING_NAMES = {
     "model.n_layer": "depth n_layers num_layers num_hidden_layers",
     "model.n_head": "n_heads num_heads num_attention_heads",
     "model.n_kv_head": "num_key_value_heads n_query_groups",
+    "model.d_head": "head_dim head_size key_length",
     "model.d_mlp": "intermediate_size",
     "model.sequence_length": "block_size context_length max_length max_seq_len max_seq_length max_position_embeddings",
     "model.rotary_base": "rope_base rope_theta",
@@ -121,6 +130,11 @@ EXPORT_NAMES = {
     "dtype": "precision torch_dtype outtype quantize quantization",
     "text": "prompt prompts file",
 }
+IMPORT_NAMES = {
+    "source": "checkpoint model path folder init_from",
+    "out": EXPORT_NAMES["out"],
+    "text": EXPORT_NAMES["text"],
+}
 EVALUATE_NAMES = {
     **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "device", "threads")},
     "tasks": "task benchmark benchmarks",
@@ -134,6 +148,7 @@ OTHER_NAMES: dict[Any, dict[str, str]] = {
     SampleConfig: SAMPLING_NAMES,
     LensConfig: LENS_NAMES,
     ExportConfig: EXPORT_NAMES,
+    ImportConfig: IMPORT_NAMES,
     EvaluateConfig: EVALUATE_NAMES,
 }
 

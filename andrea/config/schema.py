@@ -52,15 +52,16 @@ class ModelConfig:
     rotary_base: PositiveNumber
     norm: Literal["rmsnorm", "layernorm"]
     norm_epsilon: PositiveNumber
-    mlp: Literal["relu2", "gelu", "swiglu"] | DottedPath
+    mlp: Literal["relu2", "gelu", "gelu_exact", "swiglu"] | DottedPath
     bias: bool
     tied_head: bool
-    qk_norm: bool
+    qk_norm: bool | Literal["learned"]
     logit_softcap: PositiveNumber | None
     zero_init_projections: bool
     recipe_steps: PositiveInteger
     recipe_tokens_per_step: PositiveInteger
     n_kv_head: int | None = None
+    d_head: Annotated[int, Between(1, 2**17)] | None = None
     value_residual: bool = False
     value_embedding: Literal["projection", "table"] | None = None
     rotary_share: Share = 1.0
@@ -69,8 +70,14 @@ class ModelConfig:
     stochastic_depth: Dropped = 0.0
 
     @property
-    def d_head(self) -> int:
-        return self.d_model // self.n_head
+    def head_width(self) -> int:
+        """The width of a head's queries, keys and values: d_head, or d_model / n_head if it is None."""
+        return self.d_model // self.n_head if self.d_head is None else self.d_head
+
+    @property
+    def d_attended(self) -> int:
+        """The width of all heads together: what the output projection of attention reads."""
+        return self.n_head * self.head_width
 
     @property
     def drops(self) -> bool:
@@ -124,7 +131,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    kind: Literal["byte", "bpe", "gpt2"]
+    kind: Literal["byte", "bpe", "gpt2", "hf"]
     vocab_size: int | Auto | None
     path: PathText | None
 
@@ -329,6 +336,16 @@ class ExportConfig:
     dtype: Literal["f32", "f16", "bf16", "q8_0"]
     text: PathText | None
     data_dir: PathText
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Everything that `import` needs (configs/import.yaml)."""
+
+    source: PathText | None
+    runs_dir: PathText
+    out: PathText | None
+    text: PathText | None
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from andrea.config import UserError
 from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Scoring, Shape, function
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_native, has_onednn
 from andrea.model.gpt import GPT
-from andrea.model.layers import MLP, RMSNorm, SwiGLU, gelu, relu_squared, softcap
+from andrea.model.layers import ACTIVATIONS as MLP_ACTIVATIONS
+from andrea.model.layers import MLP, RMSNorm, SwiGLU, softcap
 from andrea.model.positions import Position, RotaryPosition
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import address
@@ -86,11 +87,17 @@ class NativeAttention(nn.Module):
         modifiers = attention.modifiers or ScoreModifiers()
         self.slopes = alibi_slopes(self.n_head, weight.device) if modifiers.alibi else None
         self.sinks = None if attention.sink is None else attention.sink.detach().float().contiguous()
+        self.norms = [
+            None if each is None else each.detach().float().contiguous()
+            for each in (attention.query_norm, attention.key_norm)
+        ]
         self.scoring = Scoring(
             window=attention.mask.width if isinstance(attention.mask, SlidingWindow) else 0,
             slopes=None if self.slopes is None else address(self.slopes),
             sinks=None if self.sinks is None else address(self.sinks),
             cap=modifiers.softcap or 0.0,
+            query_norm=address(self.norms[0]),
+            key_norm=address(self.norms[1]),
         )
         self.taps = None if attention.taps is None else attention.taps.detach().float().contiguous()
         self.own_share = None  # (H,)
@@ -124,7 +131,7 @@ class NativeAttention(nn.Module):
         assert shared.packing is None and cache.keys.dtype == x.dtype, (shared.packing, cache.keys.dtype, x.dtype)
         assert cache.keys.is_contiguous() and cache.values.is_contiguous() and len(cache.keys) == n_batch
         x = x.contiguous()
-        three, retrieved = self.project(x), torch.empty_like(x)
+        three, retrieved = self.project(x), x.new_empty(n_batch, 1, self.n_head * d_head)
         if shared.first_value is not None or shared.value_source is not None:
             value = three[..., -self.n_kv_head * d_head :]
             value.copy_(self.attention.merged(self.attention.mixed(self.attention.heads(value), shared)))
@@ -189,7 +196,7 @@ class NativeBlocks:
             d_mlp=config.d_mlp,
             n_head=first.n_head,
             n_kv_head=first.n_kv_head,
-            d_head=config.d_head,
+            d_head=config.head_width,
             activation=ACTIVATIONS.index(activation_of(mlp)),
             value_residual=config.value_residual,
             n_mixed=config.qkv_convolution or 0,
@@ -254,7 +261,8 @@ def activation_of(mlp: nn.Module) -> str | None:
     """The name that the kernel uses for the MLP's activation; None if the kernel does not support this activation."""
     if isinstance(mlp, SwiGLU):
         return "swiglu"
-    return {relu_squared: "relu2", gelu: "gelu"}.get(getattr(mlp, "activation", None))
+    names = {activation: name for name, activation in MLP_ACTIVATIONS.items()}
+    return names.get(getattr(mlp, "activation", None))
 
 
 def addresses(tensors: list[Tensor]) -> ctypes.Array:

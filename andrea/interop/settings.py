@@ -38,8 +38,14 @@ class Trained:
         return [self.attention.window_of(layer) for layer in range(self.model.n_layer)]
 
 
+def anything(value: Any) -> bool:
+    return True
+
+
 # What a transformer has that most programs know. An architecture names only where it allows other values.
 PLAIN: dict[str, Allowed] = {
+    "model.d_head": anything,
+    "model.n_head": {None},  # None: a number that divides d_model
     "model.position": {"rotary", "none"},
     "model.rotary_share": {1.0},
     "model.norm": {"rmsnorm"},
@@ -66,6 +72,10 @@ def settings_of(trained: Trained) -> dict[str, Any]:
     for key in PLAIN:
         group, name = key.split(".")
         values[key] = getattr(groups[group], name)
+    if trained.model.d_attended == trained.model.d_model:
+        values["model.d_head"] = None
+    if trained.model.d_model % trained.model.n_head == 0:
+        values["model.n_head"] = None
     if trained.model.position != "rotary":
         values["model.rotary_share"] = 1.0
     if not any(trained.windows):
@@ -87,7 +97,3 @@ def is_one_width(window: Any) -> bool:
     """Whether all layers with a window have the same."""
     widths = window if isinstance(window, tuple) else (window,)
     return len({width for width in widths if width is not None}) <= 1
-
-
-def anything(value: Any) -> bool:
-    return True

@@ -60,7 +60,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, attention: AttentionConfig, layer: int, n_vocab: int) -> None:
         """layer: the block's number, counted from 0."""
         super().__init__()
-        compatibility = make_compatibility(attention.compatibility, config.n_head, config.d_head)
+        compatibility = make_compatibility(attention.compatibility, config.n_head, config.head_width)
         if config.position == "rotary" and not compatibility.lowers:
             raise UserError(
                 f"attention.compatibility={attention.compatibility} has no method `lower`, which model.position=rotary needs; "
@@ -68,7 +68,7 @@ class Block(nn.Module):
             )
         value_embedding = None
         if config.value_embedding is not None:
-            width = (config.n_kv_head or config.n_head) * config.d_head
+            width = (config.n_kv_head or config.n_head) * config.head_width
             value_embedding = ValueEmbedding(config.value_embedding, config.d_model, n_vocab, width)
         self.attention_norm = make_norm(config)
         self.attention = MultiHeadAttention(
@@ -77,8 +77,10 @@ class Block(nn.Module):
             compatibility=compatibility,
             mask=make_mask(attention.window_of(layer)),
             n_kv_head=config.n_kv_head,
+            d_head=config.d_head,
             bias=config.bias,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
+            qk_norm_weights=config.qk_norm == "learned",
             value_residual=config.value_residual,
             value_embedding=value_embedding,
             convolution=config.qkv_convolution,
@@ -249,7 +251,7 @@ class GPT(nn.Module):
             n_batch,
             n_kv_head,
             capacity,
-            self.config.d_head,
+            self.config.head_width,
             dtype=weight.dtype,
             device=weight.device,
             fixed_shapes=fixed_shapes,

@@ -14,6 +14,8 @@ from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 FIRST_VALUES = {
     ".attention.gate.weight": 0.0,
     ".attention.sink": 0.0,
+    ".attention.query_norm": 1.0,
+    ".attention.key_norm": 1.0,
     ".exclusive_share": FIRST_SHARE,
     ".taps": 0.0,
     ".value_embedding.projection.weight": 0.0,
@@ -33,7 +35,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | matrices                                 | normal, deviation 0.5 / sqrt(d_in): GPT-2's 0.02 at width 768     |
     | matrices that write into the residual    | the same / sqrt(2 n_layer), so that x does not grow with depth    |
     | these matrices and an untied head        | zero, with zero_init_projections: each block starts as identity   |
-    | norm weights, biases                     | one, zero                                                         |
+    | norm weights (QK-norm's too), biases     | one, zero                                                         |
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
     | logits of attention sinks                | zero: a 1 + in the softmax's denominator (softmax-off-by-one)     |
     | taps of a convolution                    | zero: queries, keys and values begin unmixed                      |

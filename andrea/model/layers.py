@@ -34,7 +34,7 @@ def make_mlp(config: ModelConfig) -> nn.Module:
         return mlp
     if config.mlp == "swiglu":
         return SwiGLU(config.d_model, config.d_mlp, config.bias)
-    return MLP(config.d_model, config.d_mlp, config.bias, {"relu2": relu_squared, "gelu": gelu}[config.mlp])
+    return MLP(config.d_model, config.d_mlp, config.bias, ACTIVATIONS[config.mlp])
 
 
 class RMSNorm(nn.RMSNorm):
@@ -82,6 +82,14 @@ def relu_squared(x: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """The tanh approximation of GELU, which GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2)."""
     return functional.gelu(x, approximate="tanh")
+
+
+def gelu_exact(x: Tensor) -> Tensor:
+    """x · Φ(x), where Φ is the normal distribution function (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2)."""
+    return functional.gelu(x)
+
+
+ACTIVATIONS = {"relu2": relu_squared, "gelu": gelu, "gelu_exact": gelu_exact}  # of MLP, by model.mlp
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:

@@ -90,7 +90,7 @@ class RotaryPosition(Position):
 
 def make_position(config: ModelConfig) -> Position:
     if config.position == "rotary":
-        return RotaryPosition(config.sequence_length, config.d_head, config.rotary_base, config.rotary_share)
+        return RotaryPosition(config.sequence_length, config.head_width, config.rotary_base, config.rotary_share)
     if config.position == "learned":
         return LearnedPosition(config.sequence_length, config.d_model)
     return NoPosition()

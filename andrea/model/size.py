@@ -57,8 +57,8 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
     """Forward FLOPs per token, averaged over a full sequence.
 
     A matrix costs 2 FLOPs per parameter, a multiplication and an addition. The head is counted, tied or not; the lookups of
-    embeddings and value tables are not. Attention adds 4 d_model FLOPs for each visible key: 2 d_model for the scores and
-    2 d_model for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention term is
+    embeddings and value tables are not. Attention adds 4 H D FLOPs for each visible key, for H heads of width D: 2 H D for the
+    scores and 2 H D for the weighted sum. On average the causal mask leaves half the sequence visible, so the attention term is
     half of that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are
     visible. The tanh of additive scores and a convolution are not counted.
     """
@@ -69,7 +69,7 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
     matrices = sum(parameter.numel() for parameter in products)
     head = n_vocab * config.d_model
     visible = sum(mean_visible(attention.window_of(layer), config.sequence_length) for layer in range(config.n_layer))
-    return 2 * (matrices + head) + round(4 * config.d_model * visible)
+    return 2 * (matrices + head) + round(4 * config.d_attended * visible)
 
 
 def mean_visible(window: int | None, length: int) -> float:

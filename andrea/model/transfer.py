@@ -6,7 +6,8 @@ amount at any width. Depth follows CompleteP (Dey et al. 2025, arXiv 2505.01618)
 the residual stream. Muon's update has the same spectral norm at any width, so it needs no factor for width (Yang, Simon
 and Bernstein 2023, arXiv 2310.17813). These papers multiply activations in the forward pass. Here the initial values
 and rates are multiplied instead. The same function is trained, and the code of the model does not change. Both models
-must have the same head width and the same d_mlp / d_model.
+must have the same head width and the same d_mlp / d_model. M = n_head d_head / tuned_d_model says how much more numbers the
+output projection of attention reads; without model.d_head it is N.
 
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|
@@ -16,6 +17,7 @@ must have the same head width and the same d_mlp / d_model.
 | in a branch: 1-D, compatibility function | 1             | 1            |             | 1 / (N L)       |
 | in a branch: matrices that read x, gates | 1             | 1 / N        | 1           | 1 / (N L)       |
 | matrices that write into the residual    | 1 / √L        | 1 / (N L)    | 1 / L       | 1 / N           |
+| of these, attention's with model.d_head  | 1 / √L        | 1 / (M L)    | 1 / L       | 1 / N           |
 | their biases                             | 1             | 1 / L        |             | 1 / N           |
 | final norm                               | 1             | 1            |             | 1 / N           |
 | head                                     | 1 / N         | 1 / N        |             | 1               |
@@ -48,11 +50,13 @@ class Factors:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The size of the model relative to the tuned model. wider: the ratio N of d_model; deeper: the ratio L of n_layer."""
+    """The size of the model relative to the tuned model. wider: the ratio N of d_model; deeper: the ratio L of n_layer;
+    attended_wider: the ratio M, N if None."""
 
     wider: float = 1.0
     deeper: float = 1.0
     tied_head: bool = False
+    attended_wider: float | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, optimizer: OptimizerConfig) -> Transfer:
@@ -60,13 +64,15 @@ class Transfer:
         if optimizer.tuned_d_model is None or optimizer.tuned_n_layer is None:
             return cls(tied_head=model.tied_head)
         wider, deeper = model.d_model / optimizer.tuned_d_model, model.n_layer / optimizer.tuned_n_layer
-        return cls(wider, deeper, model.tied_head)
+        return cls(wider, deeper, model.tied_head, model.d_attended / optimizer.tuned_d_model)
 
     def factors(self, name: str) -> Factors:
         """The factors of the parameter `name`, from the table above."""
         wider, deeper = self.wider, self.deeper
         if name.endswith(WRITES_RESIDUAL):
-            return Factors(deeper**-0.5, 1 / (wider * deeper), 1 / deeper, 1 / wider)
+            is_attention = name.endswith(".attention.output.weight") and self.attended_wider is not None
+            fan_in = self.attended_wider if is_attention else wider
+            return Factors(deeper**-0.5, 1 / (fan_in * deeper), 1 / deeper, 1 / wider)
         if name.endswith(tuple(weight.replace("weight", "bias") for weight in WRITES_RESIDUAL)):
             return Factors(adamw_rate=1 / deeper, epsilon=1 / wider)
         if name == "blocks.0.attention.value_mix":

@@ -22,6 +22,7 @@ from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file, replace_text
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
 from andrea.text.listing import Selection
+from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
 from andrea.text.prepare import (
     FORMAT_VERSION,
     SPLITS,
@@ -33,7 +34,7 @@ from andrea.text.prepare import (
 )
 from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
 from andrea.text.sources import Report, Source
-from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer, vocabulary_for
+from andrea.text.tokenizer import Tokenizer, vocabulary_for
 
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
 LARGEST_JSON_BYTES = 1 << 26

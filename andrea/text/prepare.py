@@ -21,12 +21,13 @@ import numpy as np
 
 from andrea.config import TokenizerConfig, UserError
 from andrea.runtime.files import exclusive_lock, remove_unfinished, replace_text, size_words
+from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
 from andrea.text.shards import ShardSource, ShardWriter, open_shard, split_shards
 from andrea.text.sources import Piece, Report, Source, Split
-from andrea.text.tokenizer import Tokenizer, configured_tokenizer, load_tokenizer, train_bpe
+from andrea.text.tokenizer import Tokenizer, train_bpe
 
 FORMAT_VERSION = 1
-SHARD_TOKENS = 1 << 24  # a shard ends after the group of pieces that reaches this number; 32 MiB
+SHARD_TOKENS = 1 << 24  # a shard ends after the group of pieces that reaches this number; 32 MiB, or 64 with 32-bit ids
 GROUP_BYTES = 1 << 22  # bytes of text that are encoded together on all cores
 BPE_SAMPLE_BYTES = 1 << 26  # a vocabulary is trained on at most this many bytes of text
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -156,10 +157,10 @@ def write_shard(
     for _ in range(progress["pieces"]):
         next(pieces)
     name = f"{split}-{len(progress['shards']):06d}.bin"
-    writer = ShardWriter(folder / name)
+    writer = ShardWriter(folder / name, tokenizer.n_vocab)
     n_piece = n_document = n_byte = 0
     is_done = False
-    end_of_text = np.array([tokenizer.end_of_text], dtype=np.uint16)
+    end_of_text = np.array([tokenizer.end_of_text])
     while writer.count < SHARD_TOKENS:
         group = take(pieces, GROUP_BYTES)
         if not group:

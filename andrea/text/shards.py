@@ -1,4 +1,8 @@
-"""Token shards in llm.c's layout: 256 int32 (magic, version, count, zeros), then `count` uint16, all little-endian."""
+"""Token shards in llm.c's layouts: 256 int32 (magic, version, count, zeros), then `count` tokens, all little-endian.
+
+A token is a uint16 (llm.c's layout for GPT-2), or a uint32 for vocabularies of more than 65,536 tokens (its layout for
+Llama 3). Magic and version tell which.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,37 @@ import numpy as np
 from andrea.config import UserError
 
 MAGIC, VERSION = 20240520, 1
+WIDE_MAGIC, WIDE_VERSION = 20240801, 7
+LAYOUTS = {(MAGIC, VERSION): np.dtype("<u2"), (WIDE_MAGIC, WIDE_VERSION): np.dtype("<u4")}  # the type of a token
+LARGEST_IN_16_BITS = 1 << 16  # tokens of a vocabulary
 HEADER_BYTES = 256 * 4
-TOKEN = np.dtype("<u2")
 READ_TOKENS = 1 << 24  # number of tokens that are read at a time
 REMEDY = "copy it again, or delete its folder and prepare the data again"
+
+
+def token_type(n_vocab: int) -> np.dtype:
+    """The type of the token ids of a vocabulary: uint16 if every id fits, else uint32."""
+    return LAYOUTS[layout_of(n_vocab)]
+
+
+def layout_of(n_vocab: int) -> tuple[int, int]:
+    """Magic and version of the shards of a vocabulary."""
+    return (MAGIC, VERSION) if n_vocab <= LARGEST_IN_16_BITS else (WIDE_MAGIC, WIDE_VERSION)
 
 
 class ShardWriter:
     """Append tokens to one file. `close` writes the number of tokens into the header and flushes the file to disk."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.count, self.digest = path, 0, hashlib.sha256()
+    def __init__(self, path: Path, n_vocab: int = LARGEST_IN_16_BITS) -> None:
+        """n_vocab: the number of different tokens, which decides the layout."""
+        self.path, self.count, self.digest, self.layout = path, 0, hashlib.sha256(), layout_of(n_vocab)
         self.file = open(path, "wb")  # noqa: SIM115 (closed by `close`)
         self.file.write(bytes(HEADER_BYTES))
 
     def append(self, tokens: np.ndarray) -> None:
-        data = np.ascontiguousarray(tokens, dtype=TOKEN).tobytes()
+        kind = LAYOUTS[self.layout]
+        assert not len(tokens) or int(np.max(tokens)) <= np.iinfo(kind).max, f"a token does not fit into {kind}"
+        data = np.ascontiguousarray(tokens, dtype=kind).tobytes()
         self.digest.update(data)
         self.file.write(data)
         self.count += len(tokens)
@@ -40,7 +59,7 @@ class ShardWriter:
     def close(self) -> tuple[int, str]:
         """The number of tokens written, and their sha256."""
         header = np.zeros(256, dtype="<i4")
-        header[:3] = MAGIC, VERSION, self.count
+        header[:3] = *self.layout, self.count
         self.file.seek(0)
         self.file.write(header.tobytes())
         self.file.flush()
@@ -54,15 +73,16 @@ class DataLost(UserError):
 
 
 class Shard:
-    """The tokens of one file: `len(shard)`, and `shard[start:stop]` as uint16 (stop - start,), read from the disk.
+    """The tokens of one file: `len(shard)`, and `shard[start:stop]` as `kind` (stop - start,), read from the disk.
 
     The file is not memory-mapped. If another program cuts a mapped file short, the system ends the process with SIGBUS,
     which Python cannot catch. Reading a file of this class raises DataLost instead. The file stays open, so it may be
     deleted while it is in use.
     """
 
-    def __init__(self, path: Path, file: io.FileIO, count: int) -> None:
-        self.path, self.file, self.count = path, file, count
+    def __init__(self, path: Path, file: io.FileIO, count: int, kind: np.dtype) -> None:
+        """kind: the type of a token, one of LAYOUTS."""
+        self.path, self.file, self.count, self.kind = path, file, count, kind
 
     def __len__(self) -> int:
         return self.count
@@ -70,7 +90,8 @@ class Shard:
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, step = span.indices(self.count)
         assert step == 1, "a shard has no steps"
-        n_bytes, offset, data = max(0, stop - start) * TOKEN.itemsize, HEADER_BYTES + start * TOKEN.itemsize, b""
+        size, data = self.kind.itemsize, b""
+        n_bytes, offset = max(0, stop - start) * size, HEADER_BYTES + start * size
         try:
             while len(data) < n_bytes and (
                 more := os.pread(self.file.fileno(), n_bytes - len(data), offset + len(data))
@@ -80,7 +101,7 @@ class Shard:
             raise DataLost(f"{self.path} cannot be read any more ({error.strerror}); {REMEDY}") from error
         if len(data) < n_bytes:
             raise DataLost(f"{self.path} was cut short while it was in use; {REMEDY}")
-        return np.frombuffer(data, dtype=TOKEN)
+        return np.frombuffer(data, dtype=self.kind)
 
 
 def open_shard(path: Path) -> Shard:
@@ -94,15 +115,16 @@ def open_shard(path: Path) -> Shard:
     if header is None:
         raise UserError(f"{path} is cut short: it has {size} bytes, and the header alone has {HEADER_BYTES}; {REMEDY}")
     magic, version, count = header.tolist()
-    if magic != MAGIC or version != VERSION:
+    kind = LAYOUTS.get((magic, version))
+    if kind is None:
         raise UserError(
-            f"{path} is not a token shard: it starts with {magic}, {version} instead of {MAGIC}, {VERSION}; "
-            f"data=shards reads llm.c's .bin layout, data=text reads text"
+            f"{path} is not a token shard: it starts with {magic}, {version} instead of {MAGIC}, {VERSION} or {WIDE_MAGIC}, "
+            f"{WIDE_VERSION}; data=shards reads llm.c's .bin layouts, data=text reads text"
         )
-    if count < 0 or size != HEADER_BYTES + count * TOKEN.itemsize:
-        held = (size - HEADER_BYTES) // TOKEN.itemsize
+    if count < 0 or size != HEADER_BYTES + count * kind.itemsize:
+        held = (size - HEADER_BYTES) // kind.itemsize
         raise UserError(f"{path} is damaged: its header says {count} tokens, but the file holds {held}; {REMEDY}")
-    return Shard(path, file, count)
+    return Shard(path, file, count, kind)
 
 
 def open_unbuffered(path: Path) -> io.FileIO:

@@ -1,17 +1,15 @@
 """Text to token ids and back. V = n_vocab. The special token end_of_text precedes every document and has no bytes.
 
 `ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding by tiktoken. The rank of a token is
-its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` loads GPT-2's. A tokenizer is
-saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
+its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` loads GPT-2's; hf_tokenizer.py reads those of
+other models. A tokenizer is saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,30 +18,20 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from andrea.config import ON_LARGE_TEXT, TokenizerConfig, UserError
-from andrea.runtime.files import from_json, read_plain_file
+from andrea.config import ON_LARGE_TEXT
+from andrea.text.shards import token_type
 
 DESCRIPTION, RANKS = "tokenizer.json", "tokenizer.tiktoken"
 END_OF_TEXT = "<|endoftext|>"
 LARGE_TEXT_BYTES = 8_000_000  # from this size on, a text gets the largest vocabulary of tokenizer.vocab_size=auto
 VOCABULARY_GROWTH = 0.7  # of this vocabulary with the size of a smaller text, as a power
 SMALLEST_AUTO_VOCABULARY = 512
-LARGEST_FILE_BYTES = 1 << 26  # of a tokenizer; the largest possible rank file has a few megabytes
+LARGEST_FILE_BYTES = 1 << 26  # of a tokenizer; a rank file of the largest vocabulary has about 20 MB
 # Text is split into parts, and no token spans two parts (Radford et al. 2019). A part is a contraction such as 's, a word,
 # a number, a sequence of other characters, or whitespace. A single space belongs to the part after it.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # The pattern for training limits the length of a part, because training on a very long part could take hours.
 TRAINING_PATTERN = PATTERN.replace("+", "{1,64}")
-GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sha256 of its content)
-    "vocab.bpe": (
-        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ),
-    "encoder.json": (
-        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    ),
-}
 # Longer texts are encoded in blocks, because tiktoken's regular expression recurses within one part of a text.
 BLOCK_CHARACTERS = 1 << 18
 
@@ -58,7 +46,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
-        """The ids (n,) uint16 of a text. "<|endoftext|>" in the text is ordinary text; lone surrogates become U+FFFD."""
+        """The ids (n,) of a text, of type `token_type(V)`. "<|endoftext|>" in the text is ordinary text; lone surrogates
+        become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self) -> list[bytes]:
@@ -69,7 +58,7 @@ class Tokenizer(ABC):
         return self.encode_array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """The ids (n,) uint16 of each text, in the order of `texts`."""
+        """The ids (n,) of each text, as in `encode_array`, in the order of `texts`."""
         if threads == 1 or len(texts) == 1:
             return [self.encode_array(text) for text in texts]
         with ThreadPoolExecutor(threads) as pool:
@@ -111,7 +100,7 @@ class ByteTokenizer(Tokenizer):
         self.identity = f"byte-257-{hashlib.sha256(bytes(range(256))).hexdigest()[:8]}"
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
+        return np.frombuffer(without_surrogates(text).encode(), dtype=np.uint8).astype(token_type(self.n_vocab))
 
     def token_bytes(self) -> list[bytes]:
         return [bytes([value]) for value in range(256)] + [b""]
@@ -146,7 +135,8 @@ class RankTokenizer(Tokenizer):
             self.encoding.encode_to_numpy(text[start : start + BLOCK_CHARACTERS], disallowed_special=())
             for start in range(0, len(text), BLOCK_CHARACTERS)
         ]
-        return np.concatenate(parts, dtype=np.uint16, casting="unsafe") if parts else np.zeros(0, np.uint16)
+        kind = token_type(self.n_vocab)
+        return np.concatenate(parts, dtype=kind, casting="unsafe") if parts else np.zeros(0, kind)
 
     def token_bytes(self) -> list[bytes]:
         return self.table
@@ -208,58 +198,6 @@ def visible_bytes() -> dict[str, int]:
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
 
 
-# --------------------------------------------------------------------------------------------------------- loading
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote to `folder`. Raises UserError if a file is missing or damaged."""
-    path = folder / DESCRIPTION
-    try:
-        description = from_json(read_plain_file(path, LARGEST_FILE_BYTES))
-        kind, identity = description["kind"], description["identity"]
-        if kind in RankTokenizer.KINDS:
-            found: Tokenizer = RankTokenizer(kind, read_ranks(folder / RANKS))
-        elif kind == "byte":
-            found = ByteTokenizer()
-        else:
-            raise ValueError(f"unknown kind {kind}")
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}): {folder} holds no tokenizer") from error
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); copy it again, or prepare the data again") from error
-    if found.description() != description:
-        raise UserError(
-            f"{path} says that the tokenizer is {identity}, but the files of this folder hold {found.identity}: one of "
-            f"them was changed; copy {DESCRIPTION} and {RANKS} again, or prepare the data again"
-        )
-    return found
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """bytes -> id of each token, from a rank file. Each line of the file has a token's bytes in base64 and its id.
-
-    Raises UserError if the file is not a valid rank file, and OSError if it cannot be read.
-    """
-    try:
-        fields = [line.split() for line in read_plain_file(path, LARGEST_FILE_BYTES).split(b"\n") if line.strip()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
-    except (ValueError, binascii.Error) as error:
-        raise UserError(f"{path} is not a rank file (lines of base64 and a number); check tokenizer.path") from error
-    n_single = sum(len(token) == 1 for token in ranks)
-    if n_single != 256 or sorted(ranks.values()) != list(range(len(fields))):
-        raise UserError(
-            f"{path} is damaged: it must contain all 256 single bytes, and each rank exactly once; copy it again"
-        )
-    if len(ranks) >= 1 << 16:
-        raise UserError(
-            f"{path} holds {len(ranks)} tokens, but at most 65535 are possible: token shards store a token in two bytes, and one "
-            f"number is kept for end-of-text"
-        )
-    return ranks
-
-
 def vocabulary_for(n_byte: int) -> int:
     """The vocabulary size of tokenizer.vocab_size=auto, for a text of n_byte bytes.
 
@@ -268,91 +206,3 @@ def vocabulary_for(n_byte: int) -> int:
     largest = int(ON_LARGE_TEXT["tokenizer.vocab_size"])
     share = min(1.0, n_byte / LARGE_TEXT_BYTES)
     return max(SMALLEST_AUTO_VOCABULARY, 64 * round(largest * share**VOCABULARY_GROWTH / 64))
-
-
-def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer that `config` names; None if it must be trained on the corpus. Raises UserError if it is unusable."""
-    if config.kind == "byte":
-        return ByteTokenizer()
-    if config.kind == "gpt2":
-        return load_gpt2(config.path)
-    if not config.path:
-        return None
-    found = from_path(Path(config.path).expanduser(), "bpe")
-    if config.vocab_size not in (None, "auto", found.n_vocab):
-        raise UserError(
-            f"tokenizer.path={config.path} holds {found.n_vocab} tokens, not tokenizer.vocab_size={config.vocab_size}; "
-            f"set tokenizer.vocab_size={found.n_vocab}"
-        )
-    return found
-
-
-def from_path(path: Path, kind: str) -> Tokenizer:
-    """The tokenizer in a rank file, a checkpoint or a folder of prepared data. Raises UserError if it is unusable."""
-    if not os.path.exists(path):
-        raise UserError(
-            f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
-        )
-    if os.path.isfile(path):
-        return RankTokenizer(kind, read_ranks(path))
-    if not os.path.exists(path / DESCRIPTION):
-        raise UserError(
-            f"tokenizer.path={path} holds no {DESCRIPTION}; name a checkpoint, prepared data or a rank file"
-        )
-    found = load_tokenizer(path)
-    if found.kind != kind:
-        raise UserError(
-            f"tokenizer.path={path} holds {found.identity}; choose tokenizer={found.kind} instead of {kind}"
-        )
-    return found
-
-
-def load_gpt2(path: str | None) -> Tokenizer:
-    """GPT-2's tokenizer from `path`. If `path` is None, it comes from tiktoken's cache or the network.
-
-    Raises UserError if the tokenizer cannot be read or downloaded.
-    """
-    if path is None:
-        return download_gpt2()
-    folder = Path(path).expanduser()
-    if os.path.isfile(folder) or os.path.exists(folder / DESCRIPTION) or not os.path.exists(folder):
-        found = from_path(folder, "gpt2")
-    else:
-        found = from_pair(folder)
-    if found.n_vocab != 50257:
-        raise UserError(
-            f"tokenizer.path={path} holds {found.n_vocab} tokens, but GPT-2 has 50257; choose tokenizer=bpe for it"
-        )
-    return found
-
-
-def from_pair(folder: Path) -> Tokenizer:
-    """GPT-2's tokenizer from its two files, which have their published names or their names in tiktoken's cache."""
-    contents = {}
-    for name, (cached_name, sha256) in GPT2_FILES.items():
-        found = [folder / choice for choice in (cached_name, name) if os.path.isfile(folder / choice)]
-        if not found:
-            raise UserError(f"tokenizer.path={folder} lacks {name} (or {cached_name}, its name in tiktoken's cache)")
-        contents[name] = found[0].read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != sha256:
-            raise UserError(f"{found[0]} is damaged: its sha256 differs from that of GPT-2's {name}; copy it again")
-    byte_of = visible_bytes()
-    merges = [line.split() for line in contents["vocab.bpe"].decode().split("\n")[1:-1]]
-    tokens = [*byte_of, *(first + second for first, second in merges)]
-    return RankTokenizer("gpt2", {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(tokens)})
-
-
-def download_gpt2() -> Tokenizer:
-    import requests
-    import tiktoken
-
-    try:
-        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except (OSError, ValueError, requests.RequestException) as error:
-        names = " and ".join(cached for cached, _ in GPT2_FILES.values())
-        raise UserError(
-            f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); copy "
-            f"vocab.bpe and encoder.json into a folder, under these names or under those of the cache ({names}), and set "
-            f"tokenizer.path=FOLDER"
-        ) from error
-    return RankTokenizer("gpt2", ranks)

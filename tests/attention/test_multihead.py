@@ -137,6 +137,22 @@ def test_normalised_queries_and_keys_do_not_feel_their_length():
     torch.testing.assert_close(attention(x), before)
 
 
+def test_normalised_queries_and_keys_have_weights_of_their_own():
+    """By hand; with weights of one, it is the norm without weights."""
+    attention, x = make(mask=causal(), qk_norm_epsilon=1e-6, qk_norm_weights=True), vectors(T)
+    torch.testing.assert_close(attention(x), make(mask=causal(), qk_norm_epsilon=1e-6)(x))
+    with torch.no_grad():
+        attention.query_norm.copy_(torch.linspace(-2, 3, D))
+        attention.key_norm.copy_(torch.linspace(0.5, 7, D))
+    query, key = attention.heads(attention.query(x)), attention.heads(attention.key(x))
+    query, key = (each / (each.square().mean(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+    query, key = query * torch.linspace(-2, 3, D).double(), key * torch.linspace(0.5, 7, D).double()
+    retrieved = attend(query, key, attention.heads(attention.value(x)), mask=causal())
+    torch.testing.assert_close(attention(x), attention.output(attention.merged(retrieved)))
+    with pytest.raises(ValueError, match="qk_norm_weights=True needs qk_norm_epsilon="):
+        make(qk_norm_weights=True)
+
+
 def test_place_is_given_queries_and_keys_and_nothing_else():
     attention, x = make(mask=causal()), vectors(T)
     placed = []
@@ -168,6 +184,20 @@ def test_head_widths(d_model, n_head, d_head):
 def test_a_head_width_that_is_not_whole_is_refused():
     with pytest.raises(ValueError, match="n_head=5 does not divide d_model=12"):
         MultiHeadAttention(12, 5, compatibility=ScaledDotProduct())
+
+
+@pytest.mark.parametrize("d_head", [2, 7])
+def test_heads_of_another_width_than_their_share_of_d_model(d_head):
+    """Narrower and wider than d_model / n_head: the sum over heads, each with its own rows and columns of the matrices."""
+    torch.manual_seed(0)
+    attention = MultiHeadAttention(13, H, compatibility=ScaledDotProduct(), mask=causal(), d_head=d_head, n_kv_head=1)
+    attention, x = attention.double(), vectors(T, 13)
+    assert attention.query.weight.shape == (H * d_head, 13) and attention.output.weight.shape == (13, H * d_head)
+    assert attention.key.weight.shape == attention.value.weight.shape == (d_head, 13)
+    key, value = attention.key(x), attention.value(x)
+    of_head = attention.query.weight.split(d_head), attention.output.weight.split(d_head, dim=1)
+    total = sum(attend(x @ query.T, key, value, mask=causal()) @ out.T for query, out in zip(*of_head, strict=True))
+    torch.testing.assert_close(attention(x), total)
 
 
 @pytest.mark.parametrize("n_kv_head", [1, 2, 3, 6])

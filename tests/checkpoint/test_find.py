@@ -14,9 +14,9 @@ from andrea.checkpoint import best_of, checkpoints_of, locate, newest_run, newes
 from andrea.checkpoint.keep import keep_newest, mark_best, set_aside_after
 from andrea.config import UserError
 from andrea.runtime.files import remove_unfinished, replace_text
+from andrea.text.load_tokenizer import from_path, load_gpt2
 from andrea.text.shards import find_shards
 from andrea.text.sources import Source
-from andrea.text.tokenizer import from_path, load_gpt2
 
 
 def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_reported(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from andrea.__main__ import COMMANDS, main
 from andrea.config import UserError
-from andrea.text.tokenizer import load_tokenizer
+from andrea.text.load_tokenizer import load_tokenizer
 
 
 def test_commands_are_listed_and_misspelt_ones_refused(capsys: pytest.CaptureFixture) -> None:

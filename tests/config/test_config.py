@@ -89,10 +89,33 @@ def test_a_head_width_that_is_not_whole_suggests_a_number_of_heads() -> None:
         make("model.d_model=256", "model.n_head=5")
 
 
+def test_qk_norm_is_true_false_or_learned() -> None:
+    for typed, parsed in (("true", True), ("false", False), ("learned", "learned")):
+        assert make(f"model.qk_norm={typed}").model.qk_norm == parsed
+    with pytest.raises(
+        UserError, match="model.qk_norm=lerned is not allowed; allowed: true or false or learned; did you"
+    ):
+        make("model.qk_norm=lerned")
+    with pytest.raises(UserError, match="which model.qk_norm=learned normalises again; set model.qk_norm=false or"):
+        make("attention.qk_clip=100", "model.qk_norm=learned")
+
+
+def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
+    model = make("model.d_model=256", "model.n_head=5", "model.d_head=38").model
+    assert (model.head_width, model.d_attended) == (38, 190)
+    assert make("model.d_model=256", "model.n_head=8", "model.d_head=null").model.head_width == 32
+    with pytest.raises(UserError, match="needs an even head width, got 37; change model.d_head, or set model.position"):
+        make("model.d_head=37")
+    with pytest.raises(UserError, match="model.d_head=131072 are 1179648 wide together, above the limit of 1048576"):
+        make("model.n_head=9", "model.d_head=131072", "model.position=none")
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["model.d_model=6", "model.n_head=2"],
+        ["model.d_head=0"],
+        ["model.d_head=65538"],
         ["train.tokens_per_step=100"],
         ["train.tokens_per_step=1000"],
         ["model.logit_softcap=-1"],

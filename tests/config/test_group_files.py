@@ -52,6 +52,7 @@ DIGESTS_OF_9A97185 = {
 }
 # What a choice needs besides its name.
 NEEDS = {
+    ("tokenizer", "hf"): ["tokenizer.path=."],
     ("data", "text"): ["data.path=x"],
     ("data", "shards"): ["data.path=x"],
     ("data", "mixture"): ["data.sources={a: {kind: pystdlib}}"],

@@ -14,7 +14,8 @@ from andrea.config import SampleConfig, parse
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.generation.session import read_prompt
-from andrea.text.tokenizer import ByteTokenizer, Tokenizer, load_gpt2, train_bpe, without_surrogates
+from andrea.text.load_tokenizer import load_gpt2
+from andrea.text.tokenizer import ByteTokenizer, Tokenizer, train_bpe, without_surrogates
 from fuzzing.composed import composed, tiny_model
 from fuzzing.raw_values import any_text, repeated, wild_text
 from fuzzing.trial import Handler

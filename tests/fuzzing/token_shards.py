@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from andrea.config import DataConfig, Text, TokenizerConfig
 from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
-from andrea.text.shards import MAGIC, ShardWriter
+from andrea.text.shards import LAYOUTS, MAGIC, WIDE_MAGIC, ShardWriter
 from fuzzing.raw_values import damaged, json_text, replaced, wild_json
 from fuzzing.trial import Handler
 
@@ -23,6 +23,7 @@ int32 = st.one_of(
 )
 header_numbers = st.one_of(
     st.tuples(st.sampled_from([MAGIC, MAGIC, MAGIC, MAGIC, 0]), st.sampled_from([1, 1, 1, 1, 2]), int32),
+    st.tuples(st.just(WIDE_MAGIC), st.sampled_from([7, 7, 1]), int32),
     st.tuples(int32, int32, int32),
 )
 shard_files = st.builds(
@@ -56,7 +57,8 @@ shards = st.one_of(
 def shard_bytes(header: tuple[int, int, int], tokens: list[int], honest: bool, tail: bytes, cut: int) -> bytes:
     numbers = np.zeros(256, dtype="<i4")
     numbers[:3] = (*header[:2], len(tokens)) if honest else header
-    content = numbers.tobytes() + np.array(tokens, dtype="<u2").tobytes() + tail
+    kind = LAYOUTS.get((int(numbers[0]), int(numbers[1])), np.dtype("<u2"))
+    content = numbers.tobytes() + np.array(tokens, dtype=kind).tobytes() + tail
     return content[: len(content) - cut] if cut else content
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from andrea.text.tokenizer import ByteTokenizer, RankTokenizer, load_tokenizer, train_bpe, without_surrogates
+from andrea.text.load_tokenizer import load_tokenizer
+from andrea.text.tokenizer import ByteTokenizer, RankTokenizer, train_bpe, without_surrogates
 from fuzzing.raw_values import DEEP, any_text, damaged, json_text, replaced, wild_json
 from fuzzing.trial import Handler
 

@@ -30,6 +30,7 @@ CONFIGS = {
     ),  # heads of 20: more than the lanes of a vector
     "gpt2": LIKE_GPT2,
     "shared keys": SHARED_KEYS,
+    "exact gelu": dataclasses.replace(CONFIG, mlp="gelu_exact"),
     "gelu": dataclasses.replace(CONFIG, mlp="gelu", bias=True, qk_norm=False),
     "swiglu": dataclasses.replace(SHARED_KEYS, mlp="swiglu", position="none", logit_softcap=None),
     "first layer's values": dataclasses.replace(SHARED_KEYS, n_layer=3, value_residual=True),
@@ -40,6 +41,7 @@ CONFIGS = {
     "windows, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3),
     **{option: dataclasses.replace(SHARED_KEYS, **changes) for option, (changes, _) in ALL_OPTIONS.items()},
     "sink, layernorm": LIKE_GPT2,
+    "weighted QK-norm, layernorm": dataclasses.replace(LIKE_GPT2, qk_norm="learned", d_head=6),
 }
 ATTENTIONS = dict.fromkeys(CONFIGS, ATTENTION)
 ATTENTIONS |= dict.fromkeys(("windows", "windows, layernorm"), dataclasses.replace(ATTENTION, window=(3, None, 7)))

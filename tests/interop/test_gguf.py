@@ -25,6 +25,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, no positions": ("llama", {"position": "none"}),
     "qwen3": ("qwen3", {"qk_norm": True, "n_kv_head": 1}),
     "qwen3, no positions": ("qwen3", {"qk_norm": True, "position": "none"}),
+    "llama, narrow heads": ("llama", {"d_head": 8, "n_kv_head": 2}),
+    "qwen3, wide heads, of a number that does not divide": ("qwen3", {"qk_norm": True, "d_head": 64, "n_head": 3}),
+    "qwen3, weighted QK-norm": ("qwen3", {"qk_norm": "learned", "d_head": 32, "n_kv_head": 2}),
+    "arcee, wide heads": ("arcee", {"mlp": "relu2", "d_head": 24}),
     "arcee": ("arcee", {"mlp": "relu2", "n_kv_head": 2}),
     "gpt2": ("gpt2", GELU | {"position": "learned"}),
     "gpt2, no biases, groups": (
@@ -70,6 +74,8 @@ def test_what_no_architecture_holds_is_refused_with_the_nearest_option() -> None
     for model, attention in (
         ({}, {"window": 5}),
         ({"bias": True}, {}),
+        (GELU | {"position": "learned", "d_head": 12}, {}),
+        (GELU | {"d_head": 12}, {}),
         ({"position": "alibi"}, {}),
         ({}, {"sink": True}),
     ):
@@ -82,6 +88,8 @@ def test_tokenizers_and_types_that_a_file_cannot_hold_are_refused(bpe: Tokenizer
         check_file(make_trained(), "f32")
     with pytest.raises(UserError, match="multiples of 32, got model.d_model=60, model.d_mlp=77; export with dtype=f16"):
         check_file(make_trained(tokenizer=bpe), "q8_0")
+    with pytest.raises(UserError, match="multiples of 32, got model.n_head=4 times model.d_head=14; export"):
+        check_file(make_trained(BLOCKS_OF_32 | {"d_head": 14}, tokenizer=bpe), "q8_0")
 
 
 def test_without_the_package_gguf_one_line_says_what_to_install(

@@ -26,23 +26,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sink": True, "score_softcap": 2.0, "window": (7, None, 11)},
     ),
     "half of the width turns, value projections, elementwise gates, cosine, window": (
-        {"value_embedding": "projection", "rotary_share": 0.5, "value_residual": True, "n_kv_head": 2},
+        {"value_embedding": "projection", "rotary_share": 0.5, "value_residual": True, "n_kv_head": 2, "d_head": 6},
         {"gate": "elementwise", "exclusive": "fixed", "compatibility": "cosine", "window": 9},
     ),
     "no positions, a convolution of one token, dot, sinks": (
-        {"position": "none", "qkv_convolution": 1, "qk_norm": True, "n_kv_head": 3},
+        {"position": "none", "qkv_convolution": 1, "qk_norm": "learned", "n_kv_head": 3},
         {"compatibility": "dot", "sink": True},
     ),
     "ALiBi, LayerNorm without biases, all with the convolution": (
-        NANO | LAYERNORM | {"bias": False, "position": "alibi", "value_embedding": "table", "mlp": "gelu"},
+        NANO | LAYERNORM | {"bias": False, "position": "alibi", "value_embedding": "table", "mlp": "gelu_exact"},
         {"gate": "elementwise", "exclusive": "learned"},
     ),
     "biases, RMSNorm, learned positions, cosine with a cap and a window": (
-        {"bias": True, "position": "learned", "mlp": "relu2", "logit_softcap": 5.0, "tied_head": False},
+        {"bias": True, "position": "learned", "mlp": "relu2", "logit_softcap": 5.0, "tied_head": False, "d_head": 9},
         {"compatibility": "cosine", "score_softcap": 3.0, "window": 5},
     ),
     "a long convolution with heads shared by groups, bilinear with QK-norm": (
-        {"qkv_convolution": 5, "n_kv_head": 2, "qk_norm": True, "value_embedding": "projection"},
+        {"qkv_convolution": 5, "n_kv_head": 2, "qk_norm": True, "value_embedding": "projection", "d_head": 14},
         {"compatibility": "bilinear", "exclusive": "fixed", "window": (None, 6)},
     ),
 }

@@ -30,17 +30,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama, groups and its own head": ("LlamaForCausalLM", {"n_kv_head": 2, "tied_head": False}, {}),
     "llama, biases": ("LlamaForCausalLM", {"bias": True, "n_kv_head": 3}, {}),
     "llama, no positions": ("LlamaForCausalLM", {"position": "none"}, {}),
+    "llama, wide heads": ("LlamaForCausalLM", {"d_head": 14, "n_kv_head": 2}, {}),
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "n_kv_head": 2}, {}),
+    "qwen3, wide heads": ("Qwen3ForCausalLM", {"qk_norm": True, "d_head": 14, "n_head": 7}, {}),
+    "qwen3, weighted QK-norm": ("Qwen3ForCausalLM", {"qk_norm": "learned", "d_head": 14, "n_kv_head": 3}, {}),
+    "apertus, weighted QK-norm": ("ApertusForCausalLM", RELU2 | {"qk_norm": "learned"}, {}),
     "qwen3, windows": ("Qwen3ForCausalLM", {"qk_norm": True, "tied_head": False}, {"window": (9, None)}),
     "qwen3, no positions": ("Qwen3ForCausalLM", {"qk_norm": True, "position": "none"}, {}),
     "gpt2": ("GPT2LMHeadModel", GPT2, {}),
+    "gpt2, exact GELU": ("GPT2LMHeadModel", GPT2 | {"mlp": "gelu_exact"}, {}),
+    "starcoder2, exact GELU": ("Starcoder2ForCausalLM", LAYERNORM | {"mlp": "gelu_exact"}, {}),
     "gpt2, no biases, groups": ("GPT2LMHeadModel", GPT2 | {"bias": False, "n_kv_head": 2, "tied_head": False}, {}),
     "gpt2, squared ReLU, no positions": ("GPT2LMHeadModel", GPT2 | RELU2 | {"position": "none"}, {}),
+    "arcee, narrow heads": ("ArceeForCausalLM", RELU2 | {"d_head": 6}, {}),
     "arcee": ("ArceeForCausalLM", RELU2 | {"bias": True, "n_kv_head": 2}, {}),
-    "apertus": ("ApertusForCausalLM", RELU2 | {"qk_norm": True, "n_kv_head": 3}, {}),
-    "starcoder2": ("Starcoder2ForCausalLM", LAYERNORM | {"mlp": "gelu", "n_kv_head": 2}, {}),
+    "apertus": ("ApertusForCausalLM", RELU2 | {"qk_norm": True, "n_kv_head": 3, "d_head": 14}, {}),
+    "starcoder2": ("Starcoder2ForCausalLM", LAYERNORM | {"mlp": "gelu", "n_kv_head": 2, "d_head": 14}, {}),
     "starcoder2, no biases": ("Starcoder2ForCausalLM", LAYERNORM | RELU2 | {"bias": False, "tied_head": False}, {}),
-    "vaultgemma": ("VaultGemmaForCausalLM", {"logit_softcap": 15.0, "n_kv_head": 2}, {}),
+    "vaultgemma": ("VaultGemmaForCausalLM", {"logit_softcap": 15.0, "n_kv_head": 2, "d_head": 14}, {}),
     "vaultgemma, capped scores, own head": (
         "VaultGemmaForCausalLM",
         {"tied_head": False},
@@ -105,6 +112,20 @@ def test_why_no_stock_class_fits() -> None:
     chosen, why = choose_class(make_trained(NANO))
     assert chosen.is_remote and "Qwen3ForCausalLM, lacks model.logit_softcap=15.0, model.value_residual=true" in why
     assert len({stock.model_type for stock in STOCK}) == len(STOCK)
+
+
+@pytest.mark.parametrize(
+    ("model", "lacking"),
+    [
+        (GPT2 | {"d_head": 14}, "GPT2LMHeadModel, lacks model.d_head=14"),
+        ({"n_head": 7, "d_head": 14}, "model.n_head=7"),
+    ],
+)
+def test_a_head_width_that_a_class_does_not_have_is_named(model: dict[str, Any], lacking: str) -> None:
+    chosen, why = choose_class(make_trained(model))
+    assert chosen.is_remote and lacking in why
+    as_wide = make_trained(GPT2 | {"d_head": 10})  # what d_model / n_head is too
+    assert choose_class(as_wide)[0].name == "GPT2LMHeadModel"
 
 
 def test_multiplied_weights_are_not_rounded() -> None:

@@ -18,8 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformer_lens")
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Qwen3's class": (BLOCKS_OF_32 | {"qk_norm": True}, {}),
-    "the default model": (NANO, {}),
+    "Qwen3's class": (BLOCKS_OF_32 | {"qk_norm": "learned", "d_head": 24}, {}),
+    "the default model, wide heads": (NANO | {"qk_norm": "learned", "d_head": 14}, {}),
     "learned positions, LayerNorm, GELU, one key/value head, gates, bilinear": (
         LAYERNORM | {"position": "learned", "mlp": "gelu", "n_kv_head": 1},
         {"gate": "scalar", "exclusive": "learned", "compatibility": "bilinear"},
@@ -60,7 +60,7 @@ def test_patterns_residual_stream_and_logits_are_ours(both: tuple[Trained, Any])
 
 def test_a_head_that_is_switched_off_has_the_effect_that_it_has_here(both: tuple[Trained, Any]) -> None:
     trained, bridge = both
-    tokens, head, width = tokens_of(1, 17), 2, trained.model.d_head
+    tokens, head, width = tokens_of(1, 17), 2, trained.model.head_width
 
     def without_head(z: torch.Tensor, hook: Any) -> torch.Tensor:
         changed = z.clone().flatten(2)

@@ -137,7 +137,7 @@ def test_the_scale_is_what_tells_dot_from_scaled_dot():
     assert not torch.allclose(scaled(tokens), dot(tokens), rtol=1e-6)
     with torch.no_grad():
         for block in dot.blocks:
-            block.attention.query.weight /= config.d_head**0.5
+            block.attention.query.weight /= config.head_width**0.5
     torch.testing.assert_close(scaled(tokens), dot(tokens))
 
 

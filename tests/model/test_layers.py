@@ -36,11 +36,12 @@ def test_layernorm_has_a_bias_where_the_model_has(bias):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["relu2", "gelu", "swiglu"])
+@pytest.mark.parametrize("kind", ["relu2", "gelu", "gelu_exact", "swiglu"])
 def test_mlp_is_the_formula(kind, bias):
     mlp, x = make_mlp(replace(TINY, mlp=kind, bias=bias)).double(), torch.randn(5, 7, dtype=torch.float64)
     up = mlp.up(x)
     inner = {"relu2": lambda: relu_squared(up), "gelu": lambda: gelu(up), "swiglu": lambda: up * gate * gate.sigmoid()}
+    inner["gelu_exact"] = lambda: up * (1 + torch.erf(up / 2**0.5)) / 2
     gate = mlp.gate(x) if kind == "swiglu" else None
     torch.testing.assert_close(mlp(x), mlp.down(inner[kind]()))
     assert mlp.up.weight.shape == (11, 7) and mlp.down.weight.shape == (7, 11)

@@ -108,8 +108,8 @@ def test_options_of_the_heads_are_counted(option):
     assert count_parameters(config, attention, V).total == sum(parameter.numel() for parameter in model.parameters())
     with FlopCounterMode(display=False) as counter:
         model.logits(model(tokens))
-    masked = 2 * config.n_layer * config.d_model * config.sequence_length
-    again = 2 * config.d_model**2 * config.value_residual
+    masked = 2 * config.n_layer * config.d_attended * config.sequence_length
+    again = 2 * config.d_model * config.d_attended * config.value_residual
     per_token = forward_flops_per_token(config, attention, V)
     assert counter.get_total_flops() == (per_token + masked + again) * config.sequence_length
 

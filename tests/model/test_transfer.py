@@ -48,6 +48,7 @@ def test_factors_by_hand() -> None:
     assert transfer.factors("blocks.1.attention_norm.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.compatibility.matrix") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.sink") == Factors(1, 1, 1, 1 / 8)
+    assert transfer.factors("blocks.1.attention.query_norm") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.mlp.gate.weight") == Factors(1, 1 / 4, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.value_embedding.table.weight") == Factors(1, 1, 1, 1 / 8)
     assert transfer.factors("blocks.1.attention.value_embedding.projection.weight") == Factors(1, 1 / 4, 1, 1 / 8)
@@ -57,6 +58,18 @@ def test_factors_by_hand() -> None:
     assert transfer.factors("final_norm.weight") == Factors(1, 1, 1, 1 / 4)
     assert transfer.factors("head.weight") == Factors(1 / 4, 1 / 4, 1, 1)
     assert Transfer(4.0, 2.0, tied_head=True).factors("final_norm.weight") == Factors(1 / 4, 1 / 4, 1, 1)
+
+
+def test_attention_s_output_follows_what_it_reads() -> None:
+    """Heads of 48 instead of 16, at four times the width: the output projection reads 12 times as many numbers."""
+    run = configured("model.d_head=48", "optimizer.tuned_d_model=32", "optimizer.tuned_n_layer=1", d_model=128)
+    transfer = Transfer.of(run.model, run.optimizer)
+    assert transfer.factors("blocks.1.attention.output.weight") == Factors(2**-0.5, 1 / 24, 1 / 2, 1 / 4)
+    assert transfer.factors("blocks.1.mlp.down.weight") == Factors(2**-0.5, 1 / 8, 1 / 2, 1 / 4)
+    model = GPT(run.model, run.attention, N_VOCAB)
+    initialise(model, torch.Generator().manual_seed(0), transfer)
+    expected = 0.5 / (8 * 48) ** 0.5 / 2 / 2**0.5  # by its columns, for two layers, and L = 2
+    assert float(model.blocks[0].attention.output.weight.detach().std()) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

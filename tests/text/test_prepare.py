@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from large_vocabulary import FIRST_RARE, N_VOCAB, large_tokenizer, rare_text
 from preparing import BPE, BYTE, contents, quiet, shards_corpus, small_notes, text_config, write_shard
 
-from andrea.config import TokenizerConfig, UserError
+from andrea.config import DataConfig, TokenizerConfig, UserError
 from andrea.text import prepare
 from andrea.text.corpus import open_corpus
 from andrea.text.sources import Source
@@ -43,6 +44,25 @@ def test_small_shards_hold_the_same_stream(notes: Path, tmp_path: Path, monkeypa
     assert len(list(parts.folder.glob("train-*.bin"))) > 3
     assert np.array_equal(parts.train[:], whole.train[:]) and np.array_equal(parts.val[:], whole.val[:])
     assert any("encoded" in line and "kB" in line for line in said)
+
+
+def test_ids_of_a_large_vocabulary_are_kept_whole(tmp_path: Path) -> None:
+    """Also by someone who reads these shards as they are."""
+    text, tokenizer = rare_text(3000), large_tokenizer()
+    (tmp_path / "rare.txt").write_text(text)
+    tokenizer.save(tmp_path)
+    config = TokenizerConfig("bpe", None, str(tmp_path))
+    source = open_corpus(text_config(tmp_path / "rare.txt"), config, tmp_path / "data", quiet).sources[0]
+    whole = np.concatenate([stream[:] for stream in (source.train, source.val)])
+    end = tokenizer.end_of_text
+    assert end == N_VOCAB - 1 and tokenizer.decode(token for token in whole.tolist() if token != end) == text
+    assert min(whole) >= FIRST_RARE
+    shards = DataConfig("shards", str(source.folder), {})
+    again = open_corpus(shards, config, tmp_path / "again", quiet).sources[0]
+    assert np.array_equal(again.train[:], source.train[:]) and np.array_equal(again.val[:], source.val[:])
+    with pytest.raises(UserError, match="holds the token 70000, but byte-257"):
+        (source.folder / "tokenizer.json").unlink()
+        open_corpus(shards, BYTE, tmp_path / "byte", quiet)
 
 
 def test_the_report_counts_files_and_tokens(tmp_path: Path) -> None:

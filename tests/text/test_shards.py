@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andrea.config import UserError
-from andrea.text.shards import DataLost, ShardWriter, TokenStream, open_shard
+from andrea.text.shards import DataLost, ShardWriter, TokenStream, open_shard, token_type
 
 
 def write(path: Path, *parts: list[int]) -> Path:
@@ -29,6 +29,27 @@ def test_layout_is_the_published_one(tmp_path: Path) -> None:
     assert len(data) == 1024 + 6
     assert struct.unpack("<3i", data[:12]) == (20240520, 1, 3) and not any(data[12:1024])
     assert struct.unpack("<3H", data[1024:]) == (1, 2, 65535)
+
+
+@pytest.mark.parametrize(("n_vocab", "kind", "head"), [(65536, "H", (20240520, 1)), (65537, "I", (20240801, 7))])
+def test_the_vocabulary_decides_the_width_of_a_token(tmp_path: Path, n_vocab: int, kind: str, head: tuple) -> None:
+    """llm.c's layouts for GPT-2 and for Llama 3; both are read back, and in one stream."""
+    tokens = [5, n_vocab - 1, 0, n_vocab - 2]
+    writer = ShardWriter(tmp_path / "a.bin", n_vocab)
+    writer.append(np.array(tokens))
+    assert writer.close()[0] == 4
+    data = (tmp_path / "a.bin").read_bytes()
+    assert struct.unpack("<3i", data[:12]) == (*head, 4) and struct.unpack(f"<4{kind}", data[1024:]) == tuple(tokens)
+    shard = open_shard(tmp_path / "a.bin")
+    assert shard[1:3].tolist() == tokens[1:3] and shard[0:4].dtype == token_type(n_vocab)
+    small = write(tmp_path / "b.bin", [7, 65535])
+    assert TokenStream.open([tmp_path / "a.bin", small])[2:6].tolist() == [0, n_vocab - 2, 7, 65535]
+
+
+def test_a_token_that_does_not_fit_is_never_written(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "a.bin")
+    with pytest.raises(AssertionError, match="does not fit"):
+        writer.append(np.array([65536]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -52,6 +73,8 @@ def test_a_stream_is_the_shards_one_after_the_other(tmp_path_factory, shards: li
         (lambda path: path.write_bytes(b"text" * 1000), "not a token shard"),
         (lambda path: path.write_bytes(struct.pack("<3i", 20240520, 2, 0) + bytes(1012)), "not a token shard"),
         (lambda path: path.write_bytes(path.read_bytes() + b"xx"), "damaged"),
+        (lambda path: path.write_bytes(struct.pack("<3i", 20240801, 7, 3) + bytes(1012 + 10)), "damaged"),
+        (lambda path: path.write_bytes(struct.pack("<3i", 20240801, 1, 3) + bytes(1012 + 12)), "not a token shard"),
         (lambda path: path.unlink(), "cannot be read"),
     ],
 )

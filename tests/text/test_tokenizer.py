@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from large_vocabulary import FIRST_RARE, N_VOCAB, large_tokenizer, rare_text
 
 from andrea.config import TokenizerConfig, UserError
-from andrea.text.tokenizer import (
-    BLOCK_CHARACTERS,
-    ByteTokenizer,
-    RankTokenizer,
-    configured_tokenizer,
-    load_gpt2,
-    load_tokenizer,
-    train_bpe,
-)
+from andrea.text.load_tokenizer import configured_tokenizer, load_gpt2, load_tokenizer
+from andrea.text.tokenizer import BLOCK_CHARACTERS, ByteTokenizer, RankTokenizer, train_bpe
 
 TEXTS = [
     "def main(self):\n    return self.value\n" * 7,
@@ -149,12 +143,21 @@ def test_damage_is_named(bpe: RankTokenizer, tmp_path: Path, damage) -> None:
 BEFORE: list[str] = []
 
 
-def test_rank_files_too_large_for_two_bytes_are_refused(tmp_path: Path) -> None:
-    tokens = [bytes([value]) for value in range(256)] + [n.to_bytes(3, "big") for n in range(65536 - 256)]
-    lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
-    (tmp_path / "large.tiktoken").write_bytes(b"".join(lines))
-    with pytest.raises(UserError, match="at most 65535"):
-        configured_tokenizer(TokenizerConfig("bpe", None, str(tmp_path / "large.tiktoken")))
+def test_a_large_vocabulary_has_ids_of_32_bits(tmp_path: Path) -> None:
+    tokenizer, text = large_tokenizer(), rare_text(40)
+    tokenizer.save(tmp_path)
+    found = configured_tokenizer(TokenizerConfig("bpe", None, str(tmp_path)))
+    ids = found.encode_array(text)
+    assert found.identity == tokenizer.identity and found.n_vocab == N_VOCAB
+    assert ids.dtype == np.uint32 and len(ids) == 40 and ids.min() >= FIRST_RARE and found.decode(ids.tolist()) == text
+    assert ByteTokenizer().encode_array(text).dtype == train_bpe([text], 300).encode_array(text).dtype == np.uint16
+
+
+def test_rank_files_beyond_the_limit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("andrea.text.load_tokenizer.LARGEST_VOCABULARY", N_VOCAB - 1)
+    large_tokenizer().save(tmp_path)
+    with pytest.raises(UserError, match="holds 70000 tokens, but at most 69999 are possible"):
+        configured_tokenizer(TokenizerConfig("bpe", None, str(tmp_path / "tokenizer.tiktoken")))
 
 
 def test_configured(bpe: RankTokenizer, tmp_path: Path) -> None:

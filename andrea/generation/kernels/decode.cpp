@@ -185,13 +185,13 @@ void rms_norm(const T* x, const float* weight, T* y, int64_t n_row, int64_t n, f
     }
 }
 
-// Prepare a query or key of one head (D): RMS-normalise it unless epsilon is negative, scale it, and rotate it by the angles
-// of its position.
+// Prepare a query or key of one head (D): RMS-normalise it unless epsilon is negative, multiply it by the norm's weight (D)
+// unless this is null, scale it, and rotate it by the angles of its position.
 template <typename T>
-std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, const float* turn) {
+std::vector<float> placed(const T* x, int64_t d, float epsilon, const float* norm, float scale, const float* turn) {
     std::vector<float> head = in_fp32(x, d);
     float factor = epsilon < 0 ? scale : scale / std::sqrt(dot(head.data(), head.data(), d) / d + epsilon);
-    for (int64_t k = 0; k < d; ++k) head[k] *= factor;
+    for (int64_t k = 0; k < d; ++k) head[k] *= norm ? factor * norm[k] : factor;
     if (turn) {
         const std::vector<float> before = head;
         for (int64_t k = 0; k < d; ++k) head[k] = before[k] * turn[k] + before[(k + d / 2) % d] * turn[d + k];
@@ -199,12 +199,14 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, float scale, con
     return head;
 }
 
-// How a layer's scores become weights (attention/modifiers.py). window: the number of keys that a query sees, or 0 for all up
-// to its own. cap: of the scores, or 0. slopes: ALiBi's, (H), or null. sinks: the logits of the attention sinks, (H), or null.
+// How a layer's queries and keys become weights (attention/modifiers.py). window: the number of keys that a query sees, or 0
+// for all up to its own. cap: of the scores, or 0. slopes: ALiBi's, (H), or null. sinks: the logits of the attention sinks,
+// (H), or null. query_norm, key_norm: the learned weights of QK-norm, (D), or null.
 struct Scoring {
     int64_t window;
     const float *slopes, *sinks;
     float cap;
+    const float *query_norm, *key_norm;
 };
 
 // Attention of one new token for each of B texts of equal length: qkv (B, (H + 2G) D) -> out (B, H D). The first `length`
@@ -220,12 +222,12 @@ void attend_by_team(
         const int64_t b = each / n_kv_head, g = each % n_kv_head;
         const T* new_key = qkv + b * width + (n_head + g) * d;
         T *key = keys + each * capacity * d, *value = values + each * capacity * d;
-        const std::vector<float> own = placed(new_key, d, epsilon, 1, turn);
+        const std::vector<float> own = placed(new_key, d, epsilon, scoring.key_norm, 1, turn);
         for (int64_t k = 0; k < d; ++k) store(key + length * d + k, own[k]);
         std::memcpy(value + length * d, new_key + n_kv_head * d, d * sizeof(T));
         std::vector<float> weights(length + 1), retrieved(d);
         for (int64_t h = g * shared; h < (g + 1) * shared; ++h) {
-            const std::vector<float> query = placed(qkv + b * width + h * d, d, epsilon, scale, turn);
+            const std::vector<float> query = placed(qkv + b * width + h * d, d, epsilon, scoring.query_norm, scale, turn);
             float largest = scoring.sinks ? scoring.sinks[h] : -INFINITY, total = 0;
             for (int64_t s = first; s <= length; ++s) {
                 weights[s] = dot(key + s * d, query.data(), d);
@@ -243,7 +245,7 @@ void attend_by_team(
     }
 }
 
-enum Activation : int64_t { GELU, RELU2, SWIGLU };  // in the order of ACTIVATIONS in decode_cpp.py
+enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in decode_cpp.py
 
 struct Shape {
     int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual, n_mixed;
@@ -349,6 +351,7 @@ template <typename T>
 float activated(int64_t activation, float up, float gate) {
     if (activation == SWIGLU) return rounded<T>(gate / (1 + std::exp(-gate))) * up;
     if (activation == RELU2) return up > 0 || up != up ? up * up : 0;
+    if (activation == GELU_EXACT) return 0.5f * up * (1 + std::erf(0.7071067812f * up));
     return 0.5f * up * (1 + std::tanh(0.7978845608f * (up + 0.044715f * up * up * up)));
 }
 

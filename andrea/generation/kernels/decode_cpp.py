@@ -12,7 +12,7 @@ import torch
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-ACTIVATIONS = ("gelu", "relu2", "swiglu")  # in the order of `Activation` in decode.cpp
+ACTIVATIONS = ("gelu", "relu2", "swiglu", "gelu_exact")  # in the order of `Activation` in decode.cpp
 
 
 class Matrix(ctypes.Structure):
@@ -28,6 +28,7 @@ class Shape(ctypes.Structure):
 
 class Scoring(ctypes.Structure):
     _fields_ = [("window", COUNT), ("slopes", POINTER), ("sinks", POINTER), ("cap", NUMBER)]
+    _fields_ += [("query_norm", POINTER), ("key_norm", POINTER)]
 
 
 class Layer(ctypes.Structure):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from andrea.config import UserError
 from andrea.interop.hugging_face.names import renamed, weights_of, with_repeated_heads
-from andrea.interop.settings import Allowed, Trained, differences
+from andrea.interop.settings import Allowed, Trained, anything, differences
 
 EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
 
@@ -32,6 +32,8 @@ NAMES = {
     ".attention.key.": ".attn_k.",
     ".attention.value.": ".attn_v.",
     ".attention.output.": ".attn_output.",
+    ".attention.query_norm": ".attn_q_norm.weight",
+    ".attention.key_norm": ".attn_k_norm.weight",
 }
 
 
@@ -51,10 +53,15 @@ class Architecture:
     tolerance: float = EXACT
 
 
-LAYERNORM_GELU: dict[str, Allowed] = {"model.norm": {"layernorm"}, "model.mlp": {"gelu"}, "model.bias": {False, True}}
+LAYERNORM_GELU: dict[str, Allowed] = {
+    "model.d_head": {None},  # llama.cpp reads matrices of d_model rows in these architectures
+    "model.norm": {"layernorm"},
+    "model.mlp": {"gelu"},
+    "model.bias": {False, True},
+}
 ARCHITECTURES = (
     Architecture("llama", {}, turns_neighbours=True),
-    Architecture("qwen3", {"model.qk_norm": {True}}),
+    Architecture("qwen3", {"model.n_head": anything, "model.qk_norm": {True, "learned"}}),
     Architecture("arcee", {"model.mlp": {"relu2"}}, turns_neighbours=True),
     Architecture(
         "gpt2",
@@ -85,7 +92,7 @@ def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tenso
     model, weights = trained.model, weights_of(trained)
     if architecture.turns_neighbours:
         for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
-            weights[name] = neighbours_first(weights[name], model.d_head)
+            weights[name] = neighbours_first(weights[name], model.head_width)
     if architecture.has_biases:
         for name in [
             name for name in weights if name.endswith(".weight") and name.startswith(("blocks.", "final_norm."))
@@ -98,7 +105,7 @@ def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tenso
     if model.qk_norm:
         for layer in range(model.n_layer):
             for each in ("attn_q_norm", "attn_k_norm"):
-                renamed_weights[f"blk.{layer}.{each}.weight"] = torch.ones(model.d_head)
+                renamed_weights.setdefault(f"blk.{layer}.{each}.weight", torch.ones(model.head_width))
     return renamed_weights
 
 

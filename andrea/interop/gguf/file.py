@@ -20,11 +20,19 @@ BLOCK = 32  # numbers that share a factor in q8_0
 
 def check_file(trained: Trained, dtype: str) -> None:
     """Raise UserError for a tokenizer or a type that a GGUF file cannot hold."""
+    if trained.tokenizer.kind == "hf":
+        raise UserError(
+            "to=gguf: a tokenizer of another program (tokenizer=hf) cannot be written to a GGUF file yet; export with to=hf, and "
+            "convert the folder with llama.cpp's own converter"
+        )
     if trained.tokenizer.kind == "byte":
         raise UserError(
             "to=gguf: llama.cpp has no tokenizer of single bytes; train with tokenizer=bpe, or export with to=hf"
         )
-    odd = [f"model.{key}={n}" for key in ("d_model", "d_mlp") if (n := getattr(trained.model, key)) % BLOCK]
+    model = trained.model
+    odd = [f"model.{key}={n}" for key in ("d_model", "d_mlp") if (n := getattr(model, key)) % BLOCK]
+    if model.d_head is not None and model.d_attended % BLOCK:
+        odd.append(f"model.n_head={model.n_head} times model.d_head={model.d_head}")
     if dtype == "q8_0" and odd:
         raise UserError(f"dtype=q8_0 needs multiples of {BLOCK}, got {', '.join(odd)}; export with dtype=f16")
 
@@ -76,9 +84,9 @@ def add_model(writer: Any, trained: Trained) -> None:
         writer.add_layer_norm_eps(model.norm_epsilon)
     if writer.arch == "gpt2":
         return
-    writer.add_key_length(model.d_head)
-    writer.add_value_length(model.d_head)
-    writer.add_rope_dimension_count(model.d_head)
+    writer.add_key_length(model.head_width)
+    writer.add_value_length(model.head_width)
+    writer.add_rope_dimension_count(model.head_width)
     writer.add_rope_freq_base(model.rotary_base)
     if model.position == "none":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

@@ -19,6 +19,7 @@ from andrea.interop.settings import Allowed, Trained, anything, differences, is_
 NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
 EXACT, FOLDED = 1e-5, 1e-4  # tolerances, as shares of the largest logit; folded: weights were multiplied
 REMOTE = "AndreaForCausalLM"
+ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gelu"}  # ours -> by transformers' name
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def shared_config(trained: Trained) -> dict[str, Any]:
         "num_hidden_layers": model.n_layer,
         "num_attention_heads": model.n_head,
         "num_key_value_heads": trained.n_kv_head,
+        "head_dim": model.head_width,
         "max_position_embeddings": model.sequence_length,
     }
 
@@ -87,7 +89,6 @@ def rotary_config(trained: Trained) -> dict[str, Any]:
     if trained.model.position == "none":
         rope |= {"rope_type": "linear", "factor": NO_ROTATION}
     return shared_config(trained) | {
-        "head_dim": trained.model.d_head,
         "rope_parameters": rope,
         "rms_norm_eps": trained.model.norm_epsilon,
     }
@@ -116,7 +117,7 @@ def apertus_config(trained: Trained) -> dict[str, Any]:
 
 def starcoder2_config(trained: Trained) -> dict[str, Any]:
     return rotary_config(trained) | {
-        "hidden_act": "relu2" if trained.model.mlp == "relu2" else "gelu_pytorch_tanh",
+        "hidden_act": ACTIVATIONS[trained.model.mlp],
         "norm_epsilon": trained.model.norm_epsilon,
         "use_bias": trained.model.bias,
         "residual_dropout": 0.0,
@@ -127,7 +128,7 @@ def starcoder2_config(trained: Trained) -> dict[str, Any]:
 def vaultgemma_config(trained: Trained) -> dict[str, Any]:
     return rotary_config(trained) | {
         "hidden_activation": "silu",
-        "query_pre_attn_scalar": trained.model.d_head,
+        "query_pre_attn_scalar": trained.model.head_width,
         "layer_types": ["full_attention"] * trained.model.n_layer,
         "sliding_window": trained.model.sequence_length,  # must be a number; no layer uses it
         "final_logit_softcapping": trained.model.logit_softcap,
@@ -145,7 +146,7 @@ def gpt2_config(trained: Trained) -> dict[str, Any]:
         "n_inner": model.d_mlp,
         "n_positions": model.sequence_length,
         "layer_norm_epsilon": model.norm_epsilon,
-        "activation_function": "relu2" if model.mlp == "relu2" else "gelu_pytorch_tanh",
+        "activation_function": ACTIVATIONS[model.mlp],
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
@@ -186,20 +187,27 @@ REMOTE_SETTINGS = (
     "attention.sink",
 )
 BOTH = {False, True}
-RELU2, ROUND = {"relu2"}, {"gelu", "relu2"}
+RELU2, ROUND = {"relu2"}, set(ACTIVATIONS)
+NORMED = {True, "learned"}
 STOCK = (
     HuggingFaceClass("LlamaForCausalLM", "llama", {"model.bias": BOTH}, names.llama_weights, llama_config),
     HuggingFaceClass(
         "Qwen3ForCausalLM",
         "qwen3",
-        {"model.qk_norm": {True}, "attention.window": is_one_width},
+        {"model.n_head": anything, "model.qk_norm": NORMED, "attention.window": is_one_width},
         names.qwen3_weights,
         qwen3_config,
     ),
     HuggingFaceClass(
         "GPT2LMHeadModel",
         "gpt2",
-        {"model.position": {"learned", "none"}, "model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
+        {
+            "model.d_head": {None},
+            "model.position": {"learned", "none"},
+            "model.norm": {"layernorm"},
+            "model.mlp": ROUND,
+            "model.bias": BOTH,
+        },
         names.gpt2_weights,
         gpt2_config,
     ),
@@ -209,14 +217,14 @@ STOCK = (
     HuggingFaceClass(
         "ApertusForCausalLM",
         "apertus",
-        {"model.mlp": RELU2, "model.qk_norm": {True}},
+        {"model.n_head": anything, "model.mlp": RELU2, "model.qk_norm": NORMED},
         names.apertus_weights,
         apertus_config,
     ),
     HuggingFaceClass(
         "Starcoder2ForCausalLM",
         "starcoder2",
-        {"model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
+        {"model.n_head": anything, "model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
         names.starcoder2_weights,
         starcoder2_config,
     ),

@@ -32,9 +32,10 @@ class AndreaConfig(PreTrainedConfig):
     """The options of the model. In brackets: the key of ANDREA's configuration, where it has another name.
 
     position: rotary, learned, alibi or none. windows: for each layer the number of tokens that a token sees, or None for
-    all (attention.window). qkv_convolution: K, or None. value_embedding: projection, table or None. compatibility:
-    scaled_dot, dot, bilinear or cosine. gate: scalar, elementwise or None. exclusive: fixed, learned or None.
-    final_logit_softcapping (logit_softcap), attn_logit_softcapping (attention.score_softcap): the cap, or None.
+    all (attention.window). qk_norm: False, True, or learned: with a weight per channel. qkv_convolution: K, or None.
+    value_embedding: projection, table or None. compatibility: scaled_dot, dot, bilinear or cosine. gate: scalar, elementwise
+    or None. exclusive: fixed, learned or None. final_logit_softcapping (logit_softcap), attn_logit_softcapping
+    (attention.score_softcap): the cap, or None.
     """
 
     model_type = "andrea"
@@ -46,6 +47,7 @@ class AndreaConfig(PreTrainedConfig):
         "num_hidden_layers": 4,
         "num_attention_heads": 3,
         "num_key_value_heads": None,  # None: num_attention_heads
+        "head_dim": None,  # None: hidden_size / num_attention_heads
         "max_position_embeddings": 512,
         "position": "rotary",
         "rotary_base": 10000.0,
@@ -74,8 +76,7 @@ class AndreaConfig(PreTrainedConfig):
             setattr(self, name, values.pop(name, default))
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.windows = self.windows or [None] * self.num_hidden_layers
-        self.head_dim = self.hidden_size // self.num_attention_heads
-        values.pop("head_dim", None)
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__init__(tie_word_embeddings=tie_word_embeddings, **values)
 
     @property
@@ -105,7 +106,7 @@ def make_norm(config: AndreaConfig) -> nn.Module:
 
 
 class AndreaMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) (SwiGLU), or down(activation(up(x))) with GELU or squared ReLU."""
+    """down(silu(gate(x)) · up(x)) (SwiGLU), or down(activation(up(x))) with squared ReLU, or GELU by tanh or exactly."""
 
     def __init__(self, config: AndreaConfig) -> None:
         super().__init__()
@@ -120,7 +121,9 @@ class AndreaMLP(nn.Module):
         if self.kind == "swiglu":
             return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         up = self.up_proj(x)
-        return self.down_proj(gelu(up, approximate="tanh") if self.kind == "gelu" else relu(up).square())
+        if self.kind == "relu2":
+            return self.down_proj(relu(up).square())
+        return self.down_proj(gelu(up, approximate="tanh" if self.kind == "gelu" else "none"))
 
 
 class AndreaValueEmbedding(nn.Module):
@@ -325,20 +328,23 @@ class AndreaAttention(nn.Module):
         self.num_key_value_groups = n_head // n_kv_head
         self.window = config.windows[layer_idx]
         self.is_causal = True
-        width, of_kv = config.hidden_size, n_kv_head * config.head_dim
-        self.q_proj = nn.Linear(width, width, config.bias)
+        width, of_q, of_kv = config.hidden_size, n_head * config.head_dim, n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(width, of_q, config.bias)
         self.k_proj = nn.Linear(width, of_kv, config.bias)
         self.v_proj = nn.Linear(width, of_kv, config.bias)
-        self.o_proj = nn.Linear(width, width, config.bias)
+        self.o_proj = nn.Linear(of_q, width, config.bias)
         self.compatibility = AndreaCompatibility(config)
         self.value_mix = nn.Parameter(torch.zeros(1)) if config.value_residual else None
         self.value_embedding = AndreaValueEmbedding(config) if config.value_embedding else None
         taps = torch.zeros(n_head + 2 * n_kv_head, config.head_dim, config.qkv_convolution or 0)
         self.taps = nn.Parameter(taps) if config.qkv_convolution else None
-        n_gate = {None: 0, "scalar": n_head, "elementwise": width}[config.gate]
+        n_gate = {None: 0, "scalar": n_head, "elementwise": of_q}[config.gate]
         self.gate = nn.Linear(width, n_gate, bias=False) if config.gate else None
         self.exclusive_share = nn.Parameter(torch.full((n_head,), 0.5)) if config.exclusive == "learned" else None
         self.sink = nn.Parameter(torch.zeros(n_head)) if config.sink else None
+        self.q_norm, self.k_norm = (
+            AndreaRMSNorm(self.head_dim, config.norm_epsilon) if config.qk_norm == "learned" else None for _ in "qk"
+        )
 
     def forward(
         self,
@@ -364,7 +370,9 @@ class AndreaAttention(nn.Module):
             value = value + self.heads(self.value_embedding(value_source, value.dtype))
         if self.taps is not None:
             query, key, value = self.convolved(query, key, value, position_ids, past_key_values)
-        if self.config.qk_norm:
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        elif self.config.qk_norm:
             query, key = (rms_norm(each, (self.head_dim,), eps=self.config.norm_epsilon) for each in (query, key))
         query, key = self.compatibility(query, key)
         if tables is not None:

@@ -27,6 +27,8 @@ LLAMA_NAMES = {
     ".attention.key.": ".self_attn.k_proj.",
     ".attention.value.": ".self_attn.v_proj.",
     ".attention.output.": ".self_attn.o_proj.",
+    ".attention.query_norm": ".self_attn.q_norm.weight",
+    ".attention.key_norm": ".self_attn.k_norm.weight",
     ".attention.": ".self_attn.",
 }
 GPT2_NAMES = {
@@ -61,11 +63,11 @@ def llama_weights(trained: Trained) -> dict[str, Tensor]:
 
 
 def qwen3_weights(trained: Trained) -> dict[str, Tensor]:
-    """Qwen3 has a learned weight per channel in its norms of queries and keys; here it is one."""
+    """Qwen3 has a learned weight per channel in its norms of queries and keys. Without it (model.qk_norm=true) it is one."""
     weights = llama_weights(trained)
     for layer in range(trained.model.n_layer):
         for each in ("q_norm", "k_norm"):
-            weights[f"model.layers.{layer}.self_attn.{each}.weight"] = torch.ones(trained.model.d_head)
+            weights.setdefault(f"model.layers.{layer}.self_attn.{each}.weight", torch.ones(trained.model.head_width))
     return weights
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from andrea.interop.merges import visible_merges, visible_tokens
+from andrea.text.hf_tokenizer import HfTokenizer
 from andrea.text.tokenizer import END_OF_TEXT, Tokenizer
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json. Raises UserError for a tokenizer that cannot be written."""
+    is_read = isinstance(tokenizer, HfTokenizer)
     for name, content in (
-        ("tokenizer.json", tokenizer_json(tokenizer)),
-        ("tokenizer_config.json", tokenizer_config(sequence_length)),
+        ("tokenizer.json", with_front_token(tokenizer) if is_read else tokenizer_json(tokenizer)),
+        ("tokenizer_config.json", tokenizer_config(sequence_length, tokenizer.end_name if is_read else END_OF_TEXT)),
     ):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -24,8 +26,6 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     end, visible = tokenizer.end_of_text, visible_tokens(tokenizer)
     special = {"id": end, "content": END_OF_TEXT, "special": True, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    template = [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    second = [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
     return {
         "version": "1.0",
         "truncation": None,
@@ -33,12 +33,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "added_tokens": [special | {"single_word": False, "lstrip": False, "rstrip": False}],
         "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": template,
-            "pair": template + second,
-            "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [end], "tokens": [END_OF_TEXT]}},
-        },
+        "post_processor": in_front(END_OF_TEXT, end),
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -55,13 +50,28 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def tokenizer_config(sequence_length: int) -> dict[str, Any]:
-    """split_special_tokens: "<|endoftext|>" in a text is text, as here, and not the token."""
+def with_front_token(tokenizer: HfTokenizer) -> dict[str, Any]:
+    """The tokenizer.json that was read, which now puts end-of-text in front of a text; some models' files do not."""
+    return json.loads(tokenizer.content) | {"post_processor": in_front(tokenizer.end_name, tokenizer.end_of_text)}
+
+
+def in_front(name: str, token: int) -> dict[str, Any]:
+    """A post-processor that puts the token in front of a text, and of each text of a pair."""
+    one, two = (
+        [{"SpecialToken": {"id": name, "type_id": kind}}, {"Sequence": {"id": sequence, "type_id": kind}}]
+        for kind, sequence in enumerate("AB")
+    )
+    special_tokens = {name: {"id": name, "ids": [token], "tokens": [name]}}
+    return {"type": "TemplateProcessing", "single": one, "pair": one + two, "special_tokens": special_tokens}
+
+
+def tokenizer_config(sequence_length: int, end_name: str) -> dict[str, Any]:
+    """end_name: of the end-of-text token. split_special_tokens: "<|endoftext|>" in a text is text, as here, and not the token."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
+        "bos_token": end_name,
+        "eos_token": end_name,
+        "pad_token": end_name,
         "model_max_length": sequence_length,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,

@@ -36,6 +36,7 @@ GROUP_OF_NAME = (
     # gates at 1.363 and 1.372 (elementwise gates: 1.380 and 1.396). At 60 steps AdamW is still ahead, 1.931 to 1.949.
     (re.compile(r"blocks\.\d+\.attention\.\w+\.weight"), "matrix"),
     (re.compile(r".*(norm\.weight|\.bias|\.value_mix|\.value_embedding\.mix|\.exclusive_share|\.sink)"), "vector"),
+    (re.compile(r"blocks\.\d+\.attention\.(query|key)_norm"), "vector"),  # learned weights of QK-norm
     (re.compile(r"blocks\.\d+\.attention\.taps"), "taps"),  # one row per channel: not a matrix for Muon
     (re.compile(r"blocks\.\d+\.attention\.compatibility\..+"), "vector"),  # one entry per head: not a matrix for Muon
 )

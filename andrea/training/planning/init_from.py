@@ -13,7 +13,8 @@ from andrea.checkpoint import Checkpoint, Damaged, locate, read_checkpoint
 from andrea.checkpoint.model import check_shapes, configs_of
 from andrea.config import RunConfig, UserError, readable_path, to_plain
 from andrea.runtime import torchrun
-from andrea.text.tokenizer import Tokenizer, configured_tokenizer
+from andrea.text.load_tokenizer import configured_tokenizer
+from andrea.text.tokenizer import Tokenizer
 
 NOT_OF_THE_WEIGHTS = ("name", "recipe_steps", "recipe_tokens_per_step")  # keys of `model`
 NOT_INHERITED = {"attention": ("implementation",)}  # settings of the machine

@@ -117,9 +117,9 @@ def results_up_to_the_score(model: GPT, score: torch.Tensor) -> list[torch.Tenso
     if modifiers := model.blocks[1].attention.modifiers:  # the case has both; head 3 of 5, five positions apart
         capped = score + 5 * alibi_slopes(5)[3]
         raw = modifiers.softcap * torch.atanh(capped / modifiers.softcap)
-        return [raw * CONFIG.d_head**0.5, raw, capped, score]
+        return [raw * CONFIG.head_width**0.5, raw, capped, score]
     if isinstance(function, ScaledDotProduct):
-        return [score * CONFIG.d_head**0.5, score]
+        return [score * CONFIG.head_width**0.5, score]
     if isinstance(function, Cosine):
         return [score / function.log_sharpness[3].exp(), score]
     return [score]

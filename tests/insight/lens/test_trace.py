@@ -49,7 +49,7 @@ def test_ablating_a_head_equals_zeroing_its_slice_of_the_output_matrix(model: GP
         found = dict(ablate_heads(model, tokens, layer, passes[layer], [1, 4]))
         for head, ablated in found.items():
             weight = model.blocks[layer].attention.output.weight
-            kept, d_head = weight.clone(), CONFIG.d_head
+            kept, d_head = weight.clone(), model.config.head_width
             weight[:, head * d_head : (head + 1) * d_head] = 0
             expected = model.logits(model(tokens)).float().log_softmax(-1)[0]
             weight.copy_(kept)
@@ -68,7 +68,7 @@ def test_ablating_in_small_batches_gives_the_same(monkeypatch: pytest.MonkeyPatc
 
 def test_logit_attribution_finds_the_largest_changes() -> None:
     model = make()
-    vectors = torch.randn(7, CONFIG.d_head)
+    vectors = torch.randn(7, CONFIG.head_width)
     ids, changes = logit_attribution(model, 1, 3, vectors, 2)
     full = model.head.weight @ (model.blocks[1].attention.output_by_head[3] @ vectors[4])
     order = full.argsort(descending=True)

@@ -11,12 +11,12 @@ from andrea.insight.compare.differences import differences
 from andrea.insight.compare.runs import Run
 from andrea.insight.compare.scaling.fit import TESTED_FACTOR, NoFit, fit_scaling
 from andrea.insight.compare.scaling.law import CONFIDENCE, Interval, ScalingFit
-from andrea.text.tokenizer import load_tokenizer
+from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.format import format_number
 
 # Configuration keys, besides train.*, that may differ between the runs of one scaling law. All other keys are the
 # recipe.
-SIZE_KEYS = ("name", "d_model", "n_layer", "n_head", "n_kv_head", "d_mlp", "recipe_steps", "recipe_tokens_per_step")
+SIZE_KEYS = "name d_model n_layer n_head n_kv_head d_head d_mlp recipe_steps recipe_tokens_per_step".split()
 MAY_DIFFER = {
     *(f"model.{key}" for key in SIZE_KEYS),
     "seed",

@@ -41,7 +41,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": config.n_layer,
         "heads_per_layer": config.n_head,
-        "d_head": config.d_head,
+        "d_head": config.head_width,
         "kv_heads": config.n_kv_head or config.n_head,
         "sequence_length": config.sequence_length,
         "compatibility": name,

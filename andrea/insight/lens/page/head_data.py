@@ -50,7 +50,7 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
         if detail:
             ids, changes = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
             arrays |= {f"{name}_logits": changes, f"{name}_logits_ids": ids}
-    return {name: as_array(tensor) for name, tensor in arrays.items()}
+    return {name: as_array(tensor, model.n_vocab) for name, tensor in arrays.items()}
 
 
 def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray]:
@@ -61,12 +61,16 @@ def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray
         "ablated_top": top.values.exp(),
         "ablated_top_ids": top.indices,
     }
-    return {name: as_array(tensor) for name, tensor in arrays.items()}
+    return {name: as_array(tensor, ablated.shape[-1]) for name, tensor in arrays.items()}
 
 
-def as_array(tensor: Tensor) -> np.ndarray:
-    kind = np.float32 if tensor.is_floating_point() else np.uint16  # token ids are below 65536: shards have two bytes
-    return tensor.cpu().numpy().astype(kind)
+def as_array(tensor: Tensor, n_vocab: int) -> np.ndarray:
+    """Numbers as fp32; token ids below n_vocab in two bytes, or in four for a larger vocabulary."""
+    return tensor.cpu().numpy().astype(np.float32 if tensor.is_floating_point() else id_type(n_vocab))
+
+
+def id_type(n_vocab: int) -> type[np.unsignedinteger]:
+    return np.uint16 if n_vocab <= 1 << 16 else np.uint32
 
 
 def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
@@ -80,7 +84,7 @@ def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
 def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
     """The length in bytes of one head's base64 text."""
     trace = measurements.layers[0]
-    n_token = measurements.tokens.shape[1]
+    n_token, n_vocab = measurements.tokens.shape[1], measurements.log_probabilities.shape[-1]
     n_candidate = LIKELIEST + 1
     numbers = 2 * trace.query.shape[-1] + trace.value.shape[-1] + 2 * (1 + COMPONENTS)
     numbers += 0 if trace.gate is None else trace.gate.shape[-1]
@@ -89,4 +93,4 @@ def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
         in_effects = 1  # in the block with the effects of all heads
         numbers += 2 * 2 * ATTRIBUTED + n_candidate + LIKELIEST_ABLATED + in_effects
         ids = 2 * 2 * ATTRIBUTED + LIKELIEST_ABLATED
-    return -(-n_token * (4 * numbers + 2 * ids) // 3) * 4
+    return -(-n_token * (4 * numbers + np.dtype(id_type(n_vocab)).itemsize * ids) // 3) * 4

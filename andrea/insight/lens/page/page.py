@@ -62,10 +62,15 @@ class LensPage:
         probabilities = measurements.log_probabilities.gather(-1, self.candidates).exp()
         self.blocks = {
             "maps": pack({"maps": measurements.maps}),
-            "next": pack({"candidates": as_array(probabilities), "candidate_ids": as_array(self.candidates)}),
+            "next": pack(
+                {
+                    "candidates": as_array(probabilities, model.n_vocab),
+                    "candidate_ids": as_array(self.candidates, model.n_vocab),
+                }
+            ),
         }
         if measurements.gates is not None:
-            self.blocks["gates"] = pack({"gates": as_array(measurements.gates)})
+            self.blocks["gates"] = pack({"gates": as_array(measurements.gates, model.n_vocab)})
 
     def most_full_heads(self, limit_bytes: int) -> int:
         """The number of heads that can be shown in full on a page of at most limit_bytes."""

@@ -21,7 +21,10 @@ function writeCell() {
 function writeCellNote() {
   const { head: n, i, j } = state;
   const changes = [];
-  if (facts.qk_norm) changes.push("QK-norm (scaled to a root mean square of 1)");
+  if (facts.qk_norm) {
+    const weighted = facts.qk_norm === "learned" ? ", then each channel times a learned weight" : "";
+    changes.push(`QK-norm (scaled to a root mean square of 1${weighted})`);
+  }
   if (facts.compatibility === "Bilinear") changes.push("the matrix M");
   if (facts.position === "rotary") changes.push("rotary position embedding");
   const hasNote = changes.length && facts.compatibility !== "Additive";

@@ -5,7 +5,7 @@
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
 const [T, L, H, D] = [facts.tokens.length, facts.layers, facts.heads_per_layer, facts.d_head];
-const ARRAY_TYPES = { f4: Float32Array, u2: Uint16Array, u1: Uint8Array };
+const ARRAY_TYPES = { f4: Float32Array, u4: Uint32Array, u2: Uint16Array, u1: Uint8Array };
 
 const maps = unpack("maps", facts.layouts.maps).maps; // (L * H, SIDE, SIDE), 255 times the square root of a weight
 const SIDE = facts.layouts.maps[0][2][2];

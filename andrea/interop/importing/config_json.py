@@ -1,0 +1,140 @@
+"""What the families have in common: reading settings out of a config.json, and weights under our names.
+
+Every setting that changes what the model computes is either represented or refused by its name in config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from andrea.config import AttentionConfig, ModelConfig, UserError, parse
+from andrea.interop.hugging_face.classes import NO_ROTATION
+from andrea.model.gpt import GPT
+
+RECIPE_STEPS, RECIPE_TOKENS = 1000, 1 << 16  # of fine-tuning with train.steps=auto; nothing in the file says
+WORDS = ("name", "position", "norm", "mlp", "qk_norm", "value_embedding")  # values that are no numbers
+MOST_PARAMETERS = (
+    1 << 37
+)  # a limit against absurd sizes: they are compared with the weights only after the model is built
+
+
+class Settings:
+    """A config.json. Each method raises UserError that names the key."""
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        self.plain = plain
+
+    def demand(self, values: Mapping[str, Any]) -> None:
+        """Refuse another value than these: with it the model would compute something else. A missing key is the value."""
+        for key, demanded in values.items():
+            found = self.plain.get(key, demanded)
+            if found != demanded:
+                raise UserError(
+                    f"{key}={found!r:.60} of config.json has no counterpart here; only {key}={demanded} has"
+                )
+
+    def sizes(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Our key -> the value of config.json's key."""
+        if missing := [theirs for theirs in names.values() if self.plain.get(theirs) is None]:
+            raise UserError(f"config.json lacks {', '.join(missing)}; copy it again")
+        return {ours: self.plain[theirs] for ours, theirs in names.items()}
+
+    def choice(self, key: str, default: Any, known: Mapping[Any, Any]) -> Any:
+        """What `known` has for the key's value."""
+        found = self.plain.get(key, default)
+        if isinstance(found, (list, dict)) or found not in known:
+            raise UserError(
+                f"{key}={found!r:.60} of config.json has no counterpart here; importable: {', '.join(map(str, known))}"
+            )
+        return known[found]
+
+    def rotary(self) -> dict[str, Any]:
+        """position and rotary_base. Files of transformers before version 5 have the base as `rope_theta`."""
+        rope = self.plain.get("rope_parameters") or self.plain.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise UserError(f"rope_parameters={rope!r:.60} of config.json is not an object; copy it again")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        base = rope.get("rope_theta", self.plain.get("rope_theta", 10000.0))
+        if kind == "linear" and isinstance(rope.get("factor"), (int, float)) and rope["factor"] >= NO_ROTATION:
+            return {"position": "none", "rotary_base": base}  # as we export a model without positions
+        if kind != "default":
+            raise UserError(
+                f"rope_type={kind!r:.60} of config.json has no counterpart here; only rope_type=default has"
+            )
+        return {"position": "rotary", "rotary_base": base}
+
+    def windows(self, n_layer: Any) -> Any:
+        """attention.window by `sliding_window` and `layer_types`: one for all layers, or a list. None without windows."""
+        width, kinds = self.plain.get("sliding_window"), self.plain.get("layer_types")
+        if width is None or self.plain.get("use_sliding_window") is False:
+            return None
+        if kinds is None and "max_window_layers" in self.plain:  # files of Qwen before layer_types
+            first = self.plain["max_window_layers"]
+            kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(n_layer)]
+        known = {"sliding_attention": width, "full_attention": None}
+        if kinds is None:
+            return width
+        if not isinstance(kinds, list) or len(kinds) != n_layer or not {str(kind) for kind in kinds} <= known.keys():
+            raise UserError(
+                f"layer_types={kinds!r:.60} of config.json must name {n_layer} layers, each one of {', '.join(known)}"
+            )
+        windows = [known[kind] for kind in kinds]
+        return windows[0] if len(set(windows)) == 1 else windows
+
+
+def configs(model: Mapping[str, Any], attention: Mapping[str, Any]) -> tuple[ModelConfig, AttentionConfig]:
+    """The configuration of a plain transformer but for these values. Raises UserError for an impossible one."""
+    length = model.get("sequence_length")
+    is_length = type(length) is int and 0 < length <= RECIPE_TOKENS
+    plain = {
+        "logit_softcap": None,
+        "zero_init_projections": False,
+        "recipe_steps": RECIPE_STEPS,
+        "recipe_tokens_per_step": RECIPE_TOKENS // length * length if is_length else length,
+        "rotary_base": 10000.0,
+        "bias": False,
+        "qk_norm": False,
+    }
+    for key, value in model.items():
+        if isinstance(value, str) and key not in WORDS:  # which `parse` would read as a number, as on a command line
+            raise UserError(f"model.{key}={value!r:.60} of config.json is not a number; copy it again")
+    found = parse(ModelConfig, plain | dict(model), "model")
+    scoring = {"compatibility": "scaled_dot", "implementation": "auto"} | dict(attention)
+    size = found.n_layer * found.d_model * (found.d_model + found.d_mlp)
+    if size > MOST_PARAMETERS:
+        raise UserError(
+            f"config.json describes a model of {size:.0e} parameters, more than can be imported; copy it again"
+        )
+    return found, parse(AttentionConfig, scoring, "attention")
+
+
+def under_our_names(
+    theirs: Mapping[str, Tensor], names: Mapping[str, str], model: ModelConfig, attention: AttentionConfig, n_vocab: int
+) -> dict[str, Tensor]:
+    """The weights by our names, the same tensors. names: ours -> theirs.
+
+    Raises UserError if names or shapes are not those of the model. A head that is tied to the embedding may be in the file
+    too, if it is equal.
+    """
+    shapes, left = shapes_of(model, attention, n_vocab), dict(theirs)
+    if model.tied_head and (head := left.pop("lm_head.weight", None)) is not None:
+        if not torch.equal(head, theirs.get(names["embedding.weight"], head)):
+            raise UserError("tie_word_embeddings=true of config.json, but lm_head.weight differs from the embedding")
+    for ours, shape in shapes.items():
+        found = tuple(left.pop(names[ours]).shape) if names[ours] in left else "absent"
+        if found != shape:
+            raise UserError(f"{names[ours]} is {found} in the file, but {shape} by config.json; copy both again")
+    if left:
+        raise UserError(f"the file holds {len(left)} weights that such a model does not have, for example {min(left)}")
+    return {ours: theirs[names[ours]] for ours in shapes}
+
+
+def shapes_of(model: ModelConfig, attention: AttentionConfig, n_vocab: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of our weights. No memory is allocated."""
+    with torch.device("meta"):
+        gpt = GPT(model, attention, n_vocab)
+    return {name: tuple(parameter.shape) for name, parameter in gpt.named_parameters()}

@@ -1,0 +1,171 @@
+"""The command `import`: another program's checkpoint as one of ours, compared with that program before it gets its name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from andrea.checkpoint import read_checkpoint
+from andrea.checkpoint.folder import write_weights
+from andrea.config import ImportConfig, UserError, to_plain
+from andrea.interop.compared_text import compared_text, read_text
+from andrea.interop.export import load_trained
+from andrea.interop.importing.families import Configs, family_of
+from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
+from andrea.interop.importing.program import ImportedByTransformers
+from andrea.interop.importing.source import CONFIG, folder_of, is_ckpt, open_weights, read_config, tensors_of
+from andrea.interop.proof import MOST_TOKENS, Proof, prove
+from andrea.runtime.files import exclusive_lock, staging_path, storing
+from andrea.runtime.program import typed_command, typed_words
+from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
+from andrea.text.tokenizer import Tokenizer
+
+PROOF_FAILED = 1  # exit code
+TOLERANCE = 1e-5  # of logits, as a share of the largest
+LEAST_TOLERANCE = 1e-5
+
+
+def import_model(config: ImportConfig) -> int:
+    """Write config.out, and return the exit code: 1 if the other program computes something else, with nothing left."""
+    if config.source is None:
+        raise UserError("from=… is missing; name the folder of a model, or its id on Hugging Face's hub (OWNER/NAME)")
+    folder = folder_of(config.source)
+    name = name_of(folder, config.source)
+    out = Path(config.out).expanduser() if config.out else Path(config.runs_dir) / f"{name}-imported"
+    if os.path.lexists(out):
+        raise UserError(f"{out} exists; remove it, or name another folder with out=…")
+    text = Path(config.text).expanduser() if config.text else None
+    read_text(text)  # raises before anything is computed
+    staging = staging_path(out)
+    try:
+        write_imported(folder, staging, config.source, name)
+        record = proof_of(folder, staging, text)
+        if record["proven"] is False and "failures" in record:
+            print(
+                f"error: transformers computes something else: {'; '.join(record['failures'])}; {out} was not written; please "
+                f"report this with the model's config.json",
+                file=sys.stderr,
+            )
+            return PROOF_FAILED
+        with storing(out, of_run=False):
+            publish(staging, out, record)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    print(f"{out} was written; next: {typed_command('sample')} {typed_words(checkpoint=out)}")
+    return 0
+
+
+def imported_if_foreign(named: Any, data_dir: Any) -> Any:
+    """init_from=…: if it names a model of Hugging Face's layout, the checkpoint that it becomes; else `named` itself.
+
+    The checkpoint is kept in data_dir/imported, and made again if the source's files have changed. It is not proven: the
+    command `import` does that. Raises UserError.
+    """
+    folder = Path(str(named)).expanduser()
+    if not is_ckpt(folder) and ((folder / "manifest.json").exists() or not (folder / CONFIG).is_file()):
+        return named
+    files = [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
+    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    about = hashlib.sha256(f"{folder.resolve()} {stamps}".encode()).hexdigest()[:12]
+    name = name_of(folder, str(named))
+    place = Path(str(data_dir)).expanduser() / "imported"
+    with storing(place, of_run=False):
+        place.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(
+            place / "lock", on_wait=lambda: print(f"waiting for another process that imports into {place}")
+        ):
+            out = place / f"{name}-{about}"
+            if not out.exists():
+                write_imported(folder, out, str(named), name)
+    return str(out)
+
+
+def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
+    """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed."""
+    if is_ckpt(folder):
+        write_nanogpt(folder, out, named, name)
+        return
+    plain = read_config(folder)
+    family = family_of(plain)
+    model, attention = family.configs(plain, name)
+    n_vocab = plain.get("vocab_size")
+    if type(n_vocab) is not int or n_vocab < 1:
+        raise UserError(f"vocab_size={n_vocab!r:.60} of config.json is not a number of tokens; copy it again")
+    tokenizer = load_hf_tokenizer(folder, n_vocab)
+    reader = open_weights(folder)
+    if model.n_layer > len(reader.names):  # checked before so many layers are built
+        raise UserError(
+            f"{folder} holds {len(reader.names)} weights, too few for num_hidden_layers={model.n_layer}; copy it again"
+        )
+    weights = family.weights(tensors_of(reader), model, attention, n_vocab)
+    write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
+
+
+def write_nanogpt(path: Path, out: Path, named: str, name: str) -> None:
+    """Write nanoGPT's checkpoint as ours. Raises UserError or StorageFailed."""
+    arguments, theirs = read_ckpt(path)
+    model, attention = nanogpt_configs(arguments, name)
+    tokenizer = load_gpt2(None)
+    weights = nanogpt_weights(theirs, model, attention, tokenizer.n_vocab)
+    write_converted(out, named, "nanogpt", (model, attention), weights, tokenizer)
+
+
+def write_converted(
+    out: Path, named: str, kind: str, configs: Configs, weights: dict[str, Tensor], tokenizer: Tokenizer
+) -> None:
+    """Write weights under our names as a checkpoint in fp32. kind: of the model, for people. Raises StorageFailed."""
+    n_parameter = sum(weight.numel() for weight in weights.values())
+    print(f"{named}: {kind}, {n_parameter:,} parameters, tokenizer {tokenizer.identity}")
+    state = {
+        "step": 0,
+        "tokens": 0,
+        "config": {"model": to_plain(configs[0]), "attention": to_plain(configs[1])},
+        "imported_from": {"source": named, "model_type": kind},
+    }
+    write_weights(out, state, {name: weight.to(torch.float32) for name, weight in weights.items()}, tokenizer)
+
+
+def proof_of(folder: Path, imported: Path, text: Path | None) -> dict[str, Any]:
+    """What transformers, which loads the source folder, computes for the same text, as a record for people and programs."""
+    if is_ckpt(folder):
+        print(
+            "not proven: transformers does not read files of nanoGPT; an export of the new checkpoint is proven (to=hf)"
+        )
+        return {"proven": False, "reason": "transformers does not read files of nanoGPT"}
+    trained = load_trained(read_checkpoint(imported))
+    try:
+        other = ImportedByTransformers(folder, trained.tokenizer.end_of_text)
+    except ImportError as error:
+        print(f"not proven: transformers cannot be imported ({error}); run: pip install transformers")
+        return {"proven": False, "reason": f"transformers cannot be imported ({error})"}
+    compared = compared_text(trained, text, Path("data"), MOST_TOKENS + 1)
+    proof: Proof = prove(trained, trained.gpt, other, TOLERANCE, LEAST_TOLERANCE, compared)
+    if proof.failures:
+        return proof.as_json() | {"failures": proof.failures}
+    print(f"proven by {proof.program}, which loaded the same folder:")
+    for line in proof.lines:
+        print(f"  {line}")
+    return proof.as_json()
+
+
+def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
+    """Give the checkpoint its name, and write proof.json beside its files. Raises OSError."""
+    os.rename(staging, out)
+    (out / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def name_of(folder: Path, named: str) -> str:
+    """The model's name: its name on the hub, or the source folder's."""
+    path = folder.resolve()
+    is_path = Path(named).expanduser().exists()
+    last = named.rpartition("/")[2] if not is_path else path.stem if is_ckpt(path) else path.name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip(".-") or "imported"

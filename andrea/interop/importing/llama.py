@@ -1,0 +1,70 @@
+"""Llama, Mistral and Qwen3 (config.json of transformers) read into ours.
+
+Touvron et al. 2023, arXiv 2302.13971; Jiang et al. 2023, arXiv 2310.06825; Yang et al. 2025, arXiv 2505.09388.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from andrea.config import AttentionConfig, ModelConfig
+from andrea.interop.hugging_face.names import LLAMA_NAMES, renamed
+from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names
+
+SIZES = {
+    "d_model": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "d_mlp": "intermediate_size",
+    "sequence_length": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+
+
+def llama_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
+    """Llama, and Mistral, which is Llama with a window. Raises UserError."""
+    settings = Settings(plain)
+    bias = plain.get("attention_bias", False)
+    settings.demand({"hidden_act": "silu", "mlp_bias": bias, "pretraining_tp": 1})
+    return of_llama(settings, plain, name, {"bias": bias, "qk_norm": False})
+
+
+def qwen3_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
+    """Qwen3, which norms queries and keys with learned weights. Raises UserError."""
+    settings = Settings(plain)
+    settings.demand({"hidden_act": "silu", "attention_bias": False})
+    return of_llama(settings, plain, name, {"qk_norm": "learned"})
+
+
+def of_llama(
+    settings: Settings, plain: Mapping[str, Any], name: str, more: dict[str, Any]
+) -> tuple[ModelConfig, AttentionConfig]:
+    sizes = settings.sizes(SIZES)
+    width, d_model, n_head = plain.get("head_dim"), sizes["d_model"], sizes["n_head"]
+    is_usual = width is None or (type(d_model) is int and type(n_head) is int and width * n_head == d_model)
+    model = (
+        sizes
+        | settings.rotary()
+        | {
+            "name": name,
+            "n_kv_head": plain.get("num_key_value_heads") or n_head,
+            "d_head": None if is_usual else width,
+            "norm": "rmsnorm",
+            "mlp": "swiglu",
+            "tied_head": plain.get("tie_word_embeddings", False),
+            **more,
+        }
+    )
+    return configs(model, {"window": settings.windows(sizes["n_layer"])})
+
+
+def llama_weights(
+    theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
+) -> dict[str, Tensor]:
+    """Names alone differ. Old files of Llama also hold the frequencies of the rotary positions, which are computed here."""
+    theirs = {name: each for name, each in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
+    names = {name: renamed(name, LLAMA_NAMES) for name in shapes_of(model, attention, n_vocab)}
+    return under_our_names(theirs, names, model, attention, n_vocab)

@@ -1,0 +1,62 @@
+"""Our own remote-code exports (modeling_andrea.py) read back. Their code is never run: config.json and weights say it all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from andrea.config import AttentionConfig, ModelConfig, UserError
+from andrea.interop.hugging_face.classes import REMOTE_SETTINGS
+from andrea.interop.hugging_face.names import LLAMA_NAMES, renamed
+from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names
+
+SIZES = {
+    "d_model": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "d_mlp": "intermediate_size",
+    "sequence_length": "max_position_embeddings",
+    "position": "position",
+    "rotary_base": "rotary_base",
+    "rotary_share": "rotary_share",
+    "norm": "norm",
+    "norm_epsilon": "norm_epsilon",
+}
+
+
+def own_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
+    """Every setting has its place in config.json. Raises UserError."""
+    sizes = Settings(plain).sizes(SIZES)
+    chosen: dict[str, dict[str, Any]] = {"model": {}, "attention": {}}
+    for key in REMOTE_SETTINGS:
+        group, setting = key.split(".")
+        if setting not in plain:
+            raise UserError(f"config.json lacks {setting}; copy it again")
+        chosen[group][setting] = plain[setting]
+    width = plain.get("head_dim")
+    model = (
+        sizes
+        | chosen["model"]
+        | {
+            "name": name,
+            "d_head": None if width in (None, sizes["d_model"] // sizes["n_head"]) else width,
+            "tied_head": plain.get("tie_word_embeddings", True),
+            "logit_softcap": plain.get("final_logit_softcapping"),
+        }
+    )
+    windows = plain.get("windows") or [None]
+    attention = chosen["attention"] | {
+        "score_softcap": plain.get("attn_logit_softcapping"),
+        "window": windows if len(set(windows)) > 1 else windows[0],
+    }
+    return configs(model, attention)
+
+
+def own_weights(
+    theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
+) -> dict[str, Tensor]:
+    names = {name: renamed(name, LLAMA_NAMES) for name in shapes_of(model, attention, n_vocab)}
+    return under_our_names(theirs, names, model, attention, n_vocab)
