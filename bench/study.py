@@ -50,6 +50,7 @@ class Variant:
     words: tuple[str, ...]
     tune: tuple[str, ...]  # keys
     factors: tuple[float, ...]
+    tokens: float  # share of the shape's
 
 
 def main() -> None:
@@ -205,9 +206,9 @@ class Study:
         return configure(RunConfig, "train", [*words, *self.chosen.words])
 
     def steps(self, variant: Variant) -> int:
-        """As many tokens as the shape has."""
+        """As many as the shape's tokens, or the variant's share of them, take."""
         ours, shape = self.config(self.words(variant, 1.0)), self.config(tuple(self.shape["words"]))
-        return max(1, round(self.shape["steps"] * shape.tokens_per_step / ours.tokens_per_step))
+        return max(1, round(self.shape["steps"] * variant.tokens * shape.tokens_per_step / ours.tokens_per_step))
 
     def equal_time_steps(self, variant: Variant) -> int | None:
         """None: the speed is not known. The steps at equal tokens, if the speeds hardly differ."""
@@ -249,14 +250,17 @@ def chosen_variants(described: dict[str, Any], shape: str, only: list[str] | Non
 
 def make_variant(described: dict[str, Any], name: str) -> Variant:
     about = described[name]
-    if unknown := set(about) - {"words", "with", "without", "tune", "factors", "shapes"}:
+    if unknown := set(about) - {"words", "with", "without", "tune", "factors", "tokens", "shapes"}:
         raise UserError(f"variant {name!r} has unknown keys: {', '.join(sorted(unknown))}")
     words = tuple(word for part in parts_of(described, name) for word in described[part].get("words", []))
     tune = about.get("tune", "").replace("rates", RATES)
     factors = tuple(map(float, about.get("factors", FACTORS))) if tune else (1.0,)
     if tune and (len(factors) < 3 or min(factors) <= 0):
         raise UserError(f"variant {name!r}: factors={list(factors)}; tune needs at least three, above 0")
-    return Variant(name, words, tuple(tune.split()), factors)
+    tokens = float(about.get("tokens", 1))
+    if not 0 < tokens <= 1:
+        raise UserError(f"variant {name!r}: tokens={tokens}; it is a share, above 0 and at most 1")
+    return Variant(name, words, tuple(tune.split()), factors, tokens)
 
 
 def parts_of(described: dict[str, Any], name: str) -> list[str]:
