@@ -58,6 +58,12 @@ def check_model(model: ModelConfig, path: str) -> None:
             f"{path}.position=rotary turns pairs of numbers and needs an even head width, got {model.head_width}; change "
             f"{'d_model / n_head' if model.d_head is None else f'{path}.d_head'}, or set {path}.position=learned"
         )
+    scaling = model.rotary_scaling
+    if scaling is not None and (len(scaling) != 4 or not scaling[1] < scaling[2]):
+        raise UserError(
+            f"{path}.rotary_scaling={list(scaling)} must be four numbers, [factor, low, high, length] with low below high, as in "
+            f"[8,1,4,8192] of Llama 3.1"
+        )
     if model.position == "rotary" and 0 < model.rotary_share and round(model.rotary_share * model.head_width / 2) == 0:
         raise UserError(
             f"{path}.rotary_share={model.rotary_share:g} of a head width of {model.head_width} is less than one pair of "

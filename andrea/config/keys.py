@@ -52,6 +52,7 @@ TRAINING_NAMES = {
     "model.d_mlp": "intermediate_size",
     "model.sequence_length": "block_size context_length max_length max_seq_len max_seq_length max_position_embeddings",
     "model.rotary_base": "rope_base rope_theta",
+    "model.rotary_scaling": "rope_scaling rope_parameters",
     "model.rotary_share": "rotary_pct rotary_percentage partial_rotary_factor rotary_dim",
     "model.norm_epsilon": "norm_eps rms_norm_eps",
     "model.mlp": "hidden_act",

@@ -65,6 +65,7 @@ class ModelConfig:
     value_residual: bool = False
     value_embedding: Literal["projection", "table"] | None = None
     rotary_share: Share = 1.0
+    rotary_scaling: tuple[PositiveNumber, ...] | None = None
     qkv_convolution: PositiveInteger | None = None
     dropout: Dropped = 0.0
     stochastic_depth: Dropped = 0.0

@@ -48,6 +48,7 @@ PLAIN: dict[str, Allowed] = {
     "model.n_head": {None},  # None: a number that divides d_model
     "model.position": {"rotary", "none"},
     "model.rotary_share": {1.0},
+    "model.rotary_scaling": {None},
     "model.norm": {"rmsnorm"},
     "model.mlp": {"swiglu"},
     "model.bias": {False},
@@ -78,6 +79,7 @@ def settings_of(trained: Trained) -> dict[str, Any]:
         values["model.n_head"] = None
     if trained.model.position != "rotary":
         values["model.rotary_share"] = 1.0
+        values["model.rotary_scaling"] = None
     if not any(trained.windows):
         values["attention.window"] = None
     return values

@@ -59,14 +59,22 @@ class RotaryPosition(Position):
     carry no position (partial rotary: Black et al. 2022, arXiv 2204.06745, section 2.1; there the rotated entries are
     the first R ones, which is another order of the rows of W_Q and W_K). The dot product of a query and a key then
     depends on the distance between their positions, not on the positions themselves (Su et al. 2021, arXiv 2104.09864,
-    eq. 34).
+    eq. 34). scaling: see `scaled`.
     """
 
-    def __init__(self, sequence_length: int, d_head: int, base: float, share: float = 1.0) -> None:
+    def __init__(
+        self,
+        sequence_length: int,
+        d_head: int,
+        base: float,
+        share: float = 1.0,
+        scaling: tuple[float, ...] | None = None,
+    ) -> None:
         super().__init__()
         n_rotated = 2 * round(share * d_head / 2)  # R
         pair = torch.arange(0, n_rotated, 2, dtype=torch.float64, device="cpu") / max(1, n_rotated)
-        angle = torch.arange(sequence_length, dtype=torch.float64, device="cpu")[:, None] * base**-pair  # (S, R/2)
+        frequency = base**-pair if scaling is None else scaled(base**-pair, *scaling)  # radians per position, (R/2,)
+        angle = torch.arange(sequence_length, dtype=torch.float64, device="cpu")[:, None] * frequency  # (S, R/2)
         angle = pad(angle, (0, (d_head - n_rotated) // 2))  # (S, D/2)
         cosine = torch.cat((angle.cos(), angle.cos()), dim=-1)
         sine = torch.cat((-angle.sin(), angle.sin()), dim=-1)
@@ -88,9 +96,22 @@ class RotaryPosition(Position):
         return turn
 
 
+def scaled(frequency: Tensor, factor: float, low: float, high: float, length: float) -> Tensor:
+    """Frequencies (R/2,) in radians per position for texts `factor` times as long (Llama 3.1, arXiv 2407.21783, and its code).
+
+    A pair that turns fewer than `low` times in `length` positions turns `factor` times slower, one that turns more than `high`
+    times is unchanged, and between the two the share of the change falls in proportion to the number of turns.
+    """
+    n_turn = length * frequency / (2 * torch.pi)
+    unchanged = ((n_turn - low) / (high - low)).clamp(0, 1)
+    return frequency * (unchanged + (1 - unchanged) / factor)
+
+
 def make_position(config: ModelConfig) -> Position:
     if config.position == "rotary":
-        return RotaryPosition(config.sequence_length, config.head_width, config.rotary_base, config.rotary_share)
+        return RotaryPosition(
+            config.sequence_length, config.head_width, config.rotary_base, config.rotary_share, config.rotary_scaling
+        )
     if config.position == "learned":
         return LearnedPosition(config.sequence_length, config.d_model)
     return NoPosition()

@@ -16,6 +16,8 @@ SMALL = {
     "num_attention_heads": 4,
 }
 SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 96, "eos_token_id": 0, "bos_token_id": 0}
+SCALED = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2",
@@ -26,6 +28,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 400, "n_embd": 48, "n_layer": 2, "n_head": 4, "activation_function": "gelu"},
     ),
     "llama": ("Llama", SMALL | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),  # as SmolLM2
+    "llama 3.1": ("Llama", SMALL | {"head_dim": 24, "rope_parameters": SCALED | {"rope_type": "llama3"}}),
     "llama, untied, biases": (
         "Llama",
         SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},

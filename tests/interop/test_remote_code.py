@@ -26,7 +26,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sink": True, "score_softcap": 2.0, "window": (7, None, 11)},
     ),
     "half of the width turns, value projections, elementwise gates, cosine, window": (
-        {"value_embedding": "projection", "rotary_share": 0.5, "value_residual": True, "n_kv_head": 2, "d_head": 6},
+        {
+            "value_embedding": "projection",
+            "rotary_share": 0.5,
+            "rotary_scaling": (4.0, 1.0, 2.0, 30.0),
+            "value_residual": True,
+            "n_kv_head": 2,
+            "d_head": 6,
+        },
         {"gate": "elementwise", "exclusive": "fixed", "compatibility": "cosine", "window": 9},
     ),
     "no positions, a convolution of one token, dot, sinks": (

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama, groups and its own head": ("LlamaForCausalLM", {"n_kv_head": 2, "tied_head": False}, {}),
     "llama, biases": ("LlamaForCausalLM", {"bias": True, "n_kv_head": 3}, {}),
     "llama, no positions": ("LlamaForCausalLM", {"position": "none"}, {}),
+    "llama, scaled positions": ("LlamaForCausalLM", {"rotary_scaling": (8.0, 1.0, 4.0, 20.0)}, {}),
     "llama, wide heads": ("LlamaForCausalLM", {"d_head": 14, "n_kv_head": 2}, {}),
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "n_kv_head": 2}, {}),
     "qwen3, wide heads": ("Qwen3ForCausalLM", {"qk_norm": True, "d_head": 14, "n_head": 7}, {}),

@@ -19,6 +19,7 @@ from andrea.interop.settings import Allowed, Trained, anything, differences, is_
 NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
 EXACT, FOLDED = 1e-5, 1e-4  # tolerances, as shares of the largest logit; folded: weights were multiplied
 REMOTE = "AndreaForCausalLM"
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of rope_type=llama3
 ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gelu"}  # ours -> by transformers' name
 
 
@@ -88,6 +89,8 @@ def rotary_config(trained: Trained) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": trained.model.rotary_base}
     if trained.model.position == "none":
         rope |= {"rope_type": "linear", "factor": NO_ROTATION}
+    elif trained.model.rotary_scaling is not None:
+        rope |= {"rope_type": "llama3"} | dict(zip(SCALING, trained.model.rotary_scaling, strict=True))
     return shared_config(trained) | {
         "rope_parameters": rope,
         "rms_norm_eps": trained.model.norm_epsilon,
@@ -165,6 +168,7 @@ def remote_config(trained: Trained) -> dict[str, Any]:
         "position": trained.model.position,
         "rotary_base": trained.model.rotary_base,
         "rotary_share": trained.model.rotary_share,
+        "rotary_scaling": values["model.rotary_scaling"],
         "norm": trained.model.norm,
         "norm_epsilon": trained.model.norm_epsilon,
         "windows": trained.windows,
@@ -190,11 +194,22 @@ BOTH = {False, True}
 RELU2, ROUND = {"relu2"}, set(ACTIVATIONS)
 NORMED = {True, "learned"}
 STOCK = (
-    HuggingFaceClass("LlamaForCausalLM", "llama", {"model.bias": BOTH}, names.llama_weights, llama_config),
+    HuggingFaceClass(
+        "LlamaForCausalLM",
+        "llama",
+        {"model.bias": BOTH, "model.rotary_scaling": anything},
+        names.llama_weights,
+        llama_config,
+    ),
     HuggingFaceClass(
         "Qwen3ForCausalLM",
         "qwen3",
-        {"model.n_head": anything, "model.qk_norm": NORMED, "attention.window": is_one_width},
+        {
+            "model.n_head": anything,
+            "model.qk_norm": NORMED,
+            "model.rotary_scaling": anything,
+            "attention.window": is_one_width,
+        },
         names.qwen3_weights,
         qwen3_config,
     ),

@@ -52,6 +52,7 @@ class AndreaConfig(PreTrainedConfig):
         "position": "rotary",
         "rotary_base": 10000.0,
         "rotary_share": 1.0,
+        "rotary_scaling": None,
         "norm": "rmsnorm",
         "norm_epsilon": 1e-6,
         "mlp": "swiglu",
@@ -187,7 +188,12 @@ def rotary_tables(config: AndreaConfig, position_ids: Tensor) -> tuple[Tensor, T
     n_rotated = 2 * round(config.rotary_share * config.head_dim / 2)  # R
     dtype = torch.float32 if position_ids.device.type == "mps" else torch.float64  # mps has no fp64
     pair = torch.arange(0, n_rotated, 2, dtype=dtype, device=position_ids.device) / max(1, n_rotated)
-    angle = position_ids[..., None].to(dtype) * config.rotary_base**-pair
+    frequency = config.rotary_base**-pair
+    if config.rotary_scaling is not None:  # Llama 3.1's
+        factor, low, high, length = config.rotary_scaling
+        unchanged = ((length * frequency / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (unchanged + (1 - unchanged) / factor)
+    angle = position_ids[..., None].to(dtype) * frequency
     angle = pad(angle, (0, (config.head_dim - n_rotated) // 2))[:, None]  # (B, 1, T, D/2)
     cosine, sine = angle.cos(), angle.sin()
     return torch.cat((cosine, cosine), dim=-1).float(), torch.cat((-sine, sine), dim=-1).float()

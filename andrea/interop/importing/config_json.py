@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
-from andrea.interop.hugging_face.classes import NO_ROTATION
+from andrea.interop.hugging_face.classes import NO_ROTATION, SCALING
 from andrea.model.gpt import GPT
 
 RECIPE_STEPS, RECIPE_TOKENS = 1000, 1 << 16  # of fine-tuning with train.steps=auto; nothing in the file says
@@ -61,9 +61,13 @@ class Settings:
         base = rope.get("rope_theta", self.plain.get("rope_theta", 10000.0))
         if kind == "linear" and isinstance(rope.get("factor"), (int, float)) and rope["factor"] >= NO_ROTATION:
             return {"position": "none", "rotary_base": base}  # as we export a model without positions
+        if kind == "llama3":
+            if missing := [key for key in SCALING if not isinstance(rope.get(key), (int, float))]:
+                raise UserError(f"rope_type=llama3 of config.json has no number {missing[0]}; copy it again")
+            return {"position": "rotary", "rotary_base": base, "rotary_scaling": [rope[key] for key in SCALING]}
         if kind != "default":
             raise UserError(
-                f"rope_type={kind!r:.60} of config.json has no counterpart here; only rope_type=default has"
+                f"rope_type={kind!r:.60} of config.json has no counterpart here; only default and llama3 have"
             )
         return {"position": "rotary", "rotary_base": base}
 

@@ -45,6 +45,7 @@ def own_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, Atten
             "d_head": None if width in (None, sizes["d_model"] // sizes["n_head"]) else width,
             "tied_head": plain.get("tie_word_embeddings", True),
             "logit_softcap": plain.get("final_logit_softcapping"),
+            "rotary_scaling": plain.get("rotary_scaling"),
         }
     )
     windows = plain.get("windows") or [None]
