@@ -90,22 +90,23 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
     logit, and at least so much.
     """
     batches = windows_of(text.ids, min(trained.model.sequence_length, LONGEST_WINDOW))
-    exact = [logits_of(trained.gpt, tokens) for tokens, _ in batches]
-    ours = exact if rounded is trained.gpt else [logits_of(rounded, tokens) for tokens, _ in batches]
-    theirs = [other.logits(tokens.tolist()) for tokens, _ in batches]
-    largest = max(float(logits.abs().max()) for logits in ours)
+    measured = [measured_window(trained, rounded, other, *batch) for batch in batches]  # one window's logits at a time
+    # np.max of numbers with a nan is nan; Python's max may be another.
+    largest, difference = (float(np.max([each[key] for each in measured])) for key in ("largest", "difference"))
+    nats = np.sum([each["nats"] for each in measured], axis=0)
+    n_byte = sum(each["n_byte"] for each in measured)
+    bits = [float(each) / math.log(2) / max(n_byte, 1) for each in nats]
     tolerance = max(least, share * largest)
     fuzz = list(fuzz_texts(text.content))
     expected = [[trained.tokenizer.end_of_text, *trained.tokenizer.encode(each)] for each in fuzz]
     wrong = sum(one != two for one, two in zip(expected, other.encode(fuzz), strict=True))
     n_greedy, n_other = greedy_tokens(rounded, other, batches[0][0], tolerance)
-    bits = [bits_per_byte(trained, logits, batches) for logits in (exact, ours, theirs)]
     return Proof(
         program=other.name,
         text=text.name,
         n_token=sum(int((targets != IGNORED_TARGET).sum()) for _, targets in batches),
         largest_logit=largest,
-        largest_difference=max(float((one - two).abs().max()) for one, two in zip(ours, theirs, strict=True)),
+        largest_difference=difference,
         tolerance=tolerance,
         bits_per_byte=bits[0],
         bits_per_byte_rounded=bits[1],
@@ -128,14 +129,24 @@ def logits_of(gpt: GPT, tokens: Tensor) -> Tensor:
     return gpt.logits(gpt(tokens[None]))[0].float()
 
 
-def bits_per_byte(trained: Trained, logits: list[Tensor], batches: list[tuple[Tensor, Tensor]]) -> float:
-    """-log2 of the text's probability per byte of UTF-8. logits: (T, V) of each window."""
+def measured_window(
+    trained: Trained, rounded: GPT, other: OtherProgram, tokens: Tensor, targets: Tensor
+) -> dict[str, Any]:
+    """largest logit of `rounded` and largest difference from the other program's, as numbers; n_byte of the targets' UTF-8;
+    nats: -ln of their probability by trained.gpt, `rounded` and the other program. tokens, targets: (T,)."""
+    exact = logits_of(trained.gpt, tokens)
+    ours = exact if rounded is trained.gpt else logits_of(rounded, tokens)
+    theirs = other.logits(tokens.tolist())
     lengths = torch.from_numpy(trained.tokenizer.byte_lengths())
-    nats, n_byte = 0.0, 0
-    for of_window, (_, targets) in zip(logits, batches, strict=True):
-        nats += float(cross_entropy(of_window.double(), targets, ignore_index=IGNORED_TARGET, reduction="sum"))
-        n_byte += int(lengths[targets[targets != IGNORED_TARGET]].sum())
-    return nats / math.log(2) / max(n_byte, 1)
+    return {
+        "largest": float(ours.abs().max()),
+        "difference": float((ours - theirs).abs().max()),
+        "n_byte": int(lengths[targets[targets != IGNORED_TARGET]].sum()),
+        "nats": [
+            float(cross_entropy(logits.double(), targets, ignore_index=IGNORED_TARGET, reduction="sum"))
+            for logits in (exact, ours, theirs)
+        ],
+    }
 
 
 def greedy_tokens(gpt: GPT, other: OtherProgram, tokens: Tensor, tolerance: float) -> tuple[int, int]:

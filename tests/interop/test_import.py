@@ -231,6 +231,10 @@ HOSTILE = {
     "other positions": (edited(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type='yarn'"),
     "positions in words": (edited(rope_parameters="far"), "rope_parameters='far'"),
     "a biased MLP alone": (edited(mlp_bias=True), "mlp_bias=True"),
+    "window layers in words": (
+        edited(model_type="qwen3", max_window_layers="a", sliding_window=3, use_sliding_window=True),
+        "max_window_layers='a'",
+    ),
     "layer types of too few": (edited(layer_types=["full_attention"], sliding_window=4), "layer_types"),
 }
 
@@ -394,4 +398,15 @@ def test_half_a_file_of_nanogpt(share: float, tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.zeros(1000)}, "model_args": {}}, tmp_path / "ckpt.pt")
     truncated("ckpt.pt", share)(tmp_path)
     with pytest.raises(UserError, match=r"is no checkpoint of nanoGPT, or damaged|holds more than tensors"):
+        main(["import", f"from={tmp_path / 'ckpt.pt'}", f"out={tmp_path / 'in'}"])
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.tensor(1.0), torch.ones(2, dtype=torch.int64), torch.ones(2).to_sparse(), torch.tensor([float("nan")])],
+    ids=["a number", "whole numbers", "sparse", "not finite"],
+)
+def test_a_file_of_nanogpt_holds_arrays_of_finite_numbers(weight: torch.Tensor, tmp_path: Path) -> None:
+    torch.save({"model_args": {}, "model": {"transformer.wte.weight": weight}}, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match=r"transformer.wte.weight is not an array of finite numbers"):
         main(["import", f"from={tmp_path / 'ckpt.pt'}", f"out={tmp_path / 'in'}"])

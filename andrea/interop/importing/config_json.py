@@ -78,6 +78,10 @@ class Settings:
             return None
         if kinds is None and "max_window_layers" in self.plain:  # files of Qwen before layer_types
             first = self.plain["max_window_layers"]
+            if type(first) is not int or type(n_layer) is not int:
+                raise UserError(
+                    f"max_window_layers={first!r:.60} of config.json is not a number of layers; copy it again"
+                )
             kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(n_layer)]
         known = {"sliding_attention": width, "full_attention": None}
         if kinds is None:

@@ -39,6 +39,10 @@ def read_ckpt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from None
     if not all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in weights.items()):
         raise UserError(f"{path} is no checkpoint of nanoGPT: its `model` holds more than tensors; copy it again")
+    for name, weight in weights.items():
+        is_plain = weight.is_floating_point() and weight.layout == torch.strided and weight.device.type == "cpu"
+        if not (is_plain and weight.ndim and bool(weight.isfinite().all())):
+            raise UserError(f"{path} is damaged: {name:.80} is not an array of finite numbers; copy it again")
     return arguments, {name.removeprefix(COMPILED): weight for name, weight in weights.items()}
 
 
