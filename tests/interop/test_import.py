@@ -230,6 +230,8 @@ HOSTILE = {
     "another activation": (edited(hidden_act="gelu"), "hidden_act='gelu' of config.json has no counterpart"),
     "other positions": (edited(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type='yarn'"),
     "positions in words": (edited(rope_parameters="far"), "rope_parameters='far'"),
+    "weights in 4 bits": (edited(quantization_config={"bits": 4}), "quantization_config="),
+    "capped logits": (edited(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
     "a biased MLP alone": (edited(mlp_bias=True), "mlp_bias=True"),
     "window layers in words": (
         edited(model_type="qwen3", max_window_layers="a", sliding_window=3, use_sliding_window=True),

@@ -158,9 +158,9 @@ def proof_of(folder: Path, imported: Path, text: Path | None) -> dict[str, Any]:
 
 
 def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
-    """Give the checkpoint its name, and write proof.json beside its files. Raises OSError."""
+    """Write proof.json beside the checkpoint's files, and give the folder its name. Raises OSError."""
+    (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.rename(staging, out)
-    (out / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def name_of(folder: Path, named: str) -> str:

@@ -24,18 +24,32 @@ SIZES = {
 }
 
 
+# Settings of descendants that compute something else. Files of Llama, Mistral and Qwen3 lack them, or have these values.
+PLAIN = {
+    "hidden_act": "silu",
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
+
 def llama_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Llama, and Mistral, which is Llama with a window. Raises UserError."""
     settings = Settings(plain)
     bias = plain.get("attention_bias", False)
-    settings.demand({"hidden_act": "silu", "mlp_bias": bias, "pretraining_tp": 1})
+    settings.demand(PLAIN | {"mlp_bias": bias})
     return of_llama(settings, plain, name, {"bias": bias, "qk_norm": False})
 
 
 def qwen3_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Qwen3, which norms queries and keys with learned weights. Raises UserError."""
     settings = Settings(plain)
-    settings.demand({"hidden_act": "silu", "attention_bias": False})
+    settings.demand(PLAIN | {"attention_bias": False})
     return of_llama(settings, plain, name, {"qk_norm": "learned"})
 
 
