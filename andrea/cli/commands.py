@@ -80,8 +80,7 @@ def export(argv: list[str]) -> int:
 
 def import_(argv: list[str]) -> int:
     """Read a model of Hugging Face's layout (GPT-2, Llama, Qwen3, …) into a checkpoint, and prove it equal."""
-    words = [f"source={word.removeprefix('from=')}" if word.startswith("from=") else word for word in argv]
-    config = configure(ImportConfig, "import", to_key_value(words, positional="source"))
+    config = configure(ImportConfig, "import", to_key_value(argv, positional="source"))
 
     from andrea.interop.importing.import_model import import_model
 

@@ -24,7 +24,8 @@ from andrea.config.schema import (
     SampleConfig,
 )
 
-RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name: new name}
+RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Python cannot have: name of the field}
+    ImportConfig: {"from": "source"},
     HealthConfig: {"showing": "failing_share"},
     SampleConfig: {"guess": "lookahead"},
 }

@@ -351,7 +351,7 @@ template <typename T>
 float activated(int64_t activation, float up, float gate) {
     if (activation == SWIGLU) return rounded<T>(gate / (1 + std::exp(-gate))) * up;
     if (activation == RELU2) return up > 0 || up != up ? up * up : 0;
-    if (activation == GELU_EXACT) return 0.5f * up * (1 + std::erf(0.7071067812f * up));
+    if (activation == GELU_EXACT) return 0.5f * up * std::erfc(-0.7071067812f * up);
     return 0.5f * up * (1 + std::tanh(0.7978845608f * (up + 0.044715f * up * up * up)));
 }
 

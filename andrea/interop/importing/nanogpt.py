@@ -7,7 +7,6 @@ matrices are not transposed.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ def read_ckpt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         arguments, weights = dict(content["model_args"]), dict(content["model"])
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than tensors and plain values, so reading it could run code; it was not read"
-        ) from None
     except Exception as error:  # torch raises many kinds for a damaged file
+        if type(error).__name__ == "UnpicklingError":
+            raise UserError(
+                f"{path} holds more than tensors and plain values, so reading it could run code; it was not read"
+            ) from None
         raise UserError(
             f"{path} is no checkpoint of nanoGPT, or damaged ({type(error).__name__}); copy it again"
         ) from None
