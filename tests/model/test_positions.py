@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from andrea.config import group_config
-from andrea.model.positions import LearnedPosition, RotaryPosition, make_position
+from andrea.model.positions import LearnedPosition, RotaryPosition, make_position, scaled
 
 NANO = group_config("model", "andrea-nano")
 LENGTH, D = 31, 10
@@ -97,3 +97,23 @@ def test_a_position_past_the_end_is_an_error(position):
     with pytest.raises(AssertionError, match="position 31 is past sequence_length=31"):
         position.add(torch.zeros(1, 2, D), LENGTH - 1)
         position.placer(2, LENGTH - 1)
+
+
+def test_scaled_frequencies_by_hand():
+    """[factor 8, low 1, high 4, length 40]: pairs that turn 10, 2.5 and 0.5 times in 40 positions."""
+    n_turn = torch.tensor([10.0, 2.5, 0.5], dtype=torch.float64)
+    changed = scaled(n_turn * 2 * torch.pi / 40, 8.0, 1.0, 4.0, 40.0) * 40 / (2 * torch.pi)
+    # unchanged; half way between 1 and 4, so half of it is divided; divided
+    torch.testing.assert_close(changed, torch.tensor([10.0, 2.5 / 2 + 2.5 / 2 / 8, 0.5 / 8], dtype=torch.float64))
+
+
+def test_scaled_positions_turn_slower_in_every_path():
+    """The tables of a model: fast pairs as without scaling, the slowest an eighth as fast."""
+    plain, slower = RotaryPosition(64, 16, 500.0), RotaryPosition(64, 16, 500.0, scaling=(8.0, 1.0, 4.0, 40.0))
+    x = torch.randn(1, 1, 64, 16)
+    one, other = plain.placer(64, 0)(x), slower.placer(64, 0)(x)
+    torch.testing.assert_close(one[..., 0], other[..., 0])
+    assert (one[..., 7] - other[..., 7]).abs().max() > 1e-3
+    by_hand = 8 * torch.arange(8.0)  # the slowest pair at every eighth position, as without scaling at the position / 8
+    turned = slower.placer(64, 0)(torch.ones(1, 1, 64, 16))[0, 0, by_hand.long(), 7]
+    torch.testing.assert_close(turned, plain.placer(64, 0)(torch.ones(1, 1, 64, 16))[0, 0, :8, 7])
