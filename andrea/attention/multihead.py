@@ -38,6 +38,16 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
+def check_heads(d_model: int, n_head: int, n_kv_head: int, d_head: int | None) -> None:
+    """Raises ValueError for numbers of heads that are impossible."""
+    if d_head is None and d_model % n_head:
+        raise ValueError(
+            f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole; or give d_head"
+        )
+    if n_head % n_kv_head:
+        raise ValueError(f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally")
+
+
 class SharedInputs(NamedTuple):
     """The inputs besides x that all layers of one forward pass share. A model makes them once per pass.
 
@@ -105,14 +115,7 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
-        if d_head is None and d_model % n_head:
-            raise ValueError(
-                f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole; or give d_head"
-            )
-        if n_head % n_kv_head:
-            raise ValueError(
-                f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally"
-            )
+        check_heads(d_model, n_head, n_kv_head, d_head)
         for option, name, known in (("gate", gate, GATES), ("exclusive", exclusive, EXCLUSIVE)):
             if name not in (None, *known):
                 raise ValueError(f"{option}={name!r} is unknown; allowed: None, {', '.join(known)}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -72,10 +71,6 @@ class HfTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         found = self.library.encode(without_surrogates(text), add_special_tokens=False)
         return np.array(found.ids, dtype=token_type(self.n_vocab))
-
-    def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """As of every tokenizer; the library uses threads of its own."""
-        return [self.encode_array(text) for text in texts]
 
     def token_bytes(self) -> list[bytes]:
         return self.table

@@ -230,6 +230,14 @@ HOSTILE = {
     "another activation": (edited(hidden_act="gelu"), "hidden_act='gelu' of config.json has no counterpart"),
     "other positions": (edited(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type='yarn'"),
     "positions in words": (edited(rope_parameters="far"), "rope_parameters='far'"),
+    "a window in a list": (
+        edited(sliding_window=[4], layer_types=["full_attention", "sliding_attention"] * 2),
+        "layer_types",
+    ),
+    "windows in lists": (
+        edited(sliding_window=[4], layer_types=["full_attention"] + ["sliding_attention"] * 2),
+        "window",
+    ),
     "weights in 4 bits": (edited(quantization_config={"bits": 4}), "quantization_config="),
     "capped logits": (edited(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
     "a biased MLP alone": (edited(mlp_bias=True), "mlp_bias=True"),
@@ -252,6 +260,26 @@ def test_hostile_folders_end_in_one_line_and_leave_nothing(name: str, copied: Fo
     assert message in str(refused.value) and "\n" not in str(refused.value)
     assert sorted(tmp_path.iterdir()) == before
     assert "a pickle was run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": "48"},
+        {"head_dim": [12]},
+        {"windows": 7},
+        {"windows": [[1], None, None]},
+    ],
+)
+def test_hostile_exports_of_ours_end_in_one_line(changes, models: Folder, tmp_path: Path) -> None:
+    first, exported = tmp_path / "in", tmp_path / "out"
+    assert main(["import", f"from={models('mistral')}", f"out={first}"]) == 0
+    assert main(["export", f"checkpoint={first}", f"out={exported}"]) == 0
+    edited(**changes)(exported)
+    with pytest.raises(UserError):
+        main(["import", f"from={exported}", f"out={tmp_path / 'again'}"])
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_tied_head_that_differs_is_refused(copied: Folder, tmp_path: Path) -> None:

@@ -46,9 +46,7 @@ class Tuning:
     forward: Blocks
     keys: Blocks  # dK, dV
     queries: Blocks  # dQ
-    atomic: bool = (
-        False  # whether dQ by atomic additions in the kernel for dK and dV is faster than a kernel of its own
-    )
+    atomic: bool = False  # whether atomic additions in the kernel for dK and dV are faster than the kernel for dQ
 
 
 def tuning(query: Tensor, key: Tensor, value: Tensor) -> Tuning:

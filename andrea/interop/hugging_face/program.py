@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+from abc import ABC
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -24,32 +25,41 @@ def code_cache() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="andrea-export-", ignore_cleanup_errors=True)
 
 
-@final
-class Transformers(OtherProgram):
-    """A model of an exported folder, loaded in fp32 with eager attention. Raises ImportError without transformers."""
+class LoadedByTransformers(OtherProgram, ABC):
+    """A model of a folder, loaded in fp32 with eager attention. Raises ImportError without transformers.
 
-    def __init__(self, folder: Path) -> None:
+    trusted: whether code in the folder may be run. loading: further options of from_pretrained.
+    """
+
+    def __init__(self, folder: Path, trusted: bool, **loading: Any) -> None:
         os.environ.setdefault("HF_MODULES_CACHE", code_cache().name)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # it warns of texts that are longer than a window
-        self.name = f"transformers {transformers.__version__}"
-        loading = {"trust_remote_code": True}
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **loading)
+        self.name, self.transformers = f"transformers {transformers.__version__}", transformers
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", **loading
+            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted, **loading
         ).eval()
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.tokenizer(list(texts))["input_ids"]
-
     def greedy(self, tokens: Sequence[int], n_new: int) -> list[int]:
         prompt = torch.tensor([list(tokens)])
         how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": n_new}
         return self.model.generate(prompt, **how)[0, len(tokens) :].tolist()
+
+
+@final
+class Transformers(LoadedByTransformers):
+    """A model of an exported folder, and its tokenizer. The folder's code is a copy of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, trusted=True)
+        self.tokenizer = self.transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer(list(texts))["input_ids"]

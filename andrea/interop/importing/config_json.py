@@ -91,7 +91,19 @@ class Settings:
                 f"layer_types={kinds!r:.60} of config.json must name {n_layer} layers, each one of {', '.join(known)}"
             )
         windows = [known[kind] for kind in kinds]
-        return windows[0] if len(set(windows)) == 1 else windows
+        return one_or_all(windows)
+
+
+def one_or_all(windows: list[Any]) -> Any:
+    """attention.window for the windows of all layers: the one that all have, or the list."""
+    return windows[0] if all(window == windows[0] for window in windows) else windows
+
+
+def own_head_width(width: Any, sizes: Mapping[str, Any]) -> Any:
+    """model.d_head for the head_dim of config.json: None where it is d_model / n_head, as here without d_head."""
+    d_model, n_head = sizes["d_model"], sizes["n_head"]
+    is_usual = type(width) is type(d_model) is type(n_head) is int and width * n_head == d_model
+    return None if is_usual else width
 
 
 def configs(model: Mapping[str, Any], attention: Mapping[str, Any]) -> tuple[ModelConfig, AttentionConfig]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
 from andrea.interop.importing.gpt2 import gpt2_configs, gpt2_weights
 from andrea.interop.importing.llama import llama_configs, llama_weights, qwen3_configs
-from andrea.interop.importing.own import own_configs, own_weights
+from andrea.interop.importing.own import own_configs
 
 Configs = tuple[ModelConfig, AttentionConfig]
 
@@ -28,7 +28,7 @@ class Family:
 
 
 FAMILIES = {
-    "andrea": Family(own_configs, own_weights),
+    "andrea": Family(own_configs, llama_weights),
     "gpt2": Family(gpt2_configs, gpt2_weights),
     "llama": Family(llama_configs, llama_weights),
     "mistral": Family(llama_configs, llama_weights),

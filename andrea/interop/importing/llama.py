@@ -12,7 +12,7 @@ from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.interop.hugging_face.names import LLAMA_NAMES, renamed
-from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names
+from andrea.interop.importing.config_json import Settings, configs, own_head_width, shapes_of, under_our_names
 
 SIZES = {
     "d_model": "hidden_size",
@@ -57,15 +57,13 @@ def of_llama(
     settings: Settings, plain: Mapping[str, Any], name: str, more: dict[str, Any]
 ) -> tuple[ModelConfig, AttentionConfig]:
     sizes = settings.sizes(SIZES)
-    width, d_model, n_head = plain.get("head_dim"), sizes["d_model"], sizes["n_head"]
-    is_usual = width is None or (type(d_model) is int and type(n_head) is int and width * n_head == d_model)
     model = (
         sizes
         | settings.rotary()
         | {
             "name": name,
-            "n_kv_head": plain.get("num_key_value_heads") or n_head,
-            "d_head": None if is_usual else width,
+            "n_kv_head": plain.get("num_key_value_heads") or sizes["n_head"],
+            "d_head": own_head_width(plain.get("head_dim"), sizes),
             "norm": "rmsnorm",
             "mlp": "swiglu",
             "tied_head": plain.get("tie_word_embeddings", False),

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.interop.hugging_face.classes import REMOTE_SETTINGS
-from andrea.interop.hugging_face.names import LLAMA_NAMES, renamed
-from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names
+from andrea.interop.importing.config_json import Settings, configs, one_or_all, own_head_width
 
 SIZES = {
     "d_model": "hidden_size",
@@ -36,28 +33,22 @@ def own_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, Atten
         if setting not in plain:
             raise UserError(f"config.json lacks {setting}; copy it again")
         chosen[group][setting] = plain[setting]
-    width = plain.get("head_dim")
     model = (
         sizes
         | chosen["model"]
         | {
             "name": name,
-            "d_head": None if width in (None, sizes["d_model"] // sizes["n_head"]) else width,
+            "d_head": own_head_width(plain.get("head_dim"), sizes),
             "tied_head": plain.get("tie_word_embeddings", True),
             "logit_softcap": plain.get("final_logit_softcapping"),
             "rotary_scaling": plain.get("rotary_scaling"),
         }
     )
     windows = plain.get("windows") or [None]
+    if not isinstance(windows, list):
+        raise UserError(f"windows={windows!r:.60} of config.json is not a list; copy it again")
     attention = chosen["attention"] | {
         "score_softcap": plain.get("attn_logit_softcapping"),
-        "window": windows if len(set(windows)) > 1 else windows[0],
+        "window": one_or_all(windows),
     }
     return configs(model, attention)
-
-
-def own_weights(
-    theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
-) -> dict[str, Tensor]:
-    names = {name: renamed(name, LLAMA_NAMES) for name in shapes_of(model, attention, n_vocab)}
-    return under_our_names(theirs, names, model, attention, n_vocab)
