@@ -14,6 +14,11 @@ from torch import Tensor
 
 from andrea.config import UserError
 
+try:
+    import resource  # here and not where it is used: with memory gone it can no longer be loaded
+except ImportError:  # Windows
+    resource = None
+
 # Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. MFU (model FLOPs utilisation) is shown for these GPUs only.
 PEAK_FLOPS = {
     "A100": 312e12,
@@ -149,11 +154,11 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The peak memory so far: of tensors on a GPU, or of this process on a CPU."""
+    """The peak memory so far: of tensors on a GPU, or of this process on a CPU. 0 on Windows, which does not tell it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
-
+    if resource is None:
+        return 0
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 

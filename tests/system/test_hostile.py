@@ -368,6 +368,39 @@ def test_a_limit_of_memory_halves_the_micro_batch(tmp_path: Path, notes: Path) -
     assert_complete(tmp_path / "runs" / "a", 1)
 
 
+# Prints the compiled modules that a run loads after its first step began.
+WITH_LATE_MODULES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import train
+from andrea.cli.command_line import run
+from andrea.training.step import TrainingStep
+
+class Step(TrainingStep):
+    early = set()
+
+    def accumulate(self, batch):
+        self.early.update(() if self.early else sys.modules)
+        return super().accumulate(batch)
+
+import andrea.training.start
+andrea.training.start.TrainingStep = Step
+try:
+    run(train.main, sys.argv[2:])
+finally:
+    late = [module for name, module in sys.modules.items() if name not in Step.early]
+    print("late:", sorted(module.__name__ for module in late if str(getattr(module, "__file__", "")).endswith(".so")))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_loads_its_compiled_modules_before_its_first_step(tmp_path: Path, notes: Path) -> None:
+    """With little memory left such a module can no longer be loaded, and the save that needs it would be lost."""
+    words = ["name=a", "train.steps=2", "train.save_every=1", "train.eval_every=1", *QUIET]
+    ended = run([sys.executable, "-c", WITH_LATE_MODULES, str(ROOT), *tiny_command(tmp_path, notes, *words)[2:]])
+    assert ended.code == 0 and "late: []" in ended.out, ended.out + ended.err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process and tells its size")
 def test_too_little_memory_for_one_sequence_is_one_line(tmp_path: Path, notes: Path) -> None:

@@ -41,6 +41,8 @@ class Saver(ABC):
     """Writes and restores checkpoints. folder: the run's folder. keep: how many of the newest checkpoints are kept."""
 
     def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
+        import safetensors.torch  # noqa: F401 (here: with memory gone, a save could no longer load it)
+
         self.folder, self.optimizer, self.tokenizer, self.keep = folder, optimizer, tokenizer, keep
         self.parallel = optimizer.parallel
 
