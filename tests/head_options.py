@@ -15,6 +15,7 @@ HEAD_OPTIONS: dict[str, tuple[dict, dict]] = {
     ),
     "value projections": ({"value_embedding": "projection"}, {}),
     "wide heads, weighted QK-norm": ({"d_head": 22, "qk_norm": "learned"}, {}),  # together wider than d_model
+    "side by side with the MLP": ({"parallel_residual": True}, {}),
 }
 ALL_KINDS = "elementwise gates, learned exclusion, value tables"  # one option that has something of each kind
 SCORES = "ALiBi, cap and sinks"  # unlike the options above, these do something from the start

@@ -59,10 +59,10 @@ def check_model(model: ModelConfig, path: str) -> None:
             f"{'d_model / n_head' if model.d_head is None else f'{path}.d_head'}, or set {path}.position=learned"
         )
     scaling = model.rotary_scaling
-    if scaling is not None and (len(scaling) != 4 or not scaling[1] < scaling[2]):
+    if scaling is not None and len(scaling) != 1 and (len(scaling) != 4 or not scaling[1] < scaling[2]):
         raise UserError(
-            f"{path}.rotary_scaling={list(scaling)} must be four numbers, [factor, low, high, length] with low below high, as in "
-            f"[8,1,4,8192] of Llama 3.1"
+            f"{path}.rotary_scaling={list(scaling)} must be one number, [factor], or four, [factor, low, high, length] with low "
+            f"below high, as in [8,1,4,8192] of Llama 3.1"
         )
     if model.position == "rotary" and 0 < model.rotary_share and round(model.rotary_share * model.head_width / 2) == 0:
         raise UserError(

@@ -52,6 +52,7 @@ TRAINING_NAMES = {
     "model.d_head": "head_dim head_size key_length",
     "model.d_mlp": "intermediate_size",
     "model.sequence_length": "block_size context_length max_length max_seq_len max_seq_length max_position_embeddings",
+    "model.parallel_residual": "use_parallel_residual parallel_attn",
     "model.rotary_base": "rope_base rope_theta",
     "model.rotary_scaling": "rope_scaling rope_parameters",
     "model.rotary_share": "rotary_pct rotary_percentage partial_rotary_factor rotary_dim",

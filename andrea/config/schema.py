@@ -67,6 +67,7 @@ class ModelConfig:
     rotary_share: Share = 1.0
     rotary_scaling: tuple[PositiveNumber, ...] | None = None
     qkv_convolution: PositiveInteger | None = None
+    parallel_residual: bool = False
     dropout: Dropped = 0.0
     stochastic_depth: Dropped = 0.0
 
@@ -79,6 +80,11 @@ class ModelConfig:
     def d_attended(self) -> int:
         """The width of all heads together: what the output projection of attention reads."""
         return self.n_head * self.head_width
+
+    @property
+    def n_rotated(self) -> int:
+        """R: how many entries of a head rotary positions turn."""
+        return 2 * round(self.rotary_share * self.head_width / 2)
 
     @property
     def drops(self) -> bool:

@@ -200,6 +200,7 @@ class NativeBlocks:
             activation=ACTIVATIONS.index(activation_of(mlp)),
             value_residual=config.value_residual,
             n_mixed=config.qkv_convolution or 0,
+            parallel_residual=config.parallel_residual,
             norm_epsilon=model.final_norm.epsilon,
             qk_epsilon=first.epsilon,
             scale=first.scale,

@@ -57,6 +57,7 @@ PLAIN: dict[str, Allowed] = {
     "model.value_residual": {False},
     "model.value_embedding": {None},
     "model.qkv_convolution": {None},
+    "model.parallel_residual": {False},
     "attention.compatibility": {"scaled_dot"},
     "attention.window": {None},
     "attention.gate": {None},
@@ -93,6 +94,10 @@ def differences(trained: Trained, allowed: dict[str, Allowed]) -> list[str]:
         if not (fits(value) if callable(fits) else value in fits):
             found.append(f"{key}={as_typed(value)}")
     return found
+
+
+def is_positive(value: float) -> bool:
+    return value > 0
 
 
 def is_one_width(window: Any) -> bool:

@@ -1,7 +1,9 @@
 """A decoder-only transformer: tokens to hidden vectors, and hidden vectors to logits.
 
 B batch, T tokens, H heads, G key/value heads, D = d_head, V vocabulary.
-Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)), then x + mlp(norm(x)).
+Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)), then x + mlp(norm(x)). With
+model.parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX: Black et al. 2022, arXiv
+2204.06745, section 2.1).
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def make_modifiers(config: ModelConfig, attention: AttentionConfig) -> ScoreModi
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: attention, then an MLP. Each adds its output to its input."""
+    """A pre-norm transformer block: attention and an MLP, one after the other or side by side."""
 
     def __init__(self, config: ModelConfig, attention: AttentionConfig, layer: int, n_vocab: int) -> None:
         """layer: the block's number, counted from 0."""
@@ -92,6 +94,7 @@ class Block(nn.Module):
         )
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
+        self.parallel_residual = config.parallel_residual
 
     def forward(
         self,
@@ -104,8 +107,8 @@ class Block(nn.Module):
         """x (B, T, d_model) -> x (B, T, d_model), and the heads' statistics (B, H), or None without `statistics`."""
         attended = self.attention(self.attention_norm(x), shared=shared, cache=cache, statistics=statistics)
         attended, measured = attended if statistics else (attended, None)
-        x = x + (attended if dropout is None else dropout(attended, 0))
-        output = self.mlp(self.mlp_norm(x))
+        before, x = x, x + (attended if dropout is None else dropout(attended, 0))
+        output = self.mlp(self.mlp_norm(before if self.parallel_residual else x))
         return x + (output if dropout is None else dropout(output, 1)), measured
 
     def values(self, x: Tensor) -> Tensor:

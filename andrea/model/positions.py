@@ -96,12 +96,17 @@ class RotaryPosition(Position):
         return turn
 
 
-def scaled(frequency: Tensor, factor: float, low: float, high: float, length: float) -> Tensor:
-    """Frequencies (R/2,) in radians per position for texts `factor` times as long (Llama 3.1, arXiv 2407.21783, and its code).
+def scaled(frequency: Tensor, factor: float, *how: float) -> Tensor:
+    """Frequencies (R/2,) in radians per position for texts `factor` times as long.
 
-    A pair that turns fewer than `low` times in `length` positions turns `factor` times slower, one that turns more than `high`
-    times is unchanged, and between the two the share of the change falls in proportion to the number of turns.
+    With the factor alone all pairs turn `factor` times slower (position interpolation: Chen et al. 2023, arXiv 2306.15595,
+    section 2.3). how: low, high, length, as in Llama 3.1 (arXiv 2407.21783, and its code): a pair that turns fewer than `low`
+    times in `length` positions turns `factor` times slower, one that turns more than `high` times is unchanged, and between
+    the two the share of the change falls in proportion to the number of turns.
     """
+    if not how:
+        return frequency / factor
+    low, high, length = how
     n_turn = length * frequency / (2 * torch.pi)
     unchanged = ((n_turn - low) / (high - low)).clamp(0, 1)
     return frequency * (unchanged + (1 - unchanged) / factor)

@@ -41,6 +41,7 @@ CONFIGS = {
     "windows, layernorm": dataclasses.replace(LIKE_GPT2, n_layer=3),
     **{option: dataclasses.replace(SHARED_KEYS, **changes) for option, (changes, _) in ALL_OPTIONS.items()},
     "sink, layernorm": LIKE_GPT2,
+    "side by side, layernorm": dataclasses.replace(LIKE_GPT2, parallel_residual=True),
     "weighted QK-norm, layernorm": dataclasses.replace(LIKE_GPT2, qk_norm="learned", d_head=6),
 }
 ATTENTIONS = dict.fromkeys(CONFIGS, ATTENTION)

@@ -18,6 +18,9 @@ SMALL = {
 SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 96, "eos_token_id": 0, "bos_token_id": 0}
 SCALED = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 40}
+NEOX = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+SEQUENTIAL = {"use_parallel_residual": False, "hidden_act": "gelu_new", "rotary_pct": 0.7}
+LINEAR = {"rope_type": "linear", "factor": 2.5}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2",
@@ -27,8 +30,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2",
         {"vocab_size": 400, "n_embd": 48, "n_layer": 2, "n_head": 4, "activation_function": "gelu"},
     ),
+    "gpt_neox": ("GPTNeoX", NEOX | {"rope_parameters": {"partial_rotary_factor": 0.5}}),  # as Pythia
+    "gpt_neox, one after the other": ("GPTNeoX", NEOX | SEQUENTIAL),
+    "gpt_neox, tied, all turn, linear": (
+        "GPTNeoX",
+        NEOX | {"tie_word_embeddings": True, "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
+    ),
     "llama": ("Llama", SMALL | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),  # as SmolLM2
     "llama 3.1": ("Llama", SMALL | {"head_dim": 24, "rope_parameters": SCALED | {"rope_type": "llama3"}}),
+    "llama, linear": ("Llama", SMALL | {"rope_parameters": LINEAR | {"rope_theta": 500.0}}),
     "llama, untied, biases": (
         "Llama",
         SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},

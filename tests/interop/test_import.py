@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from importable import FAMILIES, write_model, write_tokenizer
+from importable import FAMILIES, LINEAR, write_model, write_tokenizer
 
 from andrea.__main__ import main
 from andrea.checkpoint import read_checkpoint
@@ -280,6 +280,29 @@ def test_hostile_exports_of_ours_end_in_one_line(changes, models: Folder, tmp_pa
     with pytest.raises(UserError):
         main(["import", f"from={exported}", f"out={tmp_path / 'again'}"])
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "rotary_pct=0.1 of config.json does not turn"),
+        ({"rope_parameters": {"partial_rotary_factor": "all"}}, "rotary_pct='all'"),
+        ({"rope_parameters": LINEAR | {"factor": "far"}}, "no number factor"),
+        ({"hidden_size": 50}, "hidden_size=50 of config.json is not divided by"),
+        ({"hidden_size": 64}, "by config.json; copy both again"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"attention_bias": False}, "attention_bias=False"),
+        ({"hidden_act": "silu"}, "hidden_act='silu'"),
+        ({"use_parallel_residual": "yes"}, "parallel_residual"),
+    ],
+)
+def test_hostile_folders_of_gpt_neox_end_in_one_line(changes, message: str, copied: Folder, tmp_path: Path) -> None:
+    folder = copied("gpt_neox")
+    edited(**changes)(folder)
+    with pytest.raises(UserError) as refused:
+        main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert not (tmp_path / "in").exists()
 
 
 def test_a_tied_head_that_differs_is_refused(copied: Folder, tmp_path: Path) -> None:

@@ -25,12 +25,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"position": "alibi", "mlp": "relu2", "tied_head": False, "value_embedding": "table", "qkv_convolution": 2},
         {"sink": True, "score_softcap": 2.0, "window": (7, None, 11)},
     ),
-    "half of the width turns, value projections, elementwise gates, cosine, window": (
+    "half of the width turns, attention and MLP side by side, value projections, elementwise gates, cosine, window": (
         {
             "value_embedding": "projection",
             "rotary_share": 0.5,
             "rotary_scaling": (4.0, 1.0, 2.0, 30.0),
             "value_residual": True,
+            "parallel_residual": True,
             "n_kv_head": 2,
             "d_head": 6,
         },

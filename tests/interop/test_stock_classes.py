@@ -25,12 +25,14 @@ from andrea.text.tokenizer import RankTokenizer
 PAGE = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
 RELU2 = {"mlp": "relu2"}
 GPT2 = LAYERNORM | {"position": "learned", "mlp": "gelu"}
+NEOX = LAYERNORM | {"mlp": "gelu_exact", "parallel_residual": True, "rotary_share": 0.4}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}, {}),
     "llama, groups and its own head": ("LlamaForCausalLM", {"n_kv_head": 2, "tied_head": False}, {}),
     "llama, biases": ("LlamaForCausalLM", {"bias": True, "n_kv_head": 3}, {}),
     "llama, no positions": ("LlamaForCausalLM", {"position": "none"}, {}),
     "llama, scaled positions": ("LlamaForCausalLM", {"rotary_scaling": (8.0, 1.0, 4.0, 20.0)}, {}),
+    "llama, interpolated positions": ("LlamaForCausalLM", {"rotary_scaling": (2.5,)}, {}),
     "llama, wide heads": ("LlamaForCausalLM", {"d_head": 14, "n_kv_head": 2}, {}),
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True, "n_kv_head": 2}, {}),
     "qwen3, wide heads": ("Qwen3ForCausalLM", {"qk_norm": True, "d_head": 14, "n_head": 7}, {}),
@@ -39,6 +41,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3, windows": ("Qwen3ForCausalLM", {"qk_norm": True, "tied_head": False}, {"window": (9, None)}),
     "qwen3, no positions": ("Qwen3ForCausalLM", {"qk_norm": True, "position": "none"}, {}),
     "gpt2": ("GPT2LMHeadModel", GPT2, {}),
+    "gpt_neox": ("GPTNeoXForCausalLM", NEOX | {"rotary_share": 0.6, "tied_head": False}, {}),
+    "gpt_neox, shared heads, no bias": (
+        "GPTNeoXForCausalLM",
+        NEOX | {"n_kv_head": 2, "bias": False, "mlp": "relu2"},
+        {},
+    ),
+    "gpt_neox, one after the other": (
+        "GPTNeoXForCausalLM",
+        NEOX | {"parallel_residual": False, "rotary_share": 0.2, "mlp": "gelu"},
+        {},
+    ),
     "gpt2, exact GELU": ("GPT2LMHeadModel", GPT2 | {"mlp": "gelu_exact"}, {}),
     "starcoder2, exact GELU": ("Starcoder2ForCausalLM", LAYERNORM | {"mlp": "gelu_exact"}, {}),
     "gpt2, no biases, groups": ("GPT2LMHeadModel", GPT2 | {"bias": False, "n_kv_head": 2, "tied_head": False}, {}),

@@ -248,7 +248,8 @@ void attend_by_team(
 enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in decode_cpp.py
 
 struct Shape {
-    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual, n_mixed;
+    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual, n_mixed,
+        parallel_residual;
     float norm_epsilon, qk_epsilon, scale;
 };
 
@@ -368,10 +369,11 @@ void decode(
     std::vector<T> wide(n_row * shape.d_mlp), first_value(n_row * shape.n_kv_head * shape.d_head);
 #pragma omp parallel
     {
-        std::vector<T> normed(n_row * d_model);
+        std::vector<T> normed(n_row * d_model), mlp_normed(n_row * d_model);
         for (int64_t l = 0; l < shape.n_layer; ++l) {
             const Layer<T>& layer = layers[l];
             rms_norm(x, layer.attention_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
+            if (shape.parallel_residual) rms_norm(x, layer.mlp_norm, mlp_normed.data(), n_row, d_model, shape.norm_epsilon);
             linear_by_team(layer.project, normed.data(), qkv.data(), n_row);
             if (shape.value_residual) mix_values_by_team(qkv.data(), first_value.data(), shape, l == 0, layer.first_share);
             if (added) add_to_values_by_team(qkv.data(), added + l * n_row * shape.n_kv_head * shape.d_head, shape);
@@ -385,8 +387,8 @@ void decode(
             if (layer.own_share) exclude_by_team(qkv.data(), layer.own_share, retrieved.data(), shape);
             if (layer.head_gate.weight) gate_heads_by_team(layer.head_gate, normed.data(), retrieved.data(), n_row, d_attended);
             linear_by_team(layer.output, retrieved.data(), x, n_row, true);
-            rms_norm(x, layer.mlp_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
-            const Rows rows = rows_for(layer.up, normed.data(), n_row);
+            if (!shape.parallel_residual) rms_norm(x, layer.mlp_norm, mlp_normed.data(), n_row, d_model, shape.norm_epsilon);
+            const Rows rows = rows_for(layer.up, mlp_normed.data(), n_row);
 #pragma omp for schedule(static)
             for (int64_t n = 0; n < shape.d_mlp; ++n)
                 for (int64_t m = 0; m < n_row; ++m) {

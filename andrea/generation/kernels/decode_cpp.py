@@ -22,7 +22,9 @@ class Matrix(ctypes.Structure):
 
 class Shape(ctypes.Structure):
     _fields_ = [(name, COUNT) for name in ("n_layer", "n_row", "d_model", "d_mlp", "n_head", "n_kv_head", "d_head")]
-    _fields_ += [(name, COUNT) for name in ("capacity", "length", "activation", "value_residual", "n_mixed")]
+    _fields_ += [
+        (name, COUNT) for name in ("capacity", "length", "activation", "value_residual", "n_mixed", "parallel_residual")
+    ]
     _fields_ += [(name, NUMBER) for name in ("norm_epsilon", "qk_epsilon", "scale")]
 
 

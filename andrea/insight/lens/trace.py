@@ -93,5 +93,5 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
 
 def finish_block(block: Block, x: Tensor, written: Tensor) -> Tensor:
     """The rest of a block after its heads: x (B, T, d_model), `LayerTrace.written` (B, H, T, D) -> (B, T, d_model)."""
-    x = x + block.attention.output(block.attention.merged(written))
-    return x + block.mlp(block.mlp_norm(x))
+    before, x = x, x + block.attention.output(block.attention.merged(written))
+    return x + block.mlp(block.mlp_norm(before if block.parallel_residual else x))

@@ -6,6 +6,7 @@ modeling_andrea.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from andrea.config import UserError
 from andrea.interop.hugging_face import names
-from andrea.interop.settings import Allowed, Trained, anything, differences, is_one_width, settings_of
+from andrea.interop.settings import Allowed, Trained, anything, differences, is_one_width, is_positive, settings_of
 
 NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
 EXACT, FOLDED = 1e-5, 1e-4  # tolerances, as shares of the largest logit; folded: weights were multiplied
@@ -90,7 +91,9 @@ def rotary_config(trained: Trained) -> dict[str, Any]:
     if trained.model.position == "none":
         rope |= {"rope_type": "linear", "factor": NO_ROTATION}
     elif trained.model.rotary_scaling is not None:
-        rope |= {"rope_type": "llama3"} | dict(zip(SCALING, trained.model.rotary_scaling, strict=True))
+        scaling = trained.model.rotary_scaling
+        kind = "linear" if len(scaling) == 1 else "llama3"
+        rope |= {"rope_type": kind} | dict(zip(SCALING, scaling, strict=False))
     return shared_config(trained) | {
         "rope_parameters": rope,
         "rms_norm_eps": trained.model.norm_epsilon,
@@ -139,6 +142,22 @@ def vaultgemma_config(trained: Trained) -> dict[str, Any]:
     }
 
 
+def gpt_neox_config(trained: Trained) -> dict[str, Any]:
+    """Its heads turn the first R of D entries, R = int(D · partial_rotary_factor)."""
+    model, n_rotated = trained.model, trained.model.n_rotated
+    share = n_rotated / model.head_width
+    while int(model.head_width * share) < n_rotated:  # the quotient was rounded down
+        share = math.nextafter(share, 2)
+    rope = {"rope_type": "default", "rope_theta": model.rotary_base, "partial_rotary_factor": share}
+    return shared_config(trained) | {
+        "rope_parameters": rope,
+        "layer_norm_eps": model.norm_epsilon,
+        "hidden_act": ACTIVATIONS[model.mlp],
+        "attention_bias": model.bias,
+        "use_parallel_residual": model.parallel_residual,
+    }
+
+
 def gpt2_config(trained: Trained) -> dict[str, Any]:
     model = trained.model
     return {
@@ -169,6 +188,7 @@ def remote_config(trained: Trained) -> dict[str, Any]:
         "rotary_base": trained.model.rotary_base,
         "rotary_share": trained.model.rotary_share,
         "rotary_scaling": values["model.rotary_scaling"],
+        "parallel_residual": trained.model.parallel_residual,
         "norm": trained.model.norm,
         "norm_epsilon": trained.model.norm_epsilon,
         "windows": trained.windows,
@@ -242,6 +262,21 @@ STOCK = (
         {"model.n_head": anything, "model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
         names.starcoder2_weights,
         starcoder2_config,
+    ),
+    HuggingFaceClass(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        {
+            "model.d_head": {None},
+            "model.position": {"rotary"},
+            "model.rotary_share": is_positive,
+            "model.norm": {"layernorm"},
+            "model.mlp": ROUND,
+            "model.bias": BOTH,
+            "model.parallel_residual": BOTH,
+        },
+        names.gpt_neox_weights,
+        gpt_neox_config,
     ),
     HuggingFaceClass(
         "VaultGemmaForCausalLM",

@@ -61,6 +61,7 @@ class AndreaConfig(PreTrainedConfig):
         "value_residual": False,
         "value_embedding": None,
         "qkv_convolution": None,
+        "parallel_residual": False,
         "compatibility": "scaled_dot",
         "windows": None,  # None: no layer has one
         "gate": None,
@@ -189,7 +190,9 @@ def rotary_tables(config: AndreaConfig, position_ids: Tensor) -> tuple[Tensor, T
     dtype = torch.float32 if position_ids.device.type == "mps" else torch.float64  # mps has no fp64
     pair = torch.arange(0, n_rotated, 2, dtype=dtype, device=position_ids.device) / max(1, n_rotated)
     frequency = config.rotary_base**-pair
-    if config.rotary_scaling is not None:  # Llama 3.1's
+    if config.rotary_scaling is not None and len(config.rotary_scaling) == 1:  # position interpolation
+        frequency = frequency / config.rotary_scaling[0]
+    elif config.rotary_scaling is not None:  # Llama 3.1's
         factor, low, high, length = config.rotary_scaling
         unchanged = ((length * frequency / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (unchanged + (1 - unchanged) / factor)
@@ -434,7 +437,7 @@ class AndreaAttention(nn.Module):
 
 
 class AndreaDecoderLayer(GradientCheckpointingLayer):
-    """A block: attention, then an MLP. Each adds its output to its input."""
+    """A block: attention and an MLP, one after the other, or side by side (parallel_residual)."""
 
     def __init__(self, config: AndreaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -442,12 +445,14 @@ class AndreaDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = AndreaAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = AndreaMLP(config)
+        self.parallel_residual = config.parallel_residual
 
     def forward(self, x: Tensor, first_value: Tensor | None, value_source: Tensor | None, **kwargs: Any) -> LayerOutput:
         """x (B, T, C) -> x (B, T, C), attention weights or None, and the first layer's values (B, G, T, D)."""
         attended, weights, first_value = self.self_attn(self.input_layernorm(x), first_value, value_source, **kwargs)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), weights, first_value
+        before, x = x, x + attended
+        output = self.mlp(self.post_attention_layernorm(before if self.parallel_residual else x))
+        return x + output, weights, first_value
 
 
 class AndreaPreTrainedModel(PreTrainedModel):

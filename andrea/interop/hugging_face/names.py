@@ -44,6 +44,18 @@ GPT2_NAMES = {
     ".attention.output.": ".attn.c_proj.",
 }
 
+GPT_NEOX_NAMES = {
+    "embedding.": "gpt_neox.embed_in.",
+    "final_norm.": "gpt_neox.final_layer_norm.",
+    "head.": "embed_out.",
+    "blocks.": "gpt_neox.layers.",
+    ".attention_norm.": ".input_layernorm.",
+    ".mlp_norm.": ".post_attention_layernorm.",
+    ".mlp.up.": ".mlp.dense_h_to_4h.",
+    ".mlp.down.": ".mlp.dense_4h_to_h.",
+    ".attention.output.": ".attention.dense.",
+}
+
 
 def renamed(name: str, names: dict[str, str]) -> str:
     """The name of a weight in another program: every part of `names` that stands in it is replaced, in order."""
@@ -122,6 +134,41 @@ def gpt2_weights(trained: Trained) -> dict[str, Tensor]:
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(weights[name].shape[-1]))
     weights.setdefault("transformer.wpe.weight", torch.zeros(model.sequence_length, model.d_model))
     return weights
+
+
+def gpt_neox_weights(trained: Trained) -> dict[str, Tensor]:
+    """GPT-NeoX keeps each head's query, key and value below each other in one matrix, and every norm and MLP has biases.
+
+    Its rotary positions turn other entries of a head: the rows of queries and keys are reordered.
+    """
+    ours, model = weights_of(trained), trained.model
+    order = rotated_first(model.head_width, model.n_rotated)
+    weights = {
+        renamed(name, GPT_NEOX_NAMES): weight
+        for name, weight in ours.items()
+        if not any(f".attention.{each}." in name for each in ("query", "key", "value"))
+    }
+    for layer in range(model.n_layer):
+        for end in ("weight", "bias") if model.bias else ("weight",):
+            parts = []  # (H, D, …) each
+            for each in ("query", "key", "value"):
+                rows = with_repeated_heads(ours[f"blocks.{layer}.attention.{each}.{end}"], trained, each != "query")
+                rows = rows.unflatten(0, (model.n_head, -1))
+                parts.append(rows if each == "value" else rows[:, order])
+            weights[f"gpt_neox.layers.{layer}.attention.query_key_value.{end}"] = torch.stack(parts, 1).flatten(0, 2)
+    for name in [name for name in weights if name.endswith(".weight") and ("norm." in name or ".mlp." in name)]:
+        weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weights[name])))
+    return weights
+
+
+def rotated_first(d_head: int, n_rotated: int) -> Tensor:
+    """The order of a head's entries, (D,), in which GPT-NeoX has them.
+
+    Of D entries here, p and D/2 + p turn together for p < R/2. In GPT-NeoX the first R turn, p with R/2 + p.
+    """
+    entries = torch.arange(d_head).view(2, d_head // 2)
+    turned, left = entries[:, : n_rotated // 2], entries[:, n_rotated // 2 :]
+    return torch.cat((turned.flatten(), left.flatten()))
 
 
 def with_repeated_heads(rows: Tensor, trained: Trained, is_shared: bool) -> Tensor:

@@ -59,15 +59,16 @@ class Settings:
             raise UserError(f"rope_parameters={rope!r:.60} of config.json is not an object; copy it again")
         kind = rope.get("rope_type", rope.get("type", "default"))
         base = rope.get("rope_theta", self.plain.get("rope_theta", 10000.0))
-        if kind == "linear" and isinstance(rope.get("factor"), (int, float)) and rope["factor"] >= NO_ROTATION:
-            return {"position": "none", "rotary_base": base}  # as we export a model without positions
-        if kind == "llama3":
-            if missing := [key for key in SCALING if not isinstance(rope.get(key), (int, float))]:
-                raise UserError(f"rope_type=llama3 of config.json has no number {missing[0]}; copy it again")
-            return {"position": "rotary", "rotary_base": base, "rotary_scaling": [rope[key] for key in SCALING]}
+        if kind in ("linear", "llama3"):
+            keys = SCALING[:1] if kind == "linear" else SCALING
+            if missing := [key for key in keys if not isinstance(rope.get(key), (int, float))]:
+                raise UserError(f"rope_type={kind} of config.json has no number {missing[0]}; copy it again")
+            if kind == "linear" and rope["factor"] >= NO_ROTATION:
+                return {"position": "none", "rotary_base": base}  # as we export a model without positions
+            return {"position": "rotary", "rotary_base": base, "rotary_scaling": [rope[key] for key in keys]}
         if kind != "default":
             raise UserError(
-                f"rope_type={kind!r:.60} of config.json has no counterpart here; only default and llama3 have"
+                f"rope_type={kind!r:.60} of config.json has no counterpart here; only default, linear and llama3 have"
             )
         return {"position": "rotary", "rotary_base": base}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
 from andrea.interop.importing.gpt2 import gpt2_configs, gpt2_weights
+from andrea.interop.importing.gpt_neox import gpt_neox_configs, gpt_neox_weights
 from andrea.interop.importing.llama import llama_configs, llama_weights, qwen3_configs
 from andrea.interop.importing.own import own_configs
 
@@ -30,6 +31,7 @@ class Family:
 FAMILIES = {
     "andrea": Family(own_configs, llama_weights),
     "gpt2": Family(gpt2_configs, gpt2_weights),
+    "gpt_neox": Family(gpt_neox_configs, gpt_neox_weights),
     "llama": Family(llama_configs, llama_weights),
     "mistral": Family(llama_configs, llama_weights),
     "qwen3": Family(qwen3_configs, llama_weights),

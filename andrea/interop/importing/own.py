@@ -42,6 +42,7 @@ def own_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, Atten
             "tied_head": plain.get("tie_word_embeddings", True),
             "logit_softcap": plain.get("final_logit_softcapping"),
             "rotary_scaling": plain.get("rotary_scaling"),
+            "parallel_residual": plain.get("parallel_residual", False),
         }
     )
     windows = plain.get("windows") or [None]
