@@ -44,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
     "mistral": ("Mistral", SMALL | {"sliding_window": 7}),
+    "nanochat": ("NanoChat", SMALL),
     "qwen3": ("Qwen3", SMALL | {"head_dim": 16, "tie_word_embeddings": True}),  # heads wider than hidden_size / 4
     "qwen3, windows": (
         "Qwen3",

@@ -101,6 +101,16 @@ def test_the_tokenizer_is_the_librarys(models: Folder) -> None:
     assert ours.decode(ours.encode("<|endoftext|>")) == "<|endoftext|>" and 0 not in ours.encode("<|endoftext|>")
 
 
+def test_the_token_in_front_of_documents_is_nanochats_if_there_is_one(copied: Folder) -> None:
+    folder = copied("nanochat")
+    assert load_hf_tokenizer(folder).end_of_text == 0  # eos_token_id of config.json
+    plain = json.loads((folder / "tokenizer.json").read_text())
+    number = len(plain["model"]["vocab"])
+    plain["added_tokens"].append(dict(plain["added_tokens"][0], id=number, content="<|bos|>"))
+    (folder / "tokenizer.json").write_text(json.dumps(plain))
+    assert load_hf_tokenizer(folder).end_of_text == number
+
+
 def test_a_run_begins_with_such_a_folder(models: Folder, tmp_path: Path, short_text: Path, capsys) -> None:
     words = [
         f"init_from={models('llama')}",

@@ -12,6 +12,7 @@ from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
 from andrea.interop.importing.gpt2 import gpt2_configs, gpt2_weights
 from andrea.interop.importing.gpt_neox import gpt_neox_configs, gpt_neox_weights
 from andrea.interop.importing.llama import llama_configs, llama_weights, qwen3_configs
+from andrea.interop.importing.nanochat import nanochat_configs, nanochat_weights
 from andrea.interop.importing.own import own_configs
 
 Configs = tuple[ModelConfig, AttentionConfig]
@@ -34,6 +35,7 @@ FAMILIES = {
     "gpt_neox": Family(gpt_neox_configs, gpt_neox_weights),
     "llama": Family(llama_configs, llama_weights),
     "mistral": Family(llama_configs, llama_weights),
+    "nanochat": Family(nanochat_configs, nanochat_weights),
     "qwen3": Family(qwen3_configs, llama_weights),
 }
 
