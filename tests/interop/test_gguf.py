@@ -35,6 +35,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2",
         GELU | {"position": "learned", "bias": False, "n_kv_head": 2, "tied_head": False},
     ),
+    "llama, interpolated positions": ("llama", {"rotary_scaling": (2.5,)}),
+    "llama, Llama 3.1's positions": ("llama", {"rotary_scaling": (8.0, 1.0, 4.0, 20.0), "n_kv_head": 2}),
+    "gptneox": ("gptneox", GELU | {"parallel_residual": True, "rotary_share": 0.5, "tied_head": False}),
+    "gptneox, one after the other, groups, interpolated": (
+        "gptneox",
+        GELU | {"rotary_share": 0.25, "n_kv_head": 2, "bias": False, "rotary_scaling": (2.5,)},
+    ),
+    "gptneox, exact GELU": ("gptneox", GELU | {"mlp": "gelu_exact", "parallel_residual": True}),
     "starcoder2": ("starcoder2", GELU | {"n_kv_head": 2}),
 }
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.names import renamed, weights_of, with_repeated_heads
-from andrea.interop.settings import Allowed, Trained, anything, differences
+from andrea.interop.hugging_face.names import renamed, rotated_first, weights_of, with_repeated_heads
+from andrea.interop.settings import Allowed, Trained, anything, differences, is_positive
+from andrea.model.positions import scaled
 
 EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
 
@@ -42,6 +43,7 @@ class Architecture:
     """allowed: the settings that it holds, where they differ from PLAIN. turns_neighbours: see the head of this file.
 
     has_biases: every norm and matrix has a bias, zeros where ours has none. joins_qkv: queries, keys and values are one matrix.
+    turns_first: the first entries of a head turn, if not all do. has_head: the head is written also if it is the embedding.
     tolerance: the largest difference of logits with weights in fp32, as a share of the largest logit.
     """
 
@@ -50,19 +52,27 @@ class Architecture:
     turns_neighbours: bool = False
     has_biases: bool = False
     joins_qkv: bool = False
+    turns_first: bool = False
+    has_head: bool = False
     tolerance: float = EXACT
 
 
+def is_interpolation(scaling: tuple[float, ...] | None) -> bool:
+    """Whether rotary_scaling is none, or the factor alone."""
+    return scaling is None or len(scaling) == 1
+
+
+INTERPOLATED: dict[str, Allowed] = {"model.rotary_scaling": is_interpolation}
 LAYERNORM_GELU: dict[str, Allowed] = {
     "model.d_head": {None},  # llama.cpp reads matrices of d_model rows in these architectures
     "model.norm": {"layernorm"},
-    "model.mlp": {"gelu"},
+    "model.mlp": {"gelu", "gelu_exact"},  # both by the table
     "model.bias": {False, True},
 }
 ARCHITECTURES = (
-    Architecture("llama", {}, turns_neighbours=True),
-    Architecture("qwen3", {"model.n_head": anything, "model.qk_norm": {True, "learned"}}),
-    Architecture("arcee", {"model.mlp": {"relu2"}}, turns_neighbours=True),
+    Architecture("llama", {"model.rotary_scaling": anything}, turns_neighbours=True),
+    Architecture("qwen3", INTERPOLATED | {"model.n_head": anything, "model.qk_norm": {True, "learned"}}),
+    Architecture("arcee", {"model.mlp": {"relu2"}, "model.rotary_scaling": anything}, turns_neighbours=True),
     Architecture(
         "gpt2",
         LAYERNORM_GELU | {"model.position": {"learned", "none"}},
@@ -70,7 +80,22 @@ ARCHITECTURES = (
         joins_qkv=True,
         tolerance=GELU,
     ),
-    Architecture("starcoder2", LAYERNORM_GELU, has_biases=True, tolerance=GELU),
+    Architecture("starcoder2", LAYERNORM_GELU | INTERPOLATED, has_biases=True, tolerance=GELU),
+    Architecture(
+        "gptneox",
+        LAYERNORM_GELU
+        | INTERPOLATED
+        | {
+            "model.position": {"rotary"},
+            "model.rotary_share": is_positive,
+            "model.parallel_residual": {False, True},
+        },
+        has_biases=True,
+        joins_qkv=True,
+        turns_first=True,
+        has_head=True,
+        tolerance=GELU,
+    ),
 )
 
 
@@ -93,20 +118,36 @@ def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tenso
     if architecture.turns_neighbours:
         for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
             weights[name] = neighbours_first(weights[name], model.head_width)
+    if architecture.turns_first:
+        order = rotated_first(model.head_width, model.n_rotated)
+        for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
+            weights[name] = weights[name].unflatten(0, (-1, model.head_width))[:, order].flatten(0, 1)
+    if architecture.has_head:
+        weights.setdefault("head.weight", weights["embedding.weight"])
     if architecture.has_biases:
         for name in [
             name for name in weights if name.endswith(".weight") and name.startswith(("blocks.", "final_norm."))
         ]:
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weights[name])))
     if architecture.joins_qkv:
-        weights.setdefault("position.weight", torch.zeros(model.sequence_length, model.d_model))
+        if model.position != "rotary":
+            weights.setdefault("position.weight", torch.zeros(model.sequence_length, model.d_model))
         weights = with_joined_qkv(trained, weights)
     renamed_weights = {renamed(name, NAMES): weight for name, weight in weights.items()}
     if model.qk_norm:
         for layer in range(model.n_layer):
             for each in ("attn_q_norm", "attn_k_norm"):
                 renamed_weights.setdefault(f"blk.{layer}.{each}.weight", torch.ones(model.head_width))
+    if model.position == "rotary" and not is_interpolation(model.rotary_scaling):
+        renamed_weights["rope_freqs.weight"] = slowdown(trained)
     return renamed_weights
+
+
+def slowdown(trained: Trained) -> Tensor:
+    """How many times slower each pair of a head turns by model.rotary_scaling, (R/2,) fp32."""
+    n_rotated = trained.model.n_rotated
+    frequency = trained.model.rotary_base ** -(torch.arange(0, n_rotated, 2, dtype=torch.float64) / n_rotated)
+    return (frequency / scaled(frequency, *trained.model.rotary_scaling)).float()
 
 
 def neighbours_first(rows: Tensor, d_head: int) -> Tensor:

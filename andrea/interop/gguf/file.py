@@ -42,7 +42,7 @@ def write_file(path: Path, trained: Trained, architecture: Architecture, dtype: 
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture.name)
-    add_model(writer, trained)
+    add_model(writer, trained, architecture.joins_qkv)
     add_tokenizer(writer, trained)
     writer.add_file_type(file_type(gguf, dtype))
     for name, weight in weights_for(trained, architecture).items():
@@ -66,7 +66,7 @@ def kind_of(gguf: Any, name: str, n_dimension: int, dtype: str) -> Any:
     return getattr(gguf.GGMLQuantizationType, dtype.upper() if is_rounded else "F32")
 
 
-def add_model(writer: Any, trained: Trained) -> None:
+def add_model(writer: Any, trained: Trained, joins_qkv: bool) -> None:
     import gguf
 
     model = trained.model
@@ -76,7 +76,7 @@ def add_model(writer: Any, trained: Trained) -> None:
     writer.add_block_count(model.n_layer)
     writer.add_feed_forward_length(model.d_mlp)
     writer.add_head_count(model.n_head)
-    writer.add_head_count_kv(model.n_head if writer.arch == "gpt2" else trained.n_kv_head)
+    writer.add_head_count_kv(model.n_head if joins_qkv else trained.n_kv_head)
     writer.add_vocab_size(trained.tokenizer.n_vocab)
     if model.norm == "rmsnorm":
         writer.add_layer_norm_rms_eps(model.norm_epsilon)
@@ -86,11 +86,16 @@ def add_model(writer: Any, trained: Trained) -> None:
         return
     writer.add_key_length(model.head_width)
     writer.add_value_length(model.head_width)
-    writer.add_rope_dimension_count(model.head_width)
+    writer.add_rope_dimension_count(model.n_rotated)
     writer.add_rope_freq_base(model.rotary_base)
-    if model.position == "none":
+    if writer.arch == "gptneox":
+        writer.add_parallel_residual(model.parallel_residual)
+    factor = NO_ROTATION if model.position == "none" else None
+    if model.position == "rotary" and model.rotary_scaling is not None and len(model.rotary_scaling) == 1:
+        (factor,) = model.rotary_scaling
+    if factor is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(NO_ROTATION)
+        writer.add_rope_scaling_factor(factor)
 
 
 def add_tokenizer(writer: Any, trained: Trained) -> None:
