@@ -34,7 +34,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | SEQUENTIAL),
     "gpt_neox, tied, all turn, linear": (
         "GPTNeoX",
-        NEOX | {"tie_word_embeddings": True, "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
+        NEOX
+        | {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0},
+        },
     ),
     "llama": ("Llama", SMALL | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),  # as SmolLM2
     "llama 3.1": ("Llama", SMALL | {"head_dim": 24, "rope_parameters": SCALED | {"rope_type": "llama3"}}),
@@ -43,6 +48,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
+    "llama, biases in attention": ("Llama", SMALL | {"attention_bias": True}),
+    "qwen2": ("Qwen2", SMALL),  # biases of queries, keys and values alone
+    "qwen2, windows": ("Qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "mistral": ("Mistral", SMALL | {"sliding_window": 7}),
     "nanochat": ("NanoChat", SMALL),
     "qwen3": ("Qwen3", SMALL | {"head_dim": 16, "tie_word_embeddings": True}),  # heads wider than hidden_size / 4

@@ -173,6 +173,16 @@ def edited(**changes) -> Callable[[Path], None]:
     return edit
 
 
+def without_a_bias(folder: Path) -> None:
+    """One layer has the bias that all should have."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+    save_file(weights, folder / "model.safetensors")
+    edited(attention_bias=True)(folder)
+
+
 def with_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
@@ -250,7 +260,7 @@ HOSTILE = {
     ),
     "weights in 4 bits": (edited(quantization_config={"bits": 4}), "quantization_config="),
     "capped logits": (edited(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
-    "a biased MLP alone": (edited(mlp_bias=True), "mlp_bias=True"),
+    "biases of one layer": (without_a_bias, "q_proj.bias is absent in the file"),
     "window layers in words": (
         edited(model_type="qwen3", max_window_layers="a", sliding_window=3, use_sliding_window=True),
         "max_window_layers='a'",
@@ -301,7 +311,6 @@ def test_hostile_exports_of_ours_end_in_one_line(changes, models: Folder, tmp_pa
         ({"hidden_size": 50}, "hidden_size=50 of config.json is not divided by"),
         ({"hidden_size": 64}, "by config.json; copy both again"),
         ({"num_attention_heads": 0}, "num_attention_heads=0"),
-        ({"attention_bias": False}, "attention_bias=False"),
         ({"hidden_act": "silu"}, "hidden_act='silu'"),
         ({"use_parallel_residual": "yes"}, "parallel_residual"),
     ],

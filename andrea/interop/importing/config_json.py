@@ -5,6 +5,7 @@ Every setting that changes what the model computes is either represented or refu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -152,6 +153,24 @@ def under_our_names(
     if left:
         raise UserError(f"the file holds {len(left)} weights that such a model does not have, for example {min(left)}")
     return {ours: theirs[names[ours]] for ours in shapes}
+
+
+def with_zero_biases(
+    theirs: Mapping[str, Tensor], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """The weights, and zeros for the biases of a matrix that has none in any layer. names: ours -> theirs.
+
+    Here all matrices have biases or none has. A bias that some layers have stays missing in the others.
+    """
+
+    def kind(name: str) -> str:
+        return re.sub(r"\.\d+\.", ".", name)
+
+    found, there = dict(theirs), {kind(name) for name in theirs}
+    for ours, name in names.items():
+        if ours.endswith(".bias") and kind(name) not in there:
+            found[name] = torch.zeros(shapes[ours])
+    return found
 
 
 def shapes_of(model: ModelConfig, attention: AttentionConfig, n_vocab: int) -> dict[str, tuple[int, ...]]:

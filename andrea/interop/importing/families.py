@@ -11,7 +11,7 @@ from torch import Tensor
 from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
 from andrea.interop.importing.gpt2 import gpt2_configs, gpt2_weights
 from andrea.interop.importing.gpt_neox import gpt_neox_configs, gpt_neox_weights
-from andrea.interop.importing.llama import llama_configs, llama_weights, qwen3_configs
+from andrea.interop.importing.llama import llama_configs, llama_weights, qwen2_configs, qwen3_configs
 from andrea.interop.importing.nanochat import nanochat_configs, nanochat_weights
 from andrea.interop.importing.own import own_configs
 
@@ -36,6 +36,7 @@ FAMILIES = {
     "llama": Family(llama_configs, llama_weights),
     "mistral": Family(llama_configs, llama_weights),
     "nanochat": Family(nanochat_configs, nanochat_weights),
+    "qwen2": Family(qwen2_configs, llama_weights),
     "qwen3": Family(qwen3_configs, llama_weights),
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.interop.hugging_face.classes import ACTIVATIONS
 from andrea.interop.hugging_face.names import GPT_NEOX_NAMES, renamed, rotated_first
-from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names
+from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names, with_zero_biases
 
 SIZES = {
     "d_model": "hidden_size",
@@ -31,7 +31,7 @@ TABLES = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 def gpt_neox_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Raises UserError for a setting that has no counterpart here."""
     settings = Settings({"layer_norm_eps": 1e-5, "rope_theta": plain.get("rotary_emb_base", 10000.0), **plain})
-    settings.demand({"attention_bias": True, "quantization_config": None})
+    settings.demand({"quantization_config": None})
     sizes = settings.sizes(SIZES)
     model = (
         sizes
@@ -85,8 +85,6 @@ def gpt_neox_weights(
         ):
             rows = rows if kind == "value" else rows[:, order]  # noqa: PLW2901 (in our order)
             parts[name.replace("query_key_value", kind)] = rows.flatten(0, 1)
-    names = {
-        name: renamed(name, GPT_NEOX_NAMES).replace("embed_out.", "lm_head.")
-        for name in shapes_of(model, attention, n_vocab)
-    }
-    return under_our_names(parts, names, model, attention, n_vocab)
+    shapes = shapes_of(model, attention, n_vocab)
+    names = {name: renamed(name, GPT_NEOX_NAMES).replace("embed_out.", "lm_head.") for name in shapes}
+    return under_our_names(with_zero_biases(parts, names, shapes), names, model, attention, n_vocab)

@@ -1,6 +1,7 @@
-"""Llama, Mistral and Qwen3 (config.json of transformers) read into ours.
+"""Llama, Mistral, Qwen2 and Qwen3 (config.json of transformers) read into ours.
 
-Touvron et al. 2023, arXiv 2302.13971; Jiang et al. 2023, arXiv 2310.06825; Yang et al. 2025, arXiv 2505.09388.
+Touvron et al. 2023, arXiv 2302.13971; Jiang et al. 2023, arXiv 2310.06825; Yang et al. 2024, arXiv
+2412.15115; Yang et al. 2025, arXiv 2505.09388.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.interop.hugging_face.names import LLAMA_NAMES, renamed
-from andrea.interop.importing.config_json import Settings, configs, own_head_width, shapes_of, under_our_names
+from andrea.interop.importing.config_json import (
+    Settings,
+    configs,
+    own_head_width,
+    shapes_of,
+    under_our_names,
+    with_zero_biases,
+)
 
 SIZES = {
     "d_model": "hidden_size",
@@ -24,7 +32,7 @@ SIZES = {
 }
 
 
-# Settings of descendants that compute something else. Files of Llama, Mistral and Qwen3 lack them, or have these values.
+# Settings of descendants that compute something else. Files of Llama, Mistral and Qwen lack them, or have these values.
 PLAIN = {
     "hidden_act": "silu",
     "quantization_config": None,
@@ -41,9 +49,16 @@ PLAIN = {
 def llama_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Llama, and Mistral, which is Llama with a window. Raises UserError."""
     settings = Settings(plain)
-    bias = plain.get("attention_bias", False)
-    settings.demand(PLAIN | {"mlp_bias": bias})
+    settings.demand(PLAIN)
+    bias = plain.get("attention_bias", False) or plain.get("mlp_bias", False)
     return of_llama(settings, plain, name, {"bias": bias, "qk_norm": False})
+
+
+def qwen2_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
+    """Qwen2 and Qwen2.5, which are Llama with biases of queries, keys and values. Raises UserError."""
+    settings = Settings(plain)
+    settings.demand(PLAIN)
+    return of_llama(settings, plain, name, {"bias": True, "qk_norm": False})
 
 
 def qwen3_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
@@ -76,7 +91,11 @@ def of_llama(
 def llama_weights(
     theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
 ) -> dict[str, Tensor]:
-    """Names alone differ. Old files of Llama also hold the frequencies of the rotary positions, which are computed here."""
+    """Names alone differ. Biases of matrices that have none are zeros.
+
+    Old files also hold the frequencies of the rotary positions, which are computed here.
+    """
     theirs = {name: each for name, each in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
-    names = {name: renamed(name, LLAMA_NAMES) for name in shapes_of(model, attention, n_vocab)}
-    return under_our_names(theirs, names, model, attention, n_vocab)
+    shapes = shapes_of(model, attention, n_vocab)
+    names = {name: renamed(name, LLAMA_NAMES) for name in shapes}
+    return under_our_names(with_zero_biases(theirs, names, shapes), names, model, attention, n_vocab)
