@@ -102,9 +102,10 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
 def compiled_loss(dtype: str, target: int, capped: bool):
     """The loss's kernel as its launcher would compile it: any vocabulary, padded to a multiple of 128 columns."""
     pointers = {"logits": f"*{dtype}", "targets": "*i64", "nats": "*fp32"}
-    numbers = {"stride": "i64", "n_vocab": "i32", "n_column": "i32", "cap": "fp32", "to_exponent": "fp32"}
+    numbers = {"stride": "i64", "n_vocab": "i32", "n_column": "i32", "cap": "fp32", "to_u": "fp32"}
     constants = {
         "CAPPED": capped,
+        "HARDWARE": dtype == "bf16",
         "FIXED": capped,
         "GRADIENTS": True,
         "IGNORED": IGNORED_TARGET,

@@ -150,6 +150,36 @@ def test_columns_that_are_no_tokens_change_nothing_and_get_no_gradient(cap: floa
 
 
 @pytest.mark.untraced
+@pytest.mark.parametrize("spread", [1.0, 6.0, 40.0])
+def test_a_gpus_own_tanh_errs_no_more_than_the_rounding_of_the_logits(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradient of bf16 logits, against float64 before they were rounded.
+
+    The interpreter has no such tanh. In its place stands one that errs as much as the GPU's may, by up to 2^-11.
+    """
+    pytest.importorskip("triton")
+    from coarse_tanh import coarse_tanh
+
+    from andrea.training.loss.kernels import cross_entropy
+
+    generator = torch.Generator().manual_seed(3)
+    exact = spread * torch.randn(64, V, generator=generator, dtype=torch.float64)
+    rounded, targets = exact.bfloat16(), torch.randint(V, (64,), generator=generator)
+    truth = fused.torch_loss_of_chunk(exact.clone(), targets, V, 15.0, True)
+    by_rounding = fused.torch_loss_of_chunk(rounded.double(), targets, V, 15.0, True)
+    monkeypatch.setattr(cross_entropy, "hardware_tanh", coarse_tanh)
+    monkeypatch.setattr(cross_entropy, "has_hardware_tanh", lambda logits: logits.dtype == torch.bfloat16)
+    found = fused.triton_loss_of_chunk(rounded.clone(), targets, V, 15.0, True)
+    exact_tanh = fused.triton_loss_of_chunk(rounded.clone(), targets, V, 15.0, False)[0]
+    by_rounding = by_rounding[0], by_rounding[1].bfloat16()  # as the kernel stores it
+    for name, true, judge, ours in zip(("loss", "gradient"), truth, by_rounding, found, strict=True):
+        allowed, error = (judge - true).norm(), (ours.double() - true).norm()
+        assert error <= 2 * allowed, (name, float(error), float(allowed))
+    assert torch.allclose(exact_tanh.double(), by_rounding[0].double(), rtol=1e-6)  # an evaluation's loss is exact
+
+
+@pytest.mark.untraced
 def test_a_soft_cap_that_is_reached_everywhere_leaves_the_sum_finite() -> None:
     """All logits at -cap: e^(-2 cap) is what the sum is made of, the smallest that the fixed maximum must hold."""
     pytest.importorskip("triton")
