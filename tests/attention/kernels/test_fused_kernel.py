@@ -109,6 +109,18 @@ def test_both_backward_passes_and_many_small_tiles(mask, size, atomics, monkeypa
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(("width", "atomics"), [(64, False), (64, True), (128, False), (128, True)])
+def test_the_tiles_of_every_card(capability, width, atomics, monkeypatch):
+    """More keys and queries than a tile has, so that whole tiles and parts of tiles are computed."""
+    for module in (fused, tiles):
+        monkeypatch.setattr(module, "capability_of", lambda tensor: capability)
+    if atomics:
+        use_atomics(monkeypatch)
+    judge(Case(1, 2, 1, 131, 139, width, width, "window & documents & padding", torch.float16), "triton")
+
+
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
 def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
     """From Hopper on, 16-bit tiles come through tensor descriptors; their bounds are the tensor's own."""
