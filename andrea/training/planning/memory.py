@@ -72,6 +72,7 @@ def plan_memory(
     on_cpu: bool = False,
     ranks: int = 1,
     sharded: bool = False,
+    bf16_residual: bool = False,
 ) -> Memory:
     """The peak of a training step on one device, by part.
 
@@ -79,7 +80,7 @@ def plan_memory(
     state. AdamW keeps two fp32 numbers per parameter. Muon keeps one per parameter of the blocks' matrices, and AdamW
     updates the other parameters. Temporary memory comes on top: the passes of one micro-batch (`pass_bytes`) or the
     optimizer's step (`optimizer_step_bytes`), whichever needs more. recompute: activation checkpointing.
-    averaged: the weights' running average is kept too.
+    averaged: the weights' running average is kept too. bf16_residual: the sum that each block adds to is in bf16.
 
     on_cpu: Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
     without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
@@ -104,7 +105,9 @@ def plan_memory(
     share = ranks if sharded else 1
     # On a GPU our kernel measures the heads without materialising the scores.
     observing = on_cpu and attention.qk_clip is not None
-    activations = pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded)
+    activations = pass_bytes(
+        config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded, bf16_residual
+    )
     return Memory(
         weights=4 * total // share,
         gradients=4 * total,
@@ -168,6 +171,7 @@ def pass_bytes(
     recompute: bool,
     observing: bool,
     sharded: bool,
+    bf16_residual: bool = False,
 ) -> int:
     """The peak memory of the forward and backward pass of one micro-batch, without weights and gradients.
 
@@ -180,6 +184,7 @@ def pass_bytes(
     dtype = DTYPES[precision]
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
+        model.has_bf16_residual = bf16_residual
         if sharded:
             for module in model.blocks.modules():
                 if isinstance(module, nn.Linear):
