@@ -27,6 +27,15 @@ USAGE = """\
     print(Llama("{folder}/model.gguf")("def main(", max_tokens=64)["choices"][0]["text"])
 """
 
+HUB_USAGE = """\
+    llama-cli -hf {hub} -p "def main(" -n 64                         # a program of llama.cpp
+    llama-server -hf {hub}                                           # the same, with a web page
+
+    from llama_cpp import Llama                                      # pip install llama-cpp-python huggingface_hub
+    model = Llama.from_pretrained("{hub}", "model.gguf")
+    print(model("def main(", max_tokens=64)["choices"][0]["text"])
+"""
+
 
 @final
 class Gguf(Target):
@@ -53,5 +62,5 @@ class Gguf(Target):
     def open(self, folder: Path) -> LlamaCpp:
         return LlamaCpp(folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW))
 
-    def usage(self, folder: str) -> str:
-        return USAGE.format(folder=folder)
+    def usage(self, folder: str, hub: str | None) -> str:
+        return HUB_USAGE.format(hub=hub) if hub else USAGE.format(folder=folder)
