@@ -64,10 +64,9 @@ def read(plain: dict[str, Any], end_of_text: int = 800) -> HfTokenizer:
 
 
 @pytest.mark.parametrize("name", PRE)
-def test_llama_cpp_gives_the_same_ids(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_llama_cpp_gives_the_same_ids(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    monkeypatch.setattr(proof, "N_FUZZ_TEXTS", 3000)
     tokenizer = read(tokenizer_json(*PRE[name]))
     trained = make_trained(BLOCKS_OF_32 | {"qk_norm": True}, tokenizer=tokenizer)
     target = Gguf(trained, "f32")
