@@ -73,9 +73,14 @@ class Checkpoint:
 
     def result_tensors(self) -> dict[str, Tensor]:
         """The weights that are the result of the run: their running average if the run kept one, else `model_tensors`."""
+        reader, stored = self.open_results()
+        return {name: reader.read(place) for name, place in stored.items()}
+
+    def open_results(self) -> tuple[TensorReader, dict[str, str]]:
+        """A reader, and the name under which the files hold the result of each weight. Raises Damaged."""
         reader = self.open_tensors(with_optimizer=self.is_sharded or (self.path / "optimizer.safetensors").exists())
         names = {name: f"{name}/{AVERAGE}" for name in reader.names if "/" not in name}
-        return {name: reader.read(average if average in reader.parts else name) for name, average in names.items()}
+        return reader, {name: average if average in reader.parts else name for name, average in names.items()}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Optimizer state by `parameter/quantity`, on the CPU. Raises Damaged, or UserError if it is missing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -13,7 +15,8 @@ from andrea.model.gpt import GPT
 from andrea.runtime.own_parts import is_own, source_sha256
 from andrea.text.tokenizer import Tokenizer
 
-WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WEIGHT_TYPES = {"F32", "BF16", "F16", "F64"}  # as safetensors calls them
+N_PORTION = 8  # a reader keeps the pages of its files in memory, and is closed after each such share of the weights
 
 
 def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
@@ -24,22 +27,35 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     If the source file of a user's own class has changed since the training, a line on standard error says so.
     """
     model_config, attention_config = configs_of(checkpoint)
-    tensors = checkpoint.result_tensors()
-    check_shapes(
-        checkpoint,
-        {name: tuple(each.shape) for name, each in tensors.items()},
-        tokenizer,
-        model_config,
-        attention_config,
-    )
-    for name, tensor in tensors.items():
-        if tensor.dtype not in WEIGHT_TYPES:
-            raise Damaged(f"{checkpoint.path} is damaged: {name} has type {tensor.dtype}, which weights cannot have")
+    reader, stored = checkpoint.open_results()
+    in_files = reader.shapes
+    shapes = {name: in_files[place] for name, place in stored.items()}
+    check_shapes(checkpoint, shapes, tokenizer, model_config, attention_config)
+    for name, place in stored.items():
+        if wrong := reader.dtypes(place) - WEIGHT_TYPES:
+            raise Damaged(f"{checkpoint.path} is damaged: {name} has type {min(wrong)}, which weights cannot have")
     model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
-    model.load_state_dict(tensors)
+    for names in portions(shapes):
+        reader, _ = checkpoint.open_results()
+        model.load_state_dict(
+            {name: reader.read(stored[name]) for name in names}, strict=False
+        )  # the names are checked
     for change in changed_own_parts(checkpoint, model_config, attention_config):
         print(f"changed since training: {change}", file=sys.stderr)
     return model.eval().requires_grad_(False)
+
+
+def portions(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
+    """The names in N_PORTION lists or a few more, of about as many numbers each."""
+    most = sum(map(math.prod, shapes.values())) / N_PORTION
+    portion, filled = [], 0
+    for name, shape in shapes.items():
+        if portion and filled + math.prod(shape) > most:
+            yield portion
+            portion, filled = [], 0
+        portion.append(name)
+        filled += math.prod(shape)
+    yield portion
 
 
 def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:

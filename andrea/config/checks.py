@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ from andrea.config.schema import (
     TrainConfig,
 )
 
+# A repository on Hugging Face's hub: both parts begin and end with a letter, a digit or "_", without "--" and "..".
+HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?", re.ASCII)
 LARGEST_WIDTH = 2**20  # of all heads together
 LARGEST_ROTARY_TABLE = 2**25  # positions times head width
 MOST_SAMPLED_TOKENS = 2**26  # held in memory at a time
@@ -289,6 +292,12 @@ def check_compare(config: CompareConfig, path: str) -> None:
 def check_export(config: ExportConfig, path: str) -> None:
     if config.dtype == "q8_0" and config.to != "gguf":
         raise UserError(f"dtype=q8_0 is a type of GGUF files, got to={config.to}; use f32, f16 or bf16, or set to=gguf")
+    if config.hub is not None and not HUB_NAME.fullmatch(config.hub):
+        raise UserError(
+            f"hub={config.hub} is not a repository of Hugging Face's hub; write OWNER/NAME, with letters, digits, '-', '_' and '.'"
+        )
+    if not config.private and config.hub is None:
+        raise UserError("private=false says who may read an upload, but hub is not set; set hub=OWNER/NAME too")
 
 
 CHECKS: dict[type, Callable[[Any, str], None]] = {

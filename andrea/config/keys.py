@@ -132,6 +132,8 @@ EXPORT_NAMES = {
     "out": "output output_dir outfile folder",
     "dtype": "precision torch_dtype outtype quantize quantization",
     "text": "prompt prompts file",
+    "hub": "repo repo_id hub_id push_to_hub upload",
+    "private": "public visibility",
 }
 IMPORT_NAMES = {
     "source": "checkpoint model path folder init_from",

@@ -343,6 +343,8 @@ class ExportConfig:
     dtype: Literal["f32", "f16", "bf16", "q8_0"]
     text: PathText | None
     data_dir: PathText
+    hub: str | None
+    private: bool
 
 
 @dataclass(frozen=True)

@@ -46,15 +46,17 @@ In training, attention did not cross documents (`attention.across_documents=fals
 documents; in a text with several, each token also sees the documents before its own."""
 
 
-def card_of(trained: Trained, target: Target, dtype: str, folder: str, proof: Proof | None, reason: str) -> str:
-    """The card as Markdown. reason: why there is no proof, if there is none."""
+def card_of(
+    trained: Trained, target: Target, dtype: str, folder: str, hub: str | None, proof: Proof | None, reason: str
+) -> str:
+    """The card as Markdown. hub: the repository that it is uploaded to. reason: why there is no proof, if there is none."""
     return CARD.format(
         name=trained.name,
         n_parameter=sum(parameter.numel() for parameter in trained.gpt.parameters()),
         what=target.what,
         dtype=dtype,
         why=target.why,
-        usage=target.usage(folder),
+        usage=target.usage(folder, hub),
         sequence_length=trained.model.sequence_length,
         documents="" if trained.attention.across_documents else ONE_DOCUMENT,
         facts="\n".join(f"| {name} | {value} |" for name, value in facts(trained).items()),

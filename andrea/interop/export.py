@@ -16,6 +16,7 @@ from andrea.config import ExportConfig, UserError
 from andrea.interop.card import card_of
 from andrea.interop.compared_text import ComparedText, compared_text, read_text
 from andrea.interop.gguf.target import Gguf
+from andrea.interop.hub import not_uploaded, upload
 from andrea.interop.hugging_face.target import HuggingFace
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.interop.settings import Trained
@@ -47,9 +48,13 @@ def export(config: ExportConfig) -> int:
         if proof is not None and proof.failures:
             return failed(proof, folder, staging)
         with storing(folder, of_run=False):
-            card = card_of(trained, target, config.dtype, folder.name, proof, reason)
+            card = card_of(trained, target, config.dtype, folder.name, config.hub, proof, reason)
             publish(staging, folder, proof.as_json() if proof else {"proven": False, "reason": reason}, card)
     report(folder, proof, reason)
+    if config.hub is not None:
+        if proof is None:
+            raise not_uploaded(folder, f"it is not proven: {reason}", config.hub, config.private)
+        print(upload(folder, config.hub, config.private, target.replaced))
     return 0
 
 

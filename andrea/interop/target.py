@@ -14,6 +14,7 @@ class Target(ABC):
 
     what: the class or architecture that the model becomes. why: a sentence. package: of the program that proves it.
     share, least: the tolerance of the proof, as a share of the largest logit, and at least so much.
+    replaced: patterns of files in a repository that an earlier upload may have left, and that would be loaded in place of these.
     """
 
     what: str
@@ -21,6 +22,7 @@ class Target(ABC):
     package: str
     share: float
     least: float = 0.0
+    replaced: tuple[str, ...] = ()
 
     @abstractmethod
     def write(self, folder: Path) -> None:
@@ -35,5 +37,5 @@ class Target(ABC):
         """Load the files by the other program. Raises ImportError if its package is missing."""
 
     @abstractmethod
-    def usage(self, folder: str) -> str:
-        """Commands that write text with the files in `folder`: Markdown."""
+    def usage(self, folder: str, hub: str | None) -> str:
+        """Commands that write text with the files in `folder`, or in the repository `hub` (OWNER/NAME): Markdown."""

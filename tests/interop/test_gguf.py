@@ -93,7 +93,7 @@ def test_what_no_architecture_holds_is_refused_with_the_nearest_option() -> None
 
 def test_tokenizers_and_types_that_a_file_cannot_hold_are_refused(bpe: Tokenizer) -> None:
     with pytest.raises(UserError, match="no tokenizer of single bytes; train with tokenizer=bpe"):
-        check_file(make_trained(), "f32")
+        Gguf(make_trained(), "f32")
     with pytest.raises(UserError, match="multiples of 32, got model.d_model=60, model.d_mlp=77; export with dtype=f16"):
         check_file(make_trained(tokenizer=bpe), "q8_0")
     with pytest.raises(UserError, match="multiples of 32, got model.n_head=4 times model.d_head=14; export"):

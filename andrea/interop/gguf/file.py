@@ -10,7 +10,7 @@ import torch
 
 from andrea.config import UserError
 from andrea.interop.gguf.architectures import Architecture, weights_for
-from andrea.interop.merges import visible_merges, visible_tokens
+from andrea.interop.gguf.tokenizer import gguf_tokenizer
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
 
@@ -19,16 +19,7 @@ BLOCK = 32  # numbers that share a factor in q8_0
 
 
 def check_file(trained: Trained, dtype: str) -> None:
-    """Raise UserError for a tokenizer or a type that a GGUF file cannot hold."""
-    if trained.tokenizer.kind == "hf":
-        raise UserError(
-            "to=gguf: a tokenizer of another program (tokenizer=hf) cannot be written to a GGUF file yet; export with to=hf, and "
-            "convert the folder with llama.cpp's own converter"
-        )
-    if trained.tokenizer.kind == "byte":
-        raise UserError(
-            "to=gguf: llama.cpp has no tokenizer of single bytes; train with tokenizer=bpe, or export with to=hf"
-        )
+    """Raise UserError for a type that a GGUF file cannot hold."""
     model = trained.model
     odd = [f"model.{key}={n}" for key in ("d_model", "d_mlp") if (n := getattr(model, key)) % BLOCK]
     if model.d_head is not None and model.d_attended % BLOCK:
@@ -99,19 +90,17 @@ def add_model(writer: Any, trained: Trained, joins_qkv: bool) -> None:
 
 
 def add_tokenizer(writer: Any, trained: Trained) -> None:
-    """GPT-2's kind of tokenizer, with its pattern, and end-of-text in front of a text."""
+    """GPT-2's kind of tokenizer, with the pattern of its pre-tokenizer, and end-of-text in front of a text."""
     import gguf
 
-    tokenizer = trained.tokenizer
-    kinds = [gguf.TokenType.NORMAL] * tokenizer.n_vocab
-    kinds[tokenizer.end_of_text] = gguf.TokenType.CONTROL
+    written = gguf_tokenizer(trained.tokenizer)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(visible_tokens(tokenizer))
-    writer.add_token_types(kinds)
-    writer.add_token_merges([f"{first} {second}" for first, second in visible_merges(tokenizer)])
+    writer.add_tokenizer_pre(written.pre)
+    writer.add_token_list(written.tokens)
+    writer.add_token_types([gguf.TokenType[kind] for kind in written.kinds])
+    writer.add_token_merges(written.merges)
     for add_id in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
-        add_id(tokenizer.end_of_text)
+        add_id(trained.tokenizer.end_of_text)
     writer.add_add_bos_token(True)
 
 

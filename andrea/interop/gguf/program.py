@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -18,10 +18,11 @@ GGML_F32 = 0  # ggml's number of the type of fp32
 class LlamaCpp(OtherProgram):
     """The model of a GGUF file, with a cache in fp32. Raises ImportError without llama-cpp-python."""
 
-    def __init__(self, path: Path, n_token: int) -> None:
-        """n_token: the largest number of tokens that it is asked to read."""
+    def __init__(self, path: Path, n_token: int, normalised: Callable[[str], str] | None = None) -> None:
+        """n_token: the largest number of tokens that it is asked to read. normalised: what is done to a text before."""
         import llama_cpp
 
+        self.normalised = normalised
         self.name = f"llama-cpp-python {llama_cpp.__version__}"
         self.model = llama_cpp.Llama(
             str(path),
@@ -41,7 +42,8 @@ class LlamaCpp(OtherProgram):
         return torch.from_numpy(self.model.scores[: len(tokens)].copy())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.model.tokenize(text.encode(), add_bos=True, special=False) for text in texts]
+        prepared = texts if self.normalised is None else map(self.normalised, texts)
+        return [self.model.tokenize(text.encode(), add_bos=True, special=False) for text in prepared]
 
     def greedy(self, tokens: Sequence[int], n_new: int) -> list[int]:
         chosen: list[int] = []

@@ -10,6 +10,7 @@ from andrea.config import UserError
 from andrea.interop.gguf.architectures import choose_architecture
 from andrea.interop.gguf.file import check_file, rounded_gpt, write_file
 from andrea.interop.gguf.program import LlamaCpp
+from andrea.interop.gguf.tokenizer import gguf_tokenizer
 from andrea.interop.proof import LONGEST_WINDOW
 from andrea.interop.settings import Trained
 from andrea.interop.target import Target
@@ -18,6 +19,10 @@ from andrea.model.gpt import GPT
 # Tolerances as shares of the largest logit, about five times what was measured: llama.cpp rounds activations too.
 ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2}
 LEAST = 1e-4
+NOT_NORMALISED = (
+    "; llama.cpp does not bring text into Unicode's form NFC, as the model's tokenizer does, so token ids are compared on texts "
+    "in this form"
+)
 
 USAGE = """\
     llama-cli -m {folder}/model.gguf -p "def main(" -n 64            # a program of llama.cpp
@@ -25,6 +30,15 @@ USAGE = """\
 
     from llama_cpp import Llama                                      # pip install llama-cpp-python
     print(Llama("{folder}/model.gguf")("def main(", max_tokens=64)["choices"][0]["text"])
+"""
+
+HUB_USAGE = """\
+    llama-cli -hf {hub} -p "def main(" -n 64                         # a program of llama.cpp
+    llama-server -hf {hub}                                           # the same, with a web page
+
+    from llama_cpp import Llama                                      # pip install llama-cpp-python huggingface_hub
+    model = Llama.from_pretrained("{hub}", "model.gguf")
+    print(model("def main(", max_tokens=64)["choices"][0]["text"])
 """
 
 
@@ -37,11 +51,14 @@ class Gguf(Target):
         """Raises UserError for a model, a tokenizer or a type that the file cannot hold, and without the package gguf."""
         self.trained, self.dtype = trained, dtype
         self.architecture = choose_architecture(trained)
+        self.tokenizer = gguf_tokenizer(trained.tokenizer)
         check_file(trained, dtype)
         if importlib.util.find_spec("gguf") is None:
             raise UserError('to=gguf needs the package gguf; run: pip install gguf (or pip install -e ".[interop]")')
         self.what = self.architecture.name
         self.why = f"llama.cpp's architecture {self.what} computes the same function"
+        if self.tokenizer.normalised is not None:
+            self.why += NOT_NORMALISED
         self.share = max(self.architecture.tolerance, ROUNDED.get(dtype, 0.0))
 
     def write(self, folder: Path) -> None:
@@ -51,7 +68,9 @@ class Gguf(Target):
         return rounded_gpt(self.trained.gpt, self.dtype)
 
     def open(self, folder: Path) -> LlamaCpp:
-        return LlamaCpp(folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW))
+        return LlamaCpp(
+            folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW), self.tokenizer.normalised
+        )
 
-    def usage(self, folder: str) -> str:
-        return USAGE.format(folder=folder)
+    def usage(self, folder: str, hub: str | None) -> str:
+        return HUB_USAGE.format(hub=hub) if hub else USAGE.format(folder=folder)

@@ -15,7 +15,7 @@ from andrea.interop.hugging_face.classes import HuggingFaceClass
 from andrea.interop.hugging_face.tokenizer_files import write_tokenizer
 from andrea.interop.settings import Trained
 
-MODEL_CODE = "modeling_andrea.py"
+MODEL_CODE, WEIGHTS, INDEX = "modeling_andrea.py", "model.safetensors", "model.safetensors.index.json"
 LARGEST_SHARD_BYTES = 5 * 10**9
 SAMPLING = {"do_sample": True, "temperature": 1.0}  # the likeliest tokens of a small model repeat themselves
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -48,13 +48,13 @@ def write_weights(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype) 
     from safetensors.torch import save_file
 
     shards = list(shards_of(weights, dtype.itemsize))
-    names = ["model.safetensors"]
+    names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         file_of = {weight: name for name, shard in zip(names, shards, strict=True) for weight in shard}
         size = dtype.itemsize * sum(weight.numel() for weight in weights.values())
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
-        write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / INDEX, index)
     for name, shard in zip(names, shards, strict=True):
         tensors = {weight: weights[weight].to(dtype).contiguous() for weight in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from andrea.interop.hugging_face.classes import choose_class
-from andrea.interop.hugging_face.folder import DTYPES, write_folder
+from andrea.interop.hugging_face.folder import DTYPES, INDEX, WEIGHTS, write_folder
 from andrea.interop.hugging_face.program import Transformers
 from andrea.interop.settings import Trained
 from andrea.interop.target import Target
@@ -28,6 +28,7 @@ USAGE = """\
 @final
 class HuggingFace(Target):
     package = "transformers"
+    replaced = (WEIGHTS, "model-*-of-*.safetensors", INDEX)
 
     def __init__(self, trained: Trained, dtype: str) -> None:
         """dtype: one of DTYPES. Raises UserError for a model that transformers cannot hold."""
@@ -47,5 +48,5 @@ class HuggingFace(Target):
     def open(self, folder: Path) -> Transformers:
         return Transformers(folder)
 
-    def usage(self, folder: str) -> str:
-        return USAGE.format(folder=folder, trust=", trust_remote_code=True" if self.chosen.is_remote else "")
+    def usage(self, folder: str, hub: str | None) -> str:
+        return USAGE.format(folder=hub or folder, trust=", trust_remote_code=True" if self.chosen.is_remote else "")
