@@ -7,6 +7,7 @@ bits changes nothing of what is demanded of logits, and its cost in bits per byt
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -168,7 +169,8 @@ def greedy_tokens(gpt: GPT, other: OtherProgram, tokens: Tensor, tolerance: floa
 def fuzz_texts(content: str) -> Iterator[str]:
     """Short texts that tokenizers cut differently: spaces, contractions, digits, scripts, emoji, parts of `content`.
 
-    Lone surrogates are left out: other programs refuse them.
+    Lone surrogates are left out, because other programs refuse them. So are code points that Python's Unicode has not assigned:
+    programs with tables of other versions of Unicode cut them differently, as letters or not.
     """
     random = np.random.default_rng(0)
     for _ in range(N_FUZZ_TEXTS):
@@ -180,7 +182,7 @@ def fuzz_texts(content: str) -> Iterator[str]:
                 text += content[start : start + int(random.integers(1, 20))]
             elif kind == 1:
                 point = int(random.integers(0x11_0000 if random.integers(2) else 0x3000))
-                text += "" if 0xD800 <= point < 0xE000 else chr(point)
+                text += "" if unicodedata.category(chr(point)) in ("Cs", "Cn") else chr(point)
             else:
                 text += PIECES[random.integers(len(PIECES))]
         yield text

@@ -47,3 +47,11 @@ def test_a_logit_that_is_no_number_is_a_failure_in_any_window(broken: int | None
     assert (not proof.failures) == is_proven
     if is_proven:
         assert proof.largest_difference == 0 and proof.bits_per_byte_other == proof.bits_per_byte > 0
+
+
+def test_fuzz_texts_hold_no_code_point_that_versions_of_unicode_disagree_on() -> None:
+    """A trap that was met: tokenizers and llama.cpp cut U+140B2, which Unicode 16 made a letter, in different ways."""
+    characters = set("".join(fuzz_texts("some text " * 10)))
+    assert not {each for each in characters if unicodedata.category(each) in ("Cn", "Cs")}
+    kinds = {unicodedata.category(each)[0] for each in characters}
+    assert len(characters) > 2000 and kinds == {"C", "L", "M", "N", "P", "S", "Z"}
