@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from exportable import T, make_trained
 
 from andrea.interop.compared_text import ComparedText
 from andrea.interop.program import OtherProgram
-from andrea.interop.proof import logits_of, prove
+from andrea.interop.proof import fuzz_texts, logits_of, prove
 
 
 class Same(OtherProgram):
