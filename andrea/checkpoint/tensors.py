@@ -60,7 +60,9 @@ class TensorReader:
                 self.add_file(path)
             except (SafetensorError, OSError, *MALFORMED) as error:
                 raise Damaged(f"{path} is damaged: {error}") from None
-        for parts in self.parts.values():
+        for name, parts in self.parts.items():
+            if len({len(part.shape) for part in parts}) > 1:
+                raise Damaged(f"{parts[0].path} is damaged: other files hold {name} with another number of dimensions")
             parts.sort(key=lambda part: part.first)
 
     def add_file(self, path: Path) -> None:
