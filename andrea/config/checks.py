@@ -67,7 +67,7 @@ def check_model(model: ModelConfig, path: str) -> None:
             f"{path}.rotary_scaling={list(scaling)} must be one number, [factor], or four, [factor, low, high, length] with low "
             f"below high, as in [8,1,4,8192] of Llama 3.1"
         )
-    if model.position == "rotary" and 0 < model.rotary_share and round(model.rotary_share * model.head_width / 2) == 0:
+    if model.position == "rotary" and 0 < model.rotary_share and model.n_rotated == 0:
         raise UserError(
             f"{path}.rotary_share={model.rotary_share:g} of a head width of {model.head_width} is less than one pair of "
             f"numbers; the smallest share is {2 / model.head_width:g}; for no positions set {path}.position=none"

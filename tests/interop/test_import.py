@@ -260,7 +260,9 @@ HOSTILE = {
     ),
     "weights in 4 bits": (edited(quantization_config={"bits": 4}), "quantization_config="),
     "capped logits": (edited(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
-    "biases of one layer": (without_a_bias, "q_proj.bias is absent in the file"),
+    "biases of one layer": (without_a_bias, "k_proj.bias is absent in the file"),
+    "no biases in attention": (edited(attention_bias=True), "q_proj.bias is absent in the file"),
+    "a biased MLP without biases": (edited(mlp_bias=True), "gate_proj.bias is absent in the file"),
     "window layers in words": (
         edited(model_type="qwen3", max_window_layers="a", sliding_window=3, use_sliding_window=True),
         "max_window_layers='a'",
@@ -311,6 +313,7 @@ def test_hostile_exports_of_ours_end_in_one_line(changes, models: Folder, tmp_pa
         ({"hidden_size": 50}, "hidden_size=50 of config.json is not divided by"),
         ({"hidden_size": 64}, "by config.json; copy both again"),
         ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"attention_bias": False}, "dense.bias, which such a model does not have"),
         ({"hidden_act": "silu"}, "hidden_act='silu'"),
         ({"use_parallel_residual": "yes"}, "parallel_residual"),
     ],
@@ -322,6 +325,24 @@ def test_hostile_folders_of_gpt_neox_end_in_one_line(changes, message: str, copi
         main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
     assert message in str(refused.value) and "\n" not in str(refused.value)
     assert not (tmp_path / "in").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight"),
+        ("nanochat", "model.layers.0.self_attn.q_proj.weight"),
+        ("nanochat", "model.embed_tokens.weight"),
+        ("qwen2", "model.layers.0.self_attn.o_proj.weight"),
+    ],
+)
+def test_a_number_in_place_of_a_matrix_ends_in_one_line(family: str, name: str, copied: Folder, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = copied(family)
+    save_file(load_file(folder / "model.safetensors") | {name: torch.tensor(1.0)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"is \(\) in the file"):
+        main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
 
 
 def test_a_tied_head_that_differs_is_refused(copied: Folder, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.names import renamed, rotated_first, weights_of, with_repeated_heads
+from andrea.interop.hugging_face.names import is_qkv, renamed, rotated_first, weights_of, with_repeated_heads
 from andrea.interop.settings import Allowed, Trained, anything, differences, is_positive
 from andrea.model.positions import scaled
 
@@ -166,7 +166,3 @@ def with_joined_qkv(trained: Trained, weights: dict[str, Tensor]) -> dict[str, T
             ]
             joined[f"blk.{layer}.attn_qkv.{end}"] = torch.cat(parts)
     return joined
-
-
-def is_qkv(name: str) -> bool:
-    return any(f".attention.{each}." in name for each in ("query", "key", "value"))

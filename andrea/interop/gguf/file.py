@@ -10,7 +10,7 @@ import torch
 
 from andrea.config import UserError
 from andrea.interop.gguf.architectures import Architecture, weights_for
-from andrea.interop.gguf.tokenizer import gguf_tokenizer
+from andrea.interop.gguf.tokenizer import GgufTokenizer
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
 
@@ -28,13 +28,13 @@ def check_file(trained: Trained, dtype: str) -> None:
         raise UserError(f"dtype=q8_0 needs multiples of {BLOCK}, got {', '.join(odd)}; export with dtype=f16")
 
 
-def write_file(path: Path, trained: Trained, architecture: Architecture, dtype: str) -> None:
+def write_file(path: Path, trained: Trained, architecture: Architecture, tokenizer: GgufTokenizer, dtype: str) -> None:
     """Write the file. dtype: f32, f16, bf16 or q8_0, of the matrices; vectors and learned positions stay fp32."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture.name)
     add_model(writer, trained, architecture.joins_qkv)
-    add_tokenizer(writer, trained)
+    add_tokenizer(writer, tokenizer, trained.tokenizer.end_of_text)
     writer.add_file_type(file_type(gguf, dtype))
     for name, weight in weights_for(trained, architecture).items():
         kind = kind_of(gguf, name, weight.ndim, dtype)
@@ -89,18 +89,17 @@ def add_model(writer: Any, trained: Trained, joins_qkv: bool) -> None:
         writer.add_rope_scaling_factor(factor)
 
 
-def add_tokenizer(writer: Any, trained: Trained) -> None:
+def add_tokenizer(writer: Any, written: GgufTokenizer, end_of_text: int) -> None:
     """GPT-2's kind of tokenizer, with the pattern of its pre-tokenizer, and end-of-text in front of a text."""
     import gguf
 
-    written = gguf_tokenizer(trained.tokenizer)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(written.pre)
     writer.add_token_list(written.tokens)
     writer.add_token_types([gguf.TokenType[kind] for kind in written.kinds])
     writer.add_token_merges(written.merges)
     for add_id in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
-        add_id(trained.tokenizer.end_of_text)
+        add_id(end_of_text)
     writer.add_add_bos_token(True)
 
 

@@ -62,7 +62,7 @@ class Gguf(Target):
         self.share = max(self.architecture.tolerance, ROUNDED.get(dtype, 0.0))
 
     def write(self, folder: Path) -> None:
-        write_file(folder / "model.gguf", self.trained, self.architecture, self.dtype)
+        write_file(folder / "model.gguf", self.trained, self.architecture, self.tokenizer, self.dtype)
 
     def rounded_gpt(self) -> GPT:
         return rounded_gpt(self.trained.gpt, self.dtype)

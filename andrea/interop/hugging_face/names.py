@@ -143,11 +143,7 @@ def gpt_neox_weights(trained: Trained) -> dict[str, Tensor]:
     """
     ours, model = weights_of(trained), trained.model
     order = rotated_first(model.head_width, model.n_rotated)
-    weights = {
-        renamed(name, GPT_NEOX_NAMES): weight
-        for name, weight in ours.items()
-        if not any(f".attention.{each}." in name for each in ("query", "key", "value"))
-    }
+    weights = {renamed(name, GPT_NEOX_NAMES): weight for name, weight in ours.items() if not is_qkv(name)}
     for layer in range(model.n_layer):
         for end in ("weight", "bias") if model.bias else ("weight",):
             parts = []  # (H, D, …) each
@@ -159,6 +155,11 @@ def gpt_neox_weights(trained: Trained) -> dict[str, Tensor]:
     for name in [name for name in weights if name.endswith(".weight") and ("norm." in name or ".mlp." in name)]:
         weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weights[name])))
     return weights
+
+
+def is_qkv(name: str) -> bool:
+    """Whether our weight of this name belongs to the projection of queries, keys or values."""
+    return any(f".attention.{each}." in name for each in ("query", "key", "value"))
 
 
 def rotated_first(d_head: int, n_rotated: int) -> Tensor:

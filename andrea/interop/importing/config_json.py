@@ -5,7 +5,6 @@ Every setting that changes what the model computes is either represented or refu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,21 +154,18 @@ def under_our_names(
     return {ours: theirs[names[ours]] for ours in shapes}
 
 
-def with_zero_biases(
-    theirs: Mapping[str, Tensor], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """The weights, and zeros for the biases of a matrix that has none in any layer. names: ours -> theirs.
+def with_zero_biases(theirs: Mapping[str, Tensor], unbiased: tuple[str, ...]) -> dict[str, Tensor]:
+    """The weights, and zeros for the biases of the matrices in modules whose names end like this: here all have one, or none.
 
-    Here all matrices have biases or none has. A bias that some layers have stays missing in the others.
+    Raises UserError if the file has such a bias.
     """
-
-    def kind(name: str) -> str:
-        return re.sub(r"\.\d+\.", ".", name)
-
-    found, there = dict(theirs), {kind(name) for name in theirs}
-    for ours, name in names.items():
-        if ours.endswith(".bias") and kind(name) not in there:
-            found[name] = torch.zeros(shapes[ours])
+    found = dict(theirs)
+    for name, weight in theirs.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module.endswith(unbiased):
+            if f"{module}.bias" in theirs:
+                raise UserError(f"the file holds {module}.bias, which such a model does not have by config.json")
+            found[f"{module}.bias"] = torch.zeros(weight.shape[:1])
     return found
 
 

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
 from andrea.interop.importing.gpt2 import gpt2_configs, gpt2_weights
-from andrea.interop.importing.gpt_neox import gpt_neox_configs, gpt_neox_weights
-from andrea.interop.importing.llama import llama_configs, llama_weights, qwen2_configs, qwen3_configs
+from andrea.interop.importing.gpt_neox import gpt_neox_configs, gpt_neox_unbiased, gpt_neox_weights
+from andrea.interop.importing.llama import (
+    llama_configs,
+    llama_unbiased,
+    llama_weights,
+    qwen2_configs,
+    qwen2_unbiased,
+    qwen3_configs,
+)
 from andrea.interop.importing.nanochat import nanochat_configs, nanochat_weights
 from andrea.interop.importing.own import own_configs
 
@@ -21,22 +28,24 @@ Configs = tuple[ModelConfig, AttentionConfig]
 @dataclass(frozen=True)
 class Family:
     """configs: config.json and a name -> our configuration. weights: their weights, our configuration and V -> ours.
+    unbiased: config.json -> ends of the names of modules without a bias, where others have one.
 
-    Both raise UserError for what has no counterpart here.
+    configs and weights raise UserError for what has no counterpart here.
     """
 
     configs: Callable[[Mapping[str, Any], str], Configs]
     weights: Callable[[Mapping[str, Tensor], ModelConfig, AttentionConfig, int], dict[str, Tensor]]
+    unbiased: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda plain: ()
 
 
 FAMILIES = {
     "andrea": Family(own_configs, llama_weights),
     "gpt2": Family(gpt2_configs, gpt2_weights),
-    "gpt_neox": Family(gpt_neox_configs, gpt_neox_weights),
-    "llama": Family(llama_configs, llama_weights),
-    "mistral": Family(llama_configs, llama_weights),
+    "gpt_neox": Family(gpt_neox_configs, gpt_neox_weights, gpt_neox_unbiased),
+    "llama": Family(llama_configs, llama_weights, llama_unbiased),
+    "mistral": Family(llama_configs, llama_weights, llama_unbiased),
     "nanochat": Family(nanochat_configs, nanochat_weights),
-    "qwen2": Family(qwen2_configs, llama_weights),
+    "qwen2": Family(qwen2_configs, llama_weights, qwen2_unbiased),
     "qwen3": Family(qwen3_configs, llama_weights),
 }
 

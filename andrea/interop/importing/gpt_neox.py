@@ -13,16 +13,10 @@ from torch import Tensor
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.interop.hugging_face.classes import ACTIVATIONS
 from andrea.interop.hugging_face.names import GPT_NEOX_NAMES, renamed, rotated_first
-from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names, with_zero_biases
+from andrea.interop.importing.config_json import Settings, configs, shapes_of, under_our_names
+from andrea.interop.importing.llama import SIZES as LLAMA_SIZES
 
-SIZES = {
-    "d_model": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "d_mlp": "intermediate_size",
-    "sequence_length": "max_position_embeddings",
-    "norm_epsilon": "layer_norm_eps",
-}
+SIZES = LLAMA_SIZES | {"norm_epsilon": "layer_norm_eps"}
 MLPS = {"gelu_new": "gelu", "gelu_fast": "gelu"} | {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 # Tables that old files hold: the causal mask, and the frequencies of the rotary positions.
 TABLES = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -47,6 +41,10 @@ def gpt_neox_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
         }
     )
     return configs(model, {})
+
+
+def gpt_neox_unbiased(plain: Mapping[str, Any]) -> tuple[str, ...]:
+    return () if plain.get("attention_bias", True) else ("attention.query_key_value", "attention.dense")
 
 
 def rotary_share(plain: Mapping[str, Any], sizes: Mapping[str, Any]) -> float:
@@ -78,13 +76,17 @@ def gpt_neox_weights(
         if ".query_key_value." not in name:
             parts[name] = tensor
             continue
-        if len(tensor) != 3 * model.d_model:
-            raise UserError(f"{name} has {len(tensor)} rows, but {3 * model.d_model} by config.json; copy both again")
+        if tensor.shape[:1] != (3 * model.d_model,):
+            raise UserError(
+                f"{name} is {tuple(tensor.shape)} in the file, but has {3 * model.d_model} rows by config.json; copy both again"
+            )
         for kind, rows in zip(
             ("query", "key", "value"), tensor.unflatten(0, (n_head, 3, d_head)).unbind(1), strict=True
         ):
             rows = rows if kind == "value" else rows[:, order]  # noqa: PLW2901 (in our order)
             parts[name.replace("query_key_value", kind)] = rows.flatten(0, 1)
-    shapes = shapes_of(model, attention, n_vocab)
-    names = {name: renamed(name, GPT_NEOX_NAMES).replace("embed_out.", "lm_head.") for name in shapes}
-    return under_our_names(with_zero_biases(parts, names, shapes), names, model, attention, n_vocab)
+    names = {
+        name: renamed(name, GPT_NEOX_NAMES).replace("embed_out.", "lm_head.")
+        for name in shapes_of(model, attention, n_vocab)
+    }
+    return under_our_names(parts, names, model, attention, n_vocab)

@@ -19,6 +19,7 @@ from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.compared_text import compared_text, read_text
 from andrea.interop.export import load_trained
+from andrea.interop.importing.config_json import with_zero_biases
 from andrea.interop.importing.families import Configs, family_of
 from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
 from andrea.interop.importing.program import ImportedByTransformers
@@ -106,7 +107,8 @@ def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
         raise UserError(
             f"{folder} holds {len(reader.names)} weights, too few for num_hidden_layers={model.n_layer}; copy it again"
         )
-    weights = family.weights(tensors_of(reader), model, attention, n_vocab)
+    theirs = with_zero_biases(tensors_of(reader), family.unbiased(plain))
+    weights = family.weights(theirs, model, attention, n_vocab)
     write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
 
 

@@ -1,7 +1,7 @@
 """Llama, Mistral, Qwen2 and Qwen3 (config.json of transformers) read into ours.
 
-Touvron et al. 2023, arXiv 2302.13971; Jiang et al. 2023, arXiv 2310.06825; Yang et al. 2024, arXiv
-2412.15115; Yang et al. 2025, arXiv 2505.09388.
+Touvron et al. 2023, arXiv 2302.13971; Jiang et al. 2023, arXiv 2310.06825; Yang et al. 2024, arXiv 2412.15115;
+Yang et al. 2025, arXiv 2505.09388.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from andrea.interop.importing.config_json import (
     own_head_width,
     shapes_of,
     under_our_names,
-    with_zero_biases,
 )
 
 SIZES = {
@@ -30,7 +29,8 @@ SIZES = {
     "sequence_length": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
-
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 # Settings of descendants that compute something else. Files of Llama, Mistral and Qwen lack them, or have these values.
 PLAIN = {
@@ -54,11 +54,21 @@ def llama_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, Att
     return of_llama(settings, plain, name, {"bias": bias, "qk_norm": False})
 
 
+def llama_unbiased(plain: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules without a bias, if attention or the MLP alone has biases."""
+    in_attention, in_mlp = bool(plain.get("attention_bias")), bool(plain.get("mlp_bias"))
+    return (ATTENTION if in_mlp else MLP) if in_attention != in_mlp else ()
+
+
 def qwen2_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Qwen2 and Qwen2.5, which are Llama with biases of queries, keys and values. Raises UserError."""
     settings = Settings(plain)
     settings.demand(PLAIN)
     return of_llama(settings, plain, name, {"bias": True, "qk_norm": False})
+
+
+def qwen2_unbiased(plain: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("self_attn.o_proj", *MLP)
 
 
 def qwen3_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
@@ -91,11 +101,7 @@ def of_llama(
 def llama_weights(
     theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
 ) -> dict[str, Tensor]:
-    """Names alone differ. Biases of matrices that have none are zeros.
-
-    Old files also hold the frequencies of the rotary positions, which are computed here.
-    """
+    """Names alone differ. Old files of Llama also hold the frequencies of the rotary positions, which are computed here."""
     theirs = {name: each for name, each in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
-    shapes = shapes_of(model, attention, n_vocab)
-    names = {name: renamed(name, LLAMA_NAMES) for name in shapes}
-    return under_our_names(with_zero_biases(theirs, names, shapes), names, model, attention, n_vocab)
+    names = {name: renamed(name, LLAMA_NAMES) for name in shapes_of(model, attention, n_vocab)}
+    return under_our_names(theirs, names, model, attention, n_vocab)

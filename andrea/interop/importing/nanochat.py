@@ -15,8 +15,8 @@ from torch.nn.functional import rms_norm
 
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.interop.hugging_face.names import LLAMA_NAMES, renamed
-from andrea.interop.importing.config_json import Settings, configs, own_head_width, shapes_of, under_our_names
-from andrea.interop.importing.llama import SIZES
+from andrea.interop.importing.config_json import Settings, shapes_of, under_our_names
+from andrea.interop.importing.llama import of_llama
 
 DEMANDED = {
     "hidden_act": "relu2",
@@ -30,22 +30,8 @@ def nanochat_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
     """Raises UserError for a setting that has no counterpart here."""
     settings = Settings({"rms_norm_eps": 1e-6, **plain})
     settings.demand(DEMANDED)
-    sizes = settings.sizes(SIZES)
-    model = (
-        sizes
-        | settings.rotary()
-        | {
-            "name": name,
-            "n_kv_head": plain.get("num_key_value_heads") or sizes["n_head"],
-            "d_head": own_head_width(plain.get("head_dim"), sizes) if "head_dim" in plain else None,
-            "norm": "rmsnorm",
-            "mlp": "relu2",
-            "tied_head": False,
-            "qk_norm": True,
-            "logit_softcap": plain.get("final_logit_softcapping", 15.0),
-        }
-    )
-    return configs(model, {})
+    own = {"mlp": "relu2", "qk_norm": True, "logit_softcap": plain.get("final_logit_softcapping", 15.0)}
+    return of_llama(settings, plain, name, own)
 
 
 def nanochat_weights(
@@ -62,10 +48,12 @@ def nanochat_weights(
         elif ours.endswith(("query.weight", "key.weight")) and name in theirs:
             # A turn by -angle of (first half, second half) is a turn by angle of (second half, first half).
             rows, d_head = theirs[name], model.head_width
-            if len(rows) % d_head:
-                raise UserError(f"{name} has {len(rows)} rows, no multiple of the head width {d_head}; copy it again")
+            if not rows.ndim or len(rows) % d_head:
+                raise UserError(
+                    f"{name} is {tuple(rows.shape)} in the file, no multiple of the head width {d_head}; copy it again"
+                )
             theirs[name] = rows.unflatten(0, (-1, 2, d_head // 2)).flip(1).flatten(0, 2)
     embedding = theirs.get(names["embedding.weight"])
-    if embedding is not None:
+    if embedding is not None and embedding.ndim == 2:
         theirs[names["embedding.weight"]] = rms_norm(embedding, embedding.shape[1:], eps=model.norm_epsilon)
     return under_our_names(theirs, names, model, attention, n_vocab)
