@@ -367,6 +367,46 @@ def test_a_model_that_computes_something_else_is_not_written(
     assert not list(tmp_path.iterdir())
 
 
+# Settings as the hub's files of these models have them, besides sizes.
+PUBLISHED = {
+    "SmolLM2": ("llama", {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}),
+    "GPT-2": (
+        "gpt2",
+        {"n_ctx": 96, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
+    ),
+    "Pythia": ("gpt_neox, one after the other", {"rotary_emb_base": 10000, "torch_dtype": "float16"}),
+    "Qwen2.5": ("qwen2", {"use_mrope": False, "sliding_window": 32768, "max_window_layers": 24}),
+    "Qwen3": ("qwen3", {"max_window_layers": 28, "rope_scaling": None, "use_sliding_window": False}),
+    "Mistral": ("mistral", {"torch_dtype": "bfloat16", "attention_dropout": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *PUBLISHED])
+def test_what_transformers_and_published_files_hold_is_known(name: str, copied: Folder, tmp_path: Path) -> None:
+    family, changes = PUBLISHED.get(name, (name, {}))
+    folder = copied(family)
+    edited(**changes)(folder)
+    assert importing.write_imported(folder, tmp_path / "in", str(folder), "model") == []
+    assert main(["export", f"checkpoint={tmp_path / 'in'}", f"out={tmp_path / 'out'}"]) == 0
+    assert importing.write_imported(tmp_path / "out", tmp_path / "again", "out", "model") == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "nanochat", "qwen3"])
+def test_an_unknown_setting_needs_a_proof(family: str, copied: Folder, tmp_path: Path, monkeypatch, capsys) -> None:
+    folder = copied(family)
+    edited(head_mixing=2)(folder)
+    with pytest.raises(UserError, match=r"\(head_mixing\); import the model first.* from="):
+        importing.imported_if_foreign(folder, tmp_path / "data")
+    assert not list((tmp_path / "data" / "imported").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "transformers", None)
+        with pytest.raises(UserError, match=r"\(head_mixing\), and nothing shows what it changes"):
+            main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
+    assert not (tmp_path / "in").exists()
+    assert main(["import", f"from={folder}", f"out={tmp_path / 'in'}"]) == 0  # transformers ignores it too
+    assert importing.imported_if_foreign(tmp_path / "in", tmp_path / "data") == tmp_path / "in"
+
+
 def test_code_in_the_folder_is_not_run(copied: Folder, tmp_path: Path) -> None:
     folder = copied()
     (folder / "modeling_andrea.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')")

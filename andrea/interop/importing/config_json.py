@@ -5,7 +5,8 @@ Every setting that changes what the model computes is either represented or refu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +23,56 @@ MOST_PARAMETERS = (
 )  # a limit against absurd sizes: they are compared with the weights only after the model is built
 
 
-class Settings:
-    """A config.json. Each method raises UserError that names the key."""
+# Settings that do not change what a model computes for a text: where it comes from, how it was trained and is loaded, how
+# texts are chosen, other heads than the one of a language model. `max_window_layers` is read where there are windows.
+INERT = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map dtype
+    is_llama_config max_window_layers model_type pretraining_tp reorder_and_upcast_attn return_dict torch_dtype torchscript
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop gradient_checkpointing
+    hidden_dropout initializer_range output_router_logits resid_pdrop
+    bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id pad_token_id prefix sep_token_id
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups
+    num_beams num_return_sequences remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
+    temperature top_k top_p typical_p
+    chunk_size_feed_forward finetuning_task id2label is_decoder is_encoder_decoder label2id num_labels output_attentions
+    output_hidden_states output_scores problem_type pruned_heads summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params tie_encoder_decoder tokenizer_class
+    """.split()
+)
+
+
+class ReadSettings(Mapping[str, Any]):
+    """The content of a config.json, which remembers the keys that were asked for."""
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
-        self.plain = plain
+        self.plain, self.asked = plain, set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return self.plain[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def unknown(self) -> list[str]:
+        """The keys with a value that nobody has asked for, and that may change what the model computes."""
+        return sorted(key for key, value in self.plain.items() if value is not None and key not in self.asked | INERT)
+
+
+class Settings:
+    """A config.json. Each method raises UserError that names the key.
+
+    defaults: for keys that it lacks.
+    """
+
+    def __init__(self, plain: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self.plain = ChainMap(plain, defaults or {})
 
     def demand(self, values: Mapping[str, Any]) -> None:
         """Refuse another value than these: with it the model would compute something else. A missing key is the value."""
@@ -74,8 +120,8 @@ class Settings:
 
     def windows(self, n_layer: Any) -> Any:
         """attention.window by `sliding_window` and `layer_types`: one for all layers, or a list. None without windows."""
-        width, kinds = self.plain.get("sliding_window"), self.plain.get("layer_types")
-        if width is None or self.plain.get("use_sliding_window") is False:
+        width, kinds, use = map(self.plain.get, ("sliding_window", "layer_types", "use_sliding_window"))
+        if width is None or use is False:
             return None
         if kinds is None and "max_window_layers" in self.plain:  # files of Qwen before layer_types
             first = self.plain["max_window_layers"]

@@ -32,7 +32,7 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # nn.Conv1D keep
 
 def gpt2_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Raises UserError for a setting that has no counterpart here."""
-    settings = Settings({"n_positions": plain.get("n_ctx"), "layer_norm_epsilon": 1e-5, **plain})
+    settings = Settings(plain, {"n_positions": plain.get("n_ctx"), "layer_norm_epsilon": 1e-5})
     settings.demand(DEMANDED)
     sizes = settings.sizes(SIZES)
     d_mlp = plain.get("n_inner") or (4 * sizes["d_model"] if type(sizes["d_model"]) is int else None)

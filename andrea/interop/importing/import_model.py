@@ -19,7 +19,7 @@ from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.compared_text import compared_text, read_text
 from andrea.interop.export import load_trained
-from andrea.interop.importing.config_json import with_zero_biases
+from andrea.interop.importing.config_json import ReadSettings, with_zero_biases
 from andrea.interop.importing.families import Configs, family_of
 from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
 from andrea.interop.importing.program import ImportedByTransformers
@@ -48,7 +48,7 @@ def import_model(config: ImportConfig) -> int:
     read_text(text)  # raises before anything is computed
     staging = staging_path(out)
     try:
-        write_imported(folder, staging, config.source, name)
+        unknown = write_imported(folder, staging, config.source, name)
         record = proof_of(folder, staging, text)
         if record["proven"] is False and "failures" in record:
             print(
@@ -57,6 +57,8 @@ def import_model(config: ImportConfig) -> int:
                 file=sys.stderr,
             )
             return PROOF_FAILED
+        if unknown and not record["proven"]:
+            raise UserError(f"{in_words(unknown)}, and nothing shows what it changes; run: pip install transformers")
         with storing(out, of_run=False):
             publish(staging, out, record)
     finally:
@@ -69,7 +71,7 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
     """init_from=…: if it names a model of Hugging Face's layout, the checkpoint that it becomes; else `named` itself.
 
     The checkpoint is kept in data_dir/imported, and made again if the source's files have changed. It is not proven: the
-    command `import` does that. Raises UserError.
+    command `import` does that. Raises UserError, also for settings that only a proof could show to be harmless.
     """
     folder = Path(str(named)).expanduser()
     if not is_ckpt(folder) and ((folder / "manifest.json").exists() or not (folder / CONFIG).is_file()):
@@ -86,16 +88,33 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
         ):
             out = place / f"{name}-{about}"
             if not out.exists():
-                write_imported(folder, out, str(named), name)
+                staging = staging_path(out)
+                try:
+                    if unknown := write_imported(folder, staging, str(named), name):
+                        raise UserError(
+                            f"{in_words(unknown)}; import the model first, which compares it with transformers: "
+                            f"{typed_command('import')} {typed_words(**{'from': named})}"
+                        )
+                    os.rename(staging, out)
+                finally:
+                    shutil.rmtree(staging, ignore_errors=True)
     return str(out)
 
 
-def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
-    """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed."""
+def in_words(unknown: list[str]) -> str:
+    """unknown: keys of config.json."""
+    return f"config.json has settings that are not known here ({', '.join(unknown):.200})"
+
+
+def write_imported(folder: Path, out: Path, named: str, name: str) -> list[str]:
+    """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed.
+
+    Returns the keys of config.json that are not known here: the checkpoint may compute something else, unless it is proven.
+    """
     if is_ckpt(folder):
         write_nanogpt(folder, out, named, name)
-        return
-    plain = read_config(folder)
+        return []
+    plain = ReadSettings(read_config(folder))
     family = family_of(plain)
     model, attention = family.configs(plain, name)
     n_vocab = plain.get("vocab_size")
@@ -110,6 +129,7 @@ def write_imported(folder: Path, out: Path, named: str, name: str) -> None:
     theirs = with_zero_biases(tensors_of(reader), family.unbiased(plain))
     weights = family.weights(theirs, model, attention, n_vocab)
     write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
+    return plain.unknown()
 
 
 def write_nanogpt(path: Path, out: Path, named: str, name: str) -> None:

@@ -37,6 +37,8 @@ PLAIN = {
     "hidden_act": "silu",
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "use_mrope": False,
     "logits_scaling": 1.0,
     "residual_multiplier": 1.0,
     "embedding_multiplier": 1.0,

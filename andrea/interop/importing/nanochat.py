@@ -28,7 +28,7 @@ DEMANDED = {
 
 def nanochat_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Raises UserError for a setting that has no counterpart here."""
-    settings = Settings({"rms_norm_eps": 1e-6, **plain})
+    settings = Settings(plain, {"rms_norm_eps": 1e-6})
     settings.demand(DEMANDED)
     own = {"mlp": "relu2", "qk_norm": True, "logit_softcap": plain.get("final_logit_softcapping", 15.0)}
     return of_llama(settings, plain, name, own)
