@@ -99,6 +99,7 @@ class Engine:
 
     dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type. The
     copy is packed for fast decoding if a packed form exists for the device (packing.py).
+    in_place: convert the model itself instead of a copy; the caller must not use it afterwards. Saves the copy's memory.
     int8: store the matrices of the copy in 8 bits. The embedding and all activations keep the type `dtype`.
     compiled: run the decoding step through torch.compile. The start is slower, but on a GPU each token is faster. On a
     GPU the decoding step of a copy is recorded as a CUDA graph, compiled or not.
@@ -112,11 +113,14 @@ class Engine:
         dtype: torch.dtype | None = None,
         int8: bool = False,
         compiled: bool = False,
+        in_place: bool = False,
     ) -> None:
         assert model.n_vocab == tokenizer.n_vocab, (model.n_vocab, tokenizer.n_vocab)
         self.tokenizer = tokenizer
         self.device = model.embedding.weight.device
-        self.model: GPT | PackedGPT = model if dtype is None else copy.deepcopy(model).to(dtype).requires_grad_(False)
+        self.model: GPT | PackedGPT = model
+        if dtype is not None:
+            self.model = (model if in_place else copy.deepcopy(model)).to(dtype).requires_grad_(False)
         self.fixed_shapes = compiled or self.device.type == "cuda"
         self.step = compile_graph(step) if compiled else step
         if self.device.type == "cuda" and dtype is not None:  # graphs would take memory from training

@@ -44,11 +44,12 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     tokenizer = checkpoint.tokenizer()
     with allowing((), config.trust):
         model = load_model(checkpoint, tokenizer).to(device)
-    engine = make_engine(config, model, tokenizer, dtype)
+    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
+    description = describe(checkpoint, model, tokenizer, f"{device}, {numbers}")
+    engine = make_engine(config, model, tokenizer, dtype, in_place=True)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
     tokens = [last_tokens(engine, each) for each in prompts]
-    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
-    tell(describe(checkpoint, model, tokenizer, f"{device}, {numbers}") + "\n\n")
+    tell(description + "\n\n")
     request = request_of(config)
     with contextlib.suppress(ReaderEnded):
         if config.prompts is not None:
@@ -60,10 +61,16 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     return 0
 
 
-def make_engine(config: SampleConfig, model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Engine:
-    """The engine for config.precision and config.compile on the model's device. Raises UserError if unsupported."""
+def make_engine(
+    config: SampleConfig, model: GPT, tokenizer: Tokenizer, dtype: torch.dtype, in_place: bool = False
+) -> Engine:
+    """The engine for config.precision and config.compile on the model's device. Raises UserError if unsupported.
+
+    in_place: convert the model itself, which the caller must not use afterwards.
+    """
     check_device_offers(config.precision, config.compile, model.embedding.weight.device)
-    return Engine(model, tokenizer, dtype=dtype, int8=config.precision == "int8", compiled=config.compile == "on")
+    is_int8, is_compiled = config.precision == "int8", config.compile == "on"
+    return Engine(model, tokenizer, dtype=dtype, int8=is_int8, compiled=is_compiled, in_place=in_place)
 
 
 def check_device_offers(precision: str, compile_: str, device: torch.device) -> None:

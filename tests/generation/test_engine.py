@@ -63,6 +63,19 @@ def favour(model: GPT, token: int) -> GPT:
     return model
 
 
+@pytest.mark.parametrize("config", [CONFIG, LIKE_GPT2, CONVOLVED], ids=["plain", "like GPT-2", "convolved"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_place_saves_the_copy_and_changes_no_text(config: ModelConfig, dtype: torch.dtype) -> None:
+    request = Request(20, num_samples=2, seed=3)
+    model = make_model(config)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    text = Engine(model, TOKENIZER, dtype=dtype).write("ab", request)
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())  # a copy was converted
+    converted = Engine(model, TOKENIZER, dtype=dtype, in_place=True)
+    assert getattr(converted.model, "model", converted.model) is model
+    assert converted.write("ab", request) == text
+
+
 # ----------------------------------------------------------------------------------------------------- the window
 
 
