@@ -222,7 +222,7 @@ def trained(name: str, place: Path, words: list[str]) -> LoadedModel:
     if not (place / "runs" / name / "checkpoints").exists() or not list(
         (place / "runs" / name).glob("checkpoints/step-*280")
     ):
-        places = [f"name={name}", f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}"]
+        places = [f"name={name}", "resume=auto", f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}"]
         subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *places, *WORDS, *OPTIONS[name].words, *words], check=True
         )
@@ -297,7 +297,7 @@ def by_token(figure: Tensor, tokens: Tensor, table: list[bytes]) -> dict[str, An
     sums = torch.zeros(*figure.shape[:2], len(table)).index_add_(2, tokens, figure)
     means = sums[..., often] / count[often]
     spread = means.var(-1)
-    if not spread.max():
+    if spread.max() < 1e-8:  # rounding
         return None
     layer, head = divmod(int(spread.argmax()), spread.shape[1])
     order = means[layer, head].argsort()

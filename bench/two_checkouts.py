@@ -1,0 +1,103 @@
+"""Training and generation on a CPU by two checkouts of this project, in turns: what did a change cost?
+
+    git worktree add /tmp/before COMMIT && python bench/two_checkouts.py /tmp/before
+
+Each contestant is a process of `bench/train.py` or `bench/generate.py` of its own checkout, in that checkout's folder. In each
+round every one has a turn, timed from here; the first round is not counted. The ratio of a round is (this checkout's speed) /
+(the other's). Let nothing else run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import RESULTS, ROOT, write_record
+
+# Name -> program, its words, and the name of its contestant.
+WORKLOADS = {
+    "train andrea-nano-2026-11": (
+        "train.py", "--model andrea-nano-2026-11 --batch 16 --steps 10 --vocabulary 4096", "andrea, auto, compiled, muon",
+    ),
+    "train andrea-120m": ("train.py", "--model andrea-120m --batch 2 --optimizer muon", "andrea, auto, compiled, muon"),
+    "generate andrea-120m, bf16": ("generate.py", "--model andrea-120m", "andrea, bf16"),
+    "generate andrea-120m, int8": ("generate.py", "--model andrea-120m", "andrea, int8"),
+}  # fmt: skip
+
+
+class Contestant:
+    """A contestant's process. `turn` returns its tokens per second."""
+
+    def __init__(self, checkout: Path, program: str, words: str, name: str) -> None:
+        command = [sys.executable, f"bench/{program}", *words.split(), "--worker", name]
+        environment = os.environ | {"PYTHONPATH": str(checkout)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=checkout, env=environment, **pipes)
+        self.facts = self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"a contestant ended with exit code {self.process.wait()}")
+
+    def turn(self) -> float:
+        start = time.perf_counter()
+        print("go", file=self.process.stdin, flush=True)
+        return self.answer()["tokens"] / (time.perf_counter() - start)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="the folder of the other checkout")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--output", type=Path, default=RESULTS / "two-checkouts-cpu.json")
+    chosen = parser.parse_args()
+    checkouts = {"other": chosen.other.resolve(), "this": ROOT}
+    rows = {}
+    for name in chosen.only:
+        contestants = {side: Contestant(folder, *WORKLOADS[name]) for side, folder in checkouts.items()}
+        speeds: dict[str, list[float]] = {"other": [], "this": []}
+        for number in range(chosen.rounds + 1):
+            order = list(contestants) if number % 2 else list(reversed(contestants))
+            for side in order:
+                speed = contestants[side].turn()
+                speeds[side] += [speed] if number else []
+        for contestant in contestants.values():
+            contestant.close()
+        ratios = [this / other for this, other in zip(speeds["this"], speeds["other"], strict=True)]
+        rows[name] = {
+            "ratio": median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+            "tokens_per_second": speeds,
+        }
+        print(
+            f"{name}: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), {median(speeds['this']):,.0f} tokens/s"
+        )
+        commits = {side: commit_of(folder) for side, folder in checkouts.items()}
+        write_record(
+            chosen.output, "two_checkouts", "cpu", {"commits": commits, "rounds": chosen.rounds, "results": rows}
+        )
+
+
+def commit_of(folder: Path) -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
