@@ -127,15 +127,17 @@ def of_rotary_share(model: GPT, window: Window) -> dict[str, Tensor]:
 
 
 def of_softcap(model: GPT, window: Window) -> dict[str, Tensor]:
-    cap = model.blocks[0].attention.modifiers.softcap
+    """A query's largest score before and after the cap."""
 
-    def raw(layer: LayerTrace) -> Tensor:
-        scores = layer.query @ layer.key.mT * layer.query.shape[-1] ** -0.5
-        return scores.masked_fill(~layer.visible[:, None], 0)
+    def largest(layer: LayerTrace) -> Tensor:
+        return (layer.query @ layer.key.mT).masked_fill(~layer.visible[:, None], 0).abs().amax(-1)
+
+    def largest_capped(layer: LayerTrace) -> Tensor:
+        return layer.scores.masked_fill(~layer.visible[:, None], 0).abs().amax(-1)
 
     return {
-        "largest raw score of a query": stacked(lambda layer: raw(layer).abs().amax(-1), window),
-        "largest capped score": stacked(lambda layer: (cap * torch.tanh(raw(layer) / cap)).abs().amax(-1), window),
+        "largest score of a query": stacked(largest, window),
+        "largest capped score": stacked(largest_capped, window),
     }
 
 

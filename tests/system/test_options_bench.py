@@ -76,6 +76,9 @@ def test_figures_of_each_option(name: str, options: ModuleType) -> None:
     elif name == "exclusive":
         after = figures()
         torch.testing.assert_close(after["and after"], after[first])  # nothing is taken away
+    elif name == "softcap":
+        largest, capped = found.values()
+        torch.testing.assert_close(capped, 20 * torch.tanh(largest / 20))
     elif name == "windows":
         far = "weight at 128 tokens or more"
         assert not found[far][:3].any() and found[far][3].any() and figures()[far].any(-1).all()
