@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -88,26 +88,35 @@ class ContestantLost(Exception):
 class Worker:
     """A contestant in a process of its own: what one settles, and what one holds, is not the others'.
 
-    The process is this very script with `--worker NAME` added, and calls `serve`.
+    The process is this very script, or that of `words`, with `--worker NAME` added, and calls `serve`. how: for Popen.
     """
 
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, *sys.argv, "--worker", name]
+    def __init__(self, name: str, words: Sequence[str] | None = None, **how: Any) -> None:
+        command = [sys.executable, *(sys.argv if words is None else words), "--worker", name]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent, **how
         )
         self.facts = self.answer()
 
     def turn(self) -> tuple[int, float]:
         """One run; returns the number of tokens it did, and the seconds that it took."""
+        answer = self.run()
+        self.facts["peak_memory_bytes"] = answer["peak_memory_bytes"]
+        return answer["tokens"], answer["seconds"]
+
+    def run(self) -> dict:
+        """One run; returns what the process says of it."""
         assert self.process.stdin is not None
         try:
             print("go", file=self.process.stdin, flush=True)
         except BrokenPipeError:
             pass  # the process has ended; `answer` says so
-        answer = self.answer()
-        self.facts["peak_memory_bytes"] = answer["peak_memory_bytes"]
-        return answer["tokens"], answer["seconds"]
+        return self.answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
     def answer(self) -> dict:
         assert self.process.stdout is not None

@@ -49,7 +49,7 @@ composed = compose("train", line)
 composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
 config = parse(RunConfig, with_source(composed, line.groups, line.values))
 source = read_checkpoint(Path(config.init_from))
-make_model(config, source.tokenizer(), source.result_tensors(), fresh=True)"""
+make_model(config, source.tokenizer(), source, fresh=True)"""
 COMMAND = """
 from andrea.__main__ import main
 assert main({words}) == 0"""

@@ -10,16 +10,13 @@ round every one has a turn, timed from here; the first round is not counted. The
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from common import RESULTS, ROOT, write_record
+from common import RESULTS, ROOT, Worker, write_record
 
 # Name -> program, its words, and the name of its contestant.
 WORKLOADS = {
@@ -32,30 +29,15 @@ WORKLOADS = {
 }  # fmt: skip
 
 
-class Contestant:
-    """A contestant's process. `turn` returns its tokens per second."""
+def start(checkout: Path, program: str, words: str, name: str) -> Worker:
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    return Worker(name, [f"bench/{program}", *words.split()], cwd=checkout, env=environment)
 
-    def __init__(self, checkout: Path, program: str, words: str, name: str) -> None:
-        command = [sys.executable, f"bench/{program}", *words.split(), "--worker", name]
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=checkout, env=environment, **pipes)
-        self.facts = self.answer()
 
-    def answer(self) -> dict[str, Any]:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise SystemExit(f"a contestant ended with exit code {self.process.wait()}")
-
-    def turn(self) -> float:
-        start = time.perf_counter()
-        print("go", file=self.process.stdin, flush=True)
-        return self.answer()["tokens"] / (time.perf_counter() - start)
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+def tokens_per_second(worker: Worker) -> float:
+    """Of one run. Timed here, because the processes of older checkouts do not tell their seconds."""
+    begin = time.perf_counter()
+    return worker.run()["tokens"] / (time.perf_counter() - begin)
 
 
 def main() -> None:
@@ -68,12 +50,12 @@ def main() -> None:
     checkouts = {"other": chosen.other.resolve(), "this": ROOT}
     rows = {}
     for name in chosen.only:
-        contestants = {side: Contestant(folder, *WORKLOADS[name]) for side, folder in checkouts.items()}
+        contestants = {side: start(folder, *WORKLOADS[name]) for side, folder in checkouts.items()}
         speeds: dict[str, list[float]] = {"other": [], "this": []}
         for number in range(chosen.rounds + 1):
             order = list(contestants) if number % 2 else list(reversed(contestants))
             for side in order:
-                speed = contestants[side].turn()
+                speed = tokens_per_second(contestants[side])
                 speeds[side] += [speed] if number else []
         for contestant in contestants.values():
             contestant.close()

@@ -35,14 +35,24 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
         if wrong := reader.dtypes(place) - WEIGHT_TYPES:
             raise Damaged(f"{checkpoint.path} is damaged: {name} has type {min(wrong)}, which weights cannot have")
     model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
-    for names in portions(shapes):
-        reader, _ = checkpoint.open_results()
-        model.load_state_dict(
-            {name: reader.read(stored[name]) for name in names}, strict=False
-        )  # the names are checked
+    load_results(model, checkpoint)
     for change in changed_own_parts(checkpoint, model_config, attention_config):
         print(f"changed since training: {change}", file=sys.stderr)
     return model.eval().requires_grad_(False)
+
+
+def load_results(model: GPT, checkpoint: Checkpoint) -> None:
+    """Copy the weights that are the result of the checkpoint's run into the model, a portion at a time.
+
+    Raises Damaged, or RuntimeError if names or shapes are not the model's.
+    """
+    reader, stored = checkpoint.open_results()
+    if stored.keys() != (expected := model.state_dict().keys()):
+        raise RuntimeError(f"the weights of {checkpoint.path} differ from the model's: {stored.keys() ^ expected}")
+    shapes = {name: reader.shapes[place] for name, place in stored.items()}
+    for names in portions(shapes):
+        reader, _ = checkpoint.open_results()
+        model.load_state_dict({name: reader.read(stored[name]) for name in names}, strict=False)
 
 
 def portions(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:

@@ -184,8 +184,8 @@ def data_sources(config: RunConfig) -> list[str]:
     return [f"{config.data.kind} {config.data.path or ''}".rstrip()]
 
 
-def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> dict[str, Tensor] | None:
-    """The weights of init_from. None without init_from, and for a resumed run, whose weights `restore` loads.
+def source_of_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint of init_from. None without init_from, and for a resumed run, whose weights `restore` loads.
 
     Raises UserError if the data of the resumed run, or the tokenizer of init_from, differ from this run's.
     """
@@ -205,7 +205,8 @@ def starting_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint |
             f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses "
             f"{corpus.tokenizer.identity}; leave tokenizer out to use the tokenizer of init_from"
         )
-    return source.result_tensors()
+    source.open_results()  # raises Damaged before the run begins
+    return source
 
 
 def tokenizer_config(config: RunConfig, checkpoint: Checkpoint | None) -> TokenizerConfig:

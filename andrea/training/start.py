@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig, Text
@@ -50,7 +50,14 @@ from andrea.training.records.run_folder import (
     write_config,
 )
 from andrea.training.records.run_log import RunLog
-from andrea.training.resume import restore, resumed_progress, saved_run, starting_weights, tokenizer_config, without_run
+from andrea.training.resume import (
+    restore,
+    resumed_progress,
+    saved_run,
+    source_of_weights,
+    tokenizer_config,
+    without_run,
+)
 from andrea.training.step import TrainingStep
 from andrea.training.stop_requests import StopRequests
 from andrea.training.throughput import Throughput
@@ -117,8 +124,8 @@ def start(
     for line in resolved.lines:
         console.say(line)
     set_up_process(resolved.config, machine, console)
-    weights = ranks.rank_0_first(lambda: starting_weights(resolved.config, corpus, checkpoint))
-    if weights is not None:
+    source = ranks.rank_0_first(lambda: source_of_weights(resolved.config, corpus, checkpoint))
+    if source is not None:
         console.say(f"weights: {config.init_from} (init_from)")
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
@@ -127,8 +134,7 @@ def start(
             asked, started, list(left_auto), groups, resolved, machine, corpus, checkpoint, folder, console, watchdog,
             draw_lens, run_page,
         )  # fmt: skip
-        config, parallel, loss = make_model_and_loss(setup, weights)
-        del weights  # the model has them
+        config, parallel, loss = make_model_and_loss(setup, source)
         trainer = make_trainer(setup, config, parallel, loss)
         code = 1
         try:
@@ -138,11 +144,11 @@ def start(
         return FinishedRun(code, folder)
 
 
-def make_model_and_loss(setup: RunSetup, weights: dict[str, Tensor] | None) -> tuple[RunConfig, Parallel, nn.Module]:
+def make_model_and_loss(setup: RunSetup, source: Checkpoint | None) -> tuple[RunConfig, Parallel, nn.Module]:
     """The model shared among the ranks, its compiled loss, and the config with the micro-batch and `compile` that worked."""
     asked, config, device, tokenizer = setup.asked, setup.resolved.config, setup.machine.device, setup.corpus.tokenizer
     setup.watchdog.at(0, "building the model")
-    model = make_model(config, tokenizer, weights, fresh=setup.checkpoint is None)
+    model = make_model(config, tokenizer, source, fresh=setup.checkpoint is None)
     parallel = make_parallel(setup.resolved.sharing, config, setup.machine.ranks, device, model, tokenizer)
     if device.type == "cuda" and asked.train.micro_batch == "auto":
         config = with_tried_micro_batch(config, parallel, setup.machine, setup.console)

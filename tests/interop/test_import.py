@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -392,14 +393,14 @@ def test_what_transformers_and_published_files_hold_is_known(name: str, copied: 
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "nanochat", "qwen3"])
-def test_an_unknown_setting_needs_a_proof(family: str, copied: Folder, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_an_unknown_setting_needs_a_proof(family: str, copied: Folder, tmp_path: Path, monkeypatch) -> None:
     folder = copied(family)
     edited(head_mixing=2)(folder)
     with pytest.raises(UserError, match=r"\(head_mixing\); import the model first.* from="):
         importing.imported_if_foreign(folder, tmp_path / "data")
     assert not list((tmp_path / "data" / "imported").iterdir())
     with monkeypatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "transformers", None)
+        patch.setitem(sys.modules, "transformers", None)
         with pytest.raises(UserError, match=r"\(head_mixing\), and nothing shows what it changes"):
             main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
     assert not (tmp_path / "in").exists()

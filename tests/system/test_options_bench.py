@@ -37,6 +37,8 @@ def model_of(words: list[str]) -> GPT:
     return model.eval()
 
 
+NAMES = """convolution gate gate-elementwise sink exclusive value-embedding value-table windows alibi partial-rotary
+    softcap""".split()
 # What the first figure of each option is when the option does nothing.
 NEUTRAL = {
     "gate": 1.0,
@@ -49,10 +51,8 @@ NEUTRAL = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", "convolution gate gate-elementwise sink exclusive value-embedding value-table windows alibi "
-                         "partial-rotary softcap".split())  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
 def test_figures_of_each_option(name: str, options: ModuleType) -> None:
-    assert {*options.OPTIONS} >= {name}
     option, tokens = options.OPTIONS[name], torch.randint(50, (1, 160), generator=torch.Generator().manual_seed(2))
     model = model_of(option.words)
 
@@ -82,6 +82,10 @@ def test_figures_of_each_option(name: str, options: ModuleType) -> None:
     elif name == "windows":
         far = "weight at 128 tokens or more"
         assert not found[far][:3].any() and found[far][3].any() and figures()[far].any(-1).all()
+
+
+def test_every_option_is_tested(options: ModuleType) -> None:
+    assert list(options.OPTIONS) == NAMES
 
 
 def test_where_a_figure_depends_most_on_the_token(options: ModuleType) -> None:

@@ -88,16 +88,7 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
         ):
             out = place / f"{name}-{about}"
             if not out.exists():
-                staging = staging_path(out)
-                try:
-                    if unknown := write_imported(folder, staging, str(named), name):
-                        raise UserError(
-                            f"{in_words(unknown)}; import the model first, which compares it with transformers: "
-                            f"{typed_command('import')} {typed_words(**{'from': named})}"
-                        )
-                    os.rename(staging, out)
-                finally:
-                    shutil.rmtree(staging, ignore_errors=True)
+                write_imported(folder, out, str(named), name, with_unknown=False)
     return str(out)
 
 
@@ -106,10 +97,11 @@ def in_words(unknown: list[str]) -> str:
     return f"config.json has settings that are not known here ({', '.join(unknown):.200})"
 
 
-def write_imported(folder: Path, out: Path, named: str, name: str) -> list[str]:
+def write_imported(folder: Path, out: Path, named: str, name: str, with_unknown: bool = True) -> list[str]:
     """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed.
 
     Returns the keys of config.json that are not known here: the checkpoint may compute something else, unless it is proven.
+    with_unknown: if False, such keys are refused before anything is written.
     """
     if is_ckpt(folder):
         write_nanogpt(folder, out, named, name)
@@ -126,10 +118,16 @@ def write_imported(folder: Path, out: Path, named: str, name: str) -> list[str]:
         raise UserError(
             f"{folder} holds {len(reader.names)} weights, too few for num_hidden_layers={model.n_layer}; copy it again"
         )
-    theirs = with_zero_biases(tensors_of(reader), family.unbiased(plain))
+    unbiased, unknown = family.unbiased(plain), plain.unknown()  # in this order: the first asks for keys
+    if unknown and not with_unknown:
+        raise UserError(
+            f"{in_words(unknown)}; import the model first, which compares it with transformers: "
+            f"{typed_command('import')} {typed_words(**{'from': named})}"
+        )
+    theirs = with_zero_biases(tensors_of(reader), unbiased)
     weights = family.weights(theirs, model, attention, n_vocab)
     write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
-    return plain.unknown()
+    return unknown
 
 
 def write_nanogpt(path: Path, out: Path, named: str, name: str) -> None:

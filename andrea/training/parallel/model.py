@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from andrea.checkpoint import Checkpoint
+from andrea.checkpoint.model import load_results
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Transfer
@@ -17,14 +18,14 @@ from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.strategy import Parallel, SingleProcess
 
 
-def make_model(config: RunConfig, tokenizer: Tokenizer, weights: dict[str, Tensor] | None, fresh: bool) -> GPT:
-    """The model on the CPU, with `weights` if given, else newly initialised if `fresh`.
+def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | None, fresh: bool) -> GPT:
+    """The model on the CPU, with the weights of `source` if given, else newly initialised if `fresh`.
 
     Otherwise its weights are meaningless until a checkpoint is loaded.
     """
     model = blank_model(config, tokenizer)
-    if weights is not None:
-        model.load_state_dict(weights)
+    if source is not None:
+        load_results(model, source)
     elif fresh:
         initialise(model, torch.Generator().manual_seed(config.seed), Transfer.of(config.model, config.optimizer))
     return model
