@@ -11,6 +11,7 @@ on the option loses much. Runs are kept in --place and not trained twice. L laye
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -33,7 +34,8 @@ from andrea.insight.lens.head_names import names_of, probe_scores
 from andrea.insight.lens.trace import LayerTrace, trace_layers
 from andrea.model.gpt import GPT
 
-WORDS = ["train.steps=280", "logger=none", "train.sample_tokens=0", "train.lens_prompt="]
+STEPS = 280
+WORDS = [f"train.steps={STEPS}", "logger=none", "train.sample_tokens=0", "train.lens_prompt="]
 N_WINDOW = 24
 FAR = 128  # tokens
 RARE = 20  # tokens that occur less often get no mean
@@ -221,9 +223,7 @@ def main() -> None:
 
 def trained(name: str, place: Path, words: list[str]) -> LoadedModel:
     """The model with this option, trained unless its run is there."""
-    if not (place / "runs" / name / "checkpoints").exists() or not list(
-        (place / "runs" / name).glob("checkpoints/step-*280")
-    ):
+    if not (place / "runs" / name / "checkpoints" / f"step-{STEPS:08}").exists():
         places = [f"name={name}", "resume=auto", f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}"]
         subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *places, *WORDS, *OPTIONS[name].words, *words], check=True
@@ -246,12 +246,10 @@ def measured(loaded: LoadedModel, option: Option, data_dir: Path) -> dict[str, A
     row["parameters"] = learned_numbers(model)
     first = next(iter(figures.values()))
     row["by_token"] = by_token(first, torch.cat(windows, 1)[0], tokenizer.token_bytes())
-    probed = probe_scores(model, tokenizer)
-    heads = [(layer, head) for layer in range(len(model.blocks)) for head in range(model.config.n_head)]
-    row["named_heads"] = {
-        f"{layer}.{head}": [each.title for each in names_of(probed, layer, head)] for layer, head in heads
-    }
-    row["named_heads"] = {head: names for head, names in row["named_heads"].items() if names}
+    row["named_heads"], probed = {}, probe_scores(model, tokenizer)
+    for layer, head in itertools.product(range(len(model.blocks)), range(model.config.n_head)):
+        if names := [each.title for each in names_of(probed, layer, head)]:
+            row["named_heads"][f"{layer}.{head}"] = names
     if option.off is not None:
         for block in model.blocks:
             option.off(block.attention)
@@ -293,7 +291,8 @@ def learned_numbers(model: GPT) -> dict[str, list]:
 def by_token(figure: Tensor, tokens: Tensor, table: list[bytes]) -> dict[str, Any] | None:
     """Where a figure (L, H, N) depends most on the token: the head, and the tokens with the lowest and the highest mean.
 
-    None for a figure that does not depend on the token."""
+    None for a figure that does not depend on the token.
+    """
     count = torch.bincount(tokens, minlength=len(table))
     often = (count >= RARE).nonzero()[:, 0]
     sums = torch.zeros(*figure.shape[:2], len(table)).index_add_(2, tokens, figure)
