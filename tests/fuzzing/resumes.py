@@ -41,7 +41,7 @@ from andrea.training.resume import (
     merge,
     resumed_progress,
     show_resume,
-    starting_weights,
+    source_of_weights,
     verified_config,
 )
 from fuzzing.raw_values import json_text, numbers, replaced, wild_json
@@ -159,7 +159,7 @@ def make_resumes(folder: Path) -> Handler:
         if (config.data, config.tokenizer, config.data_dir) != (typed.data, typed.tokenizer, typed.data_dir):
             return  # other text would be prepared now, whose path the user has been shown
         corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), str)
-        starting_weights(config, corpus, found)
+        source_of_weights(config, corpus, found)
         loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
         loader.batch(found.step * config.sequences_per_step, 1)
         health = make_health(config, corpus, loader, found)

@@ -222,6 +222,19 @@ def test_tokens_removed_from_the_cache_leave_no_trace(folders) -> None:
     torch.testing.assert_close(again, expected, atol=2e-4, rtol=0)
 
 
+def test_the_cache_has_the_name_of_older_and_of_newer_transformers(folders) -> None:
+    trained, folder = folders["the default model"]
+    model, tokens = load(folder), tokens_of(1, 30)
+    expected = logits_of(trained, tokens)[:, 20:]
+    for name in ("past_key_values", "cache"):
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            first = model(tokens[:, :20], **{name: cache}, use_cache=True)
+            found = model(tokens[:, 20:], **{name: cache}, use_cache=True).logits
+        assert first.past_key_values is cache and cache.get_seq_length() == 30
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
 def test_packed_texts_are_apart_by_their_positions(folders) -> None:
     """Without a mask, positions that begin again separate texts, in attention and in the convolution."""
     trained, folder = folders["the default model"]

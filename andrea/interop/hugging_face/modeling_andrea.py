@@ -25,6 +25,8 @@ from transformers.utils import can_return_tuple
 
 OWN_VALUE_EPSILON = 1e-6  # added to v·v, so that a value of zeros excludes nothing
 LayerOutput = tuple[Tensor, Tensor | None, Tensor]  # x (B, T, C), attention weights or None, first values (B, G, T, D)
+# transformers renamed the cache in version 5.24, in the arguments of models and in their outputs. Both names are taken here.
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 CROPPED_TOKENS = 128  # at most: speculative decoding removes rejected tokens from the cache
 
 
@@ -39,7 +41,7 @@ class AndreaConfig(PreTrainedConfig):
     """
 
     model_type = "andrea"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     defaults = {
         "vocab_size": 4097,
         "hidden_size": 192,
@@ -363,7 +365,7 @@ class AndreaAttention(nn.Module):
         tables: tuple[Tensor, Tensor] | None,
         position_ids: Tensor,
         attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> LayerOutput:
         """x (B, T, C) -> output (B, T, C), attention weights or None, and the first layer's values (B, G, T, D).
@@ -378,7 +380,7 @@ class AndreaAttention(nn.Module):
         if self.value_embedding is not None:
             value = value + self.heads(self.value_embedding(value_source, value.dtype))
         if self.taps is not None:
-            query, key, value = self.convolved(query, key, value, position_ids, past_key_values)
+            query, key, value = self.convolved(query, key, value, position_ids, cache)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         elif self.config.qk_norm:
@@ -387,8 +389,8 @@ class AndreaAttention(nn.Module):
         if tables is not None:
             query, key = turn(query, *tables), turn(key, *tables)
         own_value = value
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         kwargs |= {"scaling": 1.0, "dropout": 0.0, "sliding_window": self.window}
         retrieved, weights = attend(self, query, key, value, attention_mask, **kwargs)  # (B, T, H, D)
@@ -400,7 +402,7 @@ class AndreaAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def convolved(
-        self, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor, past_key_values: Cache | None
+        self, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor, cache: Cache | None
     ) -> tuple[Tensor, ...]:
         """y_t = x_t + Σ_i taps_i · x_{t-i} for i = 0 … K - 1, for queries, keys and values of every head.
 
@@ -409,10 +411,10 @@ class AndreaAttention(nn.Module):
         """
         n_heads, n_mixed, n_token = [each.shape[1] for each in (query, key, value)], self.taps.shape[-1], query.shape[2]
         x = torch.cat((query, key, value), dim=1)  # (B, H + 2G, T, D)
-        if past_key_values is None:
+        if cache is None:
             padded = pad(x, (0, 0, n_mixed - 1, 0))
         else:
-            padded = past_key_values.layers[self.layer_idx].with_earlier_rows(x, n_mixed - 1)
+            padded = cache.layers[self.layer_idx].with_earlier_rows(x, n_mixed - 1)
         taps = self.taps.to(x.dtype)[:, None].unbind(-1)  # K of (H + 2G, 1, D)
         y = x + x * taps[0]
         for distance in range(1, n_mixed):
@@ -460,7 +462,7 @@ class AndreaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["AndreaDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -520,6 +522,7 @@ class AndreaModel(AndreaPreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
@@ -528,19 +531,20 @@ class AndreaModel(AndreaPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = config.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
-            use_cache = False
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
-        past_key_values = with_rows(past_key_values, config)
-        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+            use_cache, past_key_values, cache = False, None, None
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config)
+        cache = with_rows(cache, config)
+        start = 0 if cache is None else cache.get_seq_length()
         start = start.clone() if isinstance(start, torch.Tensor) else start  # a cache of fixed size changes it in place
         position_ids = self.positions(x, attention_mask, position_ids, start)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         shared = {"tables": rotary_tables(config, position_ids), "position_ids": position_ids, **kwargs}
-        shared |= {"past_key_values": past_key_values, "first_slot": start}
+        shared |= {"cache": cache, "first_slot": start}
         value_source, first_value = self.value_source(x, input_ids), None
-        masks = self.masks(x, attention_mask, past_key_values, position_ids)
+        masks = self.masks(x, attention_mask, cache, position_ids)
         hidden_states, attentions = (x,), ()
         for layer in self.layers:
             mask = masks[layer.self_attn.window]
@@ -551,7 +555,7 @@ class AndreaModel(AndreaPreTrainedModel):
         weighed = config.output_attentions if output_attentions is None else output_attentions
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: cache if use_cache else None},
             hidden_states=(*hidden_states[:-1], x) if shown else None,
             attentions=attentions if weighed else None,
         )
@@ -568,11 +572,11 @@ class AndreaModel(AndreaPreTrainedModel):
         return (torch.arange(x.shape[1], device=x.device) + start).expand(len(x), -1)
 
     def masks(
-        self, x: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None, position_ids: Tensor
+        self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, position_ids: Tensor
     ) -> dict[int | None, Any]:
         """The mask of each window that a layer has, in the form that the attention implementation wants."""
         how = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
-        how |= {"past_key_values": past_key_values, "position_ids": position_ids}
+        how |= {CACHE: cache, "position_ids": position_ids}
         return {
             window: create_causal_mask(**how)
             if window is None
@@ -615,6 +619,7 @@ class AndreaForCausalLM(AndreaPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """logits_to_keep: compute logits of the last so many tokens only; 0 for all. labels (B, T): -100 is not scored."""
@@ -622,7 +627,7 @@ class AndreaForCausalLM(AndreaPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -639,7 +644,7 @@ class AndreaForCausalLM(AndreaPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
+            **{CACHE: output[CACHE] if CACHE in output else None},
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )

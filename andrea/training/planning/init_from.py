@@ -64,7 +64,7 @@ def tokenizer_keys(source: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
 def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raises UserError if the configured tokenizer cannot be the tokenizer of the weights.
 
-    If its vocabulary has yet to be trained, only the size is compared. `starting_weights` compares the trained
+    If its vocabulary has yet to be trained, only the size is compared. `source_of_weights` compares the trained
     vocabulary.
     """
     ours = config.tokenizer
