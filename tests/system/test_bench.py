@@ -45,6 +45,15 @@ def test_the_attention_bench_measures_what_can_run(tmp_path):
     assert "sdpa_flash left out: implementation='sdpa_flash' cannot be used here: it needs a CUDA GPU" in done.stdout
 
 
+@pytest.mark.parametrize("mode", [[], ["--tune"]])
+def test_the_attention_bench_fails_where_none_of_our_kernels_can_run(mode, tmp_path):
+    words = ["--device", "cpu", "--widths", "64", "--lengths", "8", "--tokens", "8", "--repeats", "1", "--most-tiles", "1"]
+    command = [sys.executable, "bench/attention.py", *mode, *words, "--output", str(tmp_path / "a.json")]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "none of our kernels could be measured" in done.stderr
+
+
 @pytest.mark.slow
 def test_commands_that_are_ended_anywhere_end_as_the_uninterrupted_run_and_a_second_call_goes_on(tmp_path):
     record = tmp_path / "kill.json"
