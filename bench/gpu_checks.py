@@ -366,6 +366,8 @@ def main() -> None:
     for name in dict.fromkeys(row["check"] for row in rows):
         mine = [row["passes"] for row in rows if row["check"] == name]
         print(f"{name:28} {sum(mine):4} passed, {len(mine) - sum(mine):3} failed")
+    if not all(row["passes"] for row in rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

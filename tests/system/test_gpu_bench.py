@@ -65,6 +65,18 @@ def test_by_address_holds_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPat
     assert asked[3:] == [before] * 3
 
 
+@pytest.mark.parametrize(("passes", "code"), [(True, None), (False, 1)])
+def test_a_check_that_fails_makes_its_part_fail(passes, code, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import gpu_checks as bench
+
+    monkeypatch.setattr(bench, "check_all", lambda *_: [{"check": "loss", "passes": passes}])
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "--device", "cpu", "--small", "--output", str(tmp_path / "c.json")])
+    try:
+        assert bench.main() is None and code is None
+    except SystemExit as ended:
+        assert ended.code == code
+
+
 def test_what_a_bare_machine_needs_is_listed_with_the_one_that_has_no_wheel() -> None:
     done = run("bash", "bench/gpu.sh", "--needs")
     assert done.returncode == 0, done.stderr
