@@ -40,6 +40,7 @@ PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of th
     "Triton tutorial": {1024: 291, 2048: 342, 4096: 363, 8192: 376},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FORWARD_WAYS = {"forward": False, "forward, ahead": True}  # whether the next scores are begun before the softmax
 MOST_ERROR = 2.0  # of tiles that are remembered: times the readable path's, as in the tests
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Save = Callable[[list[dict]], None]  # writes the rows of this width and length, and all that came before
@@ -283,12 +284,14 @@ def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen
 
 def best_tiles(rows: list[dict], way: str, predicted: tiles.Tuning) -> tiles.Tuning:
     """The fastest tile of each kernel, the backward ones with dQ computed in this way. A kernel without rows keeps its own."""
-    best: dict[str, tiles.Blocks] = {}
-    for kernel, what in (("forward", "forward"), ("keys", way), ("queries", "two_pass")):
-        timed_rows = [row for row in rows if row["kernel"] == kernel and what in row["ms"]]
-        if timed_rows:
-            fastest = min(timed_rows, key=lambda row: row["ms"][what])  # noqa: B023 (called at once)
+    best: dict[str, tiles.Blocks | bool] = {}
+    for kernel, ways in (("forward", FORWARD_WAYS), ("keys", [way]), ("queries", ["two_pass"])):
+        took = [(row["ms"][each], each, row) for row in rows if row["kernel"] == kernel for each in ways if each in row["ms"]]
+        if took:
+            _, fastest_way, fastest = min(took, key=lambda each: each[0])
             best[kernel] = tiles.Blocks(*(fastest[name] for name in ("m", "n", "warps", "stages")))
+            if kernel == "forward":
+                best["ahead"] = FORWARD_WAYS[fastest_way]
     return dataclasses.replace(predicted, **best, atomic=way == "atomic")
 
 
@@ -343,14 +346,22 @@ def distance(one: tiles.Blocks, other: tiles.Blocks) -> float:
 
 def milliseconds_of(kernel: str, leaves: list[torch.Tensor], chosen: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of the pass that the kernel belongs to: forward with statistics, or backward by each way that uses it."""
+    from andrea.attention.kernels import attend_triton
 
     def time_of(run: Callable[[], object]) -> float:
         return milliseconds(run, chosen.device, min(5, chosen.repeats))
 
-    if kernel == "forward":
-        with torch.no_grad():
-            return {"forward": time_of(lambda: ours(*leaves, "two_pass", True))}
     took = {}
+    if kernel == "forward":
+        in_use = attend_triton.tuning()
+        for way, ahead in FORWARD_WAYS.items():
+            try:
+                with torch.no_grad(), tiles_in_use(dataclasses.replace(in_use, ahead=ahead)):
+                    took[way] = time_of(lambda: ours(*leaves, "two_pass", True))
+            except attend_triton.KernelError:
+                if not took:  # the tile does not fit; the other way needs more of everything
+                    raise
+        return took
     for way in chosen.backward if kernel == "keys" else ["two_pass"]:
         output = ours(*leaves, way, False)
         upstream = torch.randn_like(output)

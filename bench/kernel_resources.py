@@ -60,7 +60,7 @@ def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bo
     tuned = predicted(padded(width), TYPES[dtype], 80 if target == AMD else target)
     how = {"MODE": MODES[mode], "CAPPED": modified, "SLOPED": modified}
     return {
-        "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "SINK": modified, **how}),
+        "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "SINK": modified, "AHEAD": tuned.ahead, **how}),
         "keys": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, **how}),
         "keys, atomic dQ": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, **how}),
         "queries": (attend_triton.queries_kernel, tuned.queries, how),
@@ -166,7 +166,8 @@ def occupancy(registers: int, shared_bytes: int, warps: int, target: int) -> int
 
 
 def loops(code: str) -> list[dict]:
-    """The innermost loops of machine code, in their order: instructions, special functions, and products of tensor cores.
+    """The innermost loops of machine code, in their order: instructions, special functions, products of tensor cores, and how
+    many of the special functions run beside a product: those between an HGMMA and the wait for it (Hopper).
 
     An inner loop is what lies between a backward branch and its target, without another backward branch inside.
     """
@@ -190,8 +191,20 @@ def loops(code: str) -> list[dict]:
             "instructions": len(names),
             "special": sum(name.startswith("MUFU") for name in names),
             "products": sum(re.match(r"(HMMA|HGMMA|UTC\w*MMA)", name) is not None for name in names),
+            "beside_products": special_beside_products(names),
         })  # fmt: skip
     return counted
+
+
+def special_beside_products(names: list[str]) -> int:
+    count, in_flight = 0, False
+    for name in names:
+        if name.startswith("HGMMA"):
+            in_flight = True
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            in_flight = False
+        count += in_flight and name.startswith("MUFU")
+    return count
 
 
 def predicted_share(
@@ -201,7 +214,8 @@ def predicted_share(
 
     Per block of m × n scores, in cycles of a multiprocessor: the products, the issue of all instructions (four a cycle)
     and the special functions (sixteen a cycle). Within a program, the compiler waits for a product before it goes on, so
-    these times add up, but for the smaller of the last two. Programs on one multiprocessor overlap: of k programs, the
+    these times add up, but for the smaller of the last two, and for special functions that the machine code has beside one
+    of the products. Programs on one multiprocessor overlap: of k programs, the
     longest of the three times is needed in full, and of the rest a k-th. Blocks on the diagonal are computed whole.
     """
     unmasked = min(
@@ -213,7 +227,8 @@ def predicted_share(
     tensor = products * 2 * blocks.m * blocks.n * padded(width) / FLOPS_A_CYCLE[target]
     issue = unmasked["instructions"] * blocks.warps / 4
     special = unmasked["special"] * blocks.warps * 32 / 16
-    longest, one_after_another = max(tensor, issue, special), tensor + max(issue, special)
+    hidden = min(tensor / products, special * unmasked["beside_products"] / max(1, unmasked["special"]))
+    longest, one_after_another = max(tensor, issue, special), tensor + max(issue, special) - hidden
     cycles = longest + (one_after_another - longest) / row["occupancy"]
     return round(tensor / cycles / (1 + (blocks.m + blocks.n) / 2 / length), 3)
 

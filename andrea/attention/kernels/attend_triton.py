@@ -189,15 +189,27 @@ def forward_stretch(
     carried, q, k_head, v_head, k_stride, v_stride, rows, interval, b, h, g, start, T, S, low, high, cap, slope,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Update the running values (z, m, total, c) of a block of queries with the keys low .. high-1. `total` is l in the
-    module's docstring, which also defines z, m and c."""
+    module's docstring, which also defines z, m and c.
+
+    AHEAD: the scores of the next block are begun before the softmax of this one, which then runs beside their product (as
+    in FlashAttention 3, section 3.2). The last ones are not used.
+    """
     z, m, total, c = carried
+    if AHEAD:
+        k = load_block(k_head, b, g, low, S, k_stride, D_QK, PADDED_QK, BLOCK_N, True, DESCRIPTORS)
+        next_s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
-        k = load_block(k_head, b, g, n0, S, k_stride, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), not yet in base 2
+        if AHEAD:
+            s = next_s
+            k = load_block(k_head, b, g, n0 + BLOCK_N, S, k_stride, D_QK, PADDED_QK, BLOCK_N, True, DESCRIPTORS)
+            next_s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        else:
+            k = load_block(k_head, b, g, n0, S, k_stride, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), not yet in base 2
         s, _ = modified(s, rows[:, None], keys[None, :], start, cap, slope, CAPPED, SLOPED)
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
@@ -227,7 +239,7 @@ def forward_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINK: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics of BLOCK_M queries of one head."""
     n_block = tl.cdiv(T, BLOCK_M)
@@ -252,17 +264,17 @@ def forward_kernel(
         carried = forward_stretch(
             carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, low, full_low,
             cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
-            CAPPED, SLOPED,
+            CAPPED, SLOPED, False,
         )  # fmt: skip
     carried = forward_stretch(
         carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_low, full_high,
         cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED,
+        CAPPED, SLOPED, AHEAD,
     )  # fmt: skip
     carried = forward_stretch(
         carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_high, high,
         cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED,
+        CAPPED, SLOPED, False,
     )  # fmt: skip
 
     z_tile, m, total, c = carried
@@ -330,15 +342,15 @@ def keys_stretch(
         q = load_block(q_head, b, h, m0, T, q_t, D_QK, PADDED_QK, BLOCK_M, True, DESCRIPTORS)
         log_sum, row_delta = load_row_sums(lse, delta, rows, T)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        dz = load_block(dz_head, b, h, m0, T, dz_t, D_V, PADDED_V, BLOCK_M, True, DESCRIPTORS)
+        dp = tl.dot(v, tl.trans(dz), input_precision=PRECISION)  # before the softmax, which runs beside this product
         s, derivative = modified(s, rows[None, :], keys[:, None], start, cap, slope, CAPPED, SLOPED)
         p = tl.exp2(log2_weight(s, log_sum[None, :], PRECISION))
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[None, :], keys[:, None], (first[None, :], stop[None, :]), start, S, MODE)
             p = tl.where(visible, p, 0.0)
-        dz = load_block(dz_head, b, h, m0, T, dz_t, D_V, PADDED_V, BLOCK_M, True, DESCRIPTORS)
         dv = tl.dot(p.to(dz.dtype), dz, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dz), input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
         if CAPPED:
             ds = ds * derivative
@@ -436,13 +448,13 @@ def queries_stretch(
         k = load_block(k_head, b, g, n0, S, k_t, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
         v = load_block(v_head, b, g, n0, S, v_t, D_V, PADDED_V, BLOCK_N, MASKED, DESCRIPTORS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(dz, tl.trans(v), input_precision=PRECISION)  # before the softmax, which runs beside this product
         s, derivative = modified(s, rows[:, None], keys[None, :], start, cap, slope, CAPPED, SLOPED)
         p = tl.exp2(log2_weight(s, log_sum[:, None], PRECISION))
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
             visible = is_visible(rows[:, None], keys[None, :], (first[:, None], stop[:, None]), start, S, MODE)
             p = tl.where(visible, p, 0.0)
-        dp = tl.dot(dz, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if CAPPED:
             ds = ds * derivative
@@ -592,7 +604,8 @@ def fused_attention(
     if 0 in (n_batch, n_head, n_query):
         return output, lse, largest, entropy
     mode, first, stop, strides = interval_of(first, stop, query, causal)
-    blocks = tuning(query, key, value).forward
+    tuned = tuning(query, key, value)
+    blocks = tuned.forward
     k_source, v_source, descriptors = described(key, value, blocks.n)
     launch(
         forward_kernel, triton.cdiv(n_query, blocks.m) * n_batch * n_head, query,
@@ -600,7 +613,7 @@ def fused_attention(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
         **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
-        DESCRIPTORS=descriptors, SINK=sink is not None, **modifier_constants(softcap, slopes),
+        DESCRIPTORS=descriptors, SINK=sink is not None, AHEAD=tuned.ahead, **modifier_constants(softcap, slopes),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return output, lse, largest, entropy

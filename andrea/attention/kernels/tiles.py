@@ -47,6 +47,7 @@ class Tuning:
     keys: Blocks  # dK, dV
     queries: Blocks  # dQ
     atomic: bool = False  # whether atomic additions in the kernel for dK and dV are faster than the kernel for dQ
+    ahead: bool = False  # whether the forward kernel multiplies the next block of keys during the softmax of this one
 
 
 def tuning(query: Tensor, key: Tensor, value: Tensor) -> Tuning:
@@ -60,12 +61,14 @@ def predicted(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
 
     No tile spills registers according to bench/kernel_resources.py. For Hopper and heads of at most 64, the tiles are
-    those that bench/kernel_resources.py --tune predicts to be fast. Two or three of their programs share a
-    multiprocessor, because within a program nothing overlaps with the matrix products. The others are the largest tiles
-    without spills. No GPU has confirmed the prediction yet.
+    those that bench/kernel_resources.py --tune predicts to be fast: two or three of their programs share a multiprocessor,
+    and one computes while another waits for a product. The others are the largest tiles without spills. No GPU has
+    confirmed the prediction yet.
 
-    Warp specialisation is not used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and ignores warp
-    specialisation with 8.
+    Within a program, only what the code begins before the softmax can run beside it: a second product of the backward
+    kernels, and with `ahead` the next scores of the forward kernel. `ahead` takes 30 to 50 registers, so that it is
+    predicted only for wide heads on Hopper, where one program has the multiprocessor alone. Warp specialisation is not
+    used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and ignores warp specialisation with 8.
     """
     if capability >= 120:  # consumer Blackwell has the matrix instructions of Ampere, and 99 KiB of shared memory
         of_ampere = predicted(width, dtype, 80)
@@ -83,7 +86,7 @@ def predicted(width: int, dtype: torch.dtype, capability: int) -> Tuning:
         if capability >= 100:
             return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
         if capability >= 90:
-            return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
+            return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2), ahead=True)
         return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2))
     if capability >= 100:
         return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))
@@ -136,7 +139,7 @@ def remembered() -> dict[str, dict[str, dict[int, Tuning]]]:
 
 def tuning_of(plain: dict[str, Any]) -> Tuning:
     blocks = {kernel: Blocks(**plain[kernel]) for kernel in ("forward", "keys", "queries")}
-    return Tuning(**blocks, atomic=plain["atomic"] is True)
+    return Tuning(**blocks, atomic=plain["atomic"] is True, ahead=plain.get("ahead") is True)
 
 
 def tiles_file() -> Path | None:

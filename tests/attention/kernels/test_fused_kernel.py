@@ -109,6 +109,19 @@ def test_both_backward_passes_and_many_small_tiles(mask, size, atomics, monkeypa
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
 
+@pytest.mark.parametrize("mask", OF_EACH_KIND)
+@pytest.mark.parametrize("shape", [(1, 4, 2, 71, 71, 24, 40), (1, 2, 2, 19, 83, 16, 16), (1, 2, 1, 43, 11, 16, 16)])
+def test_scores_begun_ahead_of_the_softmax_change_no_bit(shape, mask, monkeypatch):
+    blocks, case = tiles.Blocks(16, 16, 4, 1), Case(*shape, mask, torch.float16)
+    results = []
+    for ahead in (False, True):
+        chosen = tiles.Tuning(blocks, blocks, blocks, ahead=ahead)
+        monkeypatch.setattr(fused, "tuning", lambda *tensors, chosen=chosen: chosen)
+        results.append(everything(case, "triton", case.dtype, measured=True))
+    plain, begun_ahead = results
+    assert plain.keys() == begun_ahead.keys() and all(torch.equal(plain[name], begun_ahead[name]) for name in plain)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize(("width", "atomics"), [(64, False), (64, True), (128, False), (128, True)])
