@@ -286,7 +286,13 @@ def best_tiles(rows: list[dict], way: str, predicted: tiles.Tuning) -> tiles.Tun
     """The fastest tile of each kernel, the backward ones with dQ computed in this way. A kernel without rows keeps its own."""
     best: dict[str, tiles.Blocks | bool] = {}
     for kernel, ways in (("forward", FORWARD_WAYS), ("keys", [way]), ("queries", ["two_pass"])):
-        took = [(row["ms"][each], each, row) for row in rows if row["kernel"] == kernel for each in ways if each in row["ms"]]
+        took = [
+            (row["ms"][each], each, row)
+            for row in rows
+            if row["kernel"] == kernel
+            for each in ways
+            if each in row["ms"]
+        ]
         if took:
             _, fastest_way, fastest = min(took, key=lambda each: each[0])
             best[kernel] = tiles.Blocks(*(fastest[name] for name in ("m", "n", "warps", "stages")))

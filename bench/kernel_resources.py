@@ -59,8 +59,9 @@ def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bo
     ALiBi and sinks."""
     tuned = predicted(padded(width), TYPES[dtype], 80 if target == AMD else target)
     how = {"MODE": MODES[mode], "CAPPED": modified, "SLOPED": modified}
+    of_forward = {"STATISTICS": statistics, "SINK": modified, "AHEAD": tuned.ahead, **how}
     return {
-        "forward": (attend_triton.forward_kernel, tuned.forward, {"STATISTICS": statistics, "SINK": modified, "AHEAD": tuned.ahead, **how}),
+        "forward": (attend_triton.forward_kernel, tuned.forward, of_forward),
         "keys": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, **how}),
         "keys, atomic dQ": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, **how}),
         "queries": (attend_triton.queries_kernel, tuned.queries, how),

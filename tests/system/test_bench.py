@@ -47,7 +47,7 @@ def test_the_attention_bench_measures_what_can_run(tmp_path):
 
 @pytest.mark.parametrize("mode", [[], ["--tune"]])
 def test_the_attention_bench_fails_where_none_of_our_kernels_can_run(mode, tmp_path):
-    words = ["--device", "cpu", "--widths", "64", "--lengths", "8", "--tokens", "8", "--repeats", "1", "--most-tiles", "1"]
+    words = "--device cpu --widths 64 --lengths 8 --tokens 8 --repeats 1 --most-tiles 1".split()
     command = [sys.executable, "bench/attention.py", *mode, *words, "--output", str(tmp_path / "a.json")]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -70,7 +70,9 @@ def test_a_check_that_fails_makes_its_part_fail(passes, code, monkeypatch: pytes
     import gpu_checks as bench
 
     monkeypatch.setattr(bench, "check_all", lambda *_: [{"check": "loss", "passes": passes}])
-    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "--device", "cpu", "--small", "--output", str(tmp_path / "c.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_checks.py", "--device", "cpu", "--small", "--output", str(tmp_path / "c.json")]
+    )
     try:
         assert bench.main() is None and code is None
     except SystemExit as ended:
