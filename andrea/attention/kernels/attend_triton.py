@@ -195,7 +195,7 @@ def forward_stretch(
     module's docstring, which also defines z, m and c.
 
     AHEAD: the scores of the next block are begun before the softmax of this one, which then runs beside their product (as
-    in FlashAttention 3, section 3.2). The last ones are not used.
+    in FlashAttention 3, section 3.2). The last ones are not used, and may be those of keys that do not exist.
     """
     z, m, total, c = carried
     if AHEAD:

@@ -60,10 +60,10 @@ def tuning(query: Tensor, key: Tensor, value: Tensor) -> Tuning:
 def predicted(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
 
-    No tile spills registers according to bench/kernel_resources.py. For Hopper and heads of at most 64, the tiles are
-    those that bench/kernel_resources.py --tune predicts to be fast: two or three of their programs share a multiprocessor,
-    and one computes while another waits for a product. The others are the largest tiles without spills. No GPU has
-    confirmed the prediction yet.
+    On NVIDIA GPUs no tile spills registers, according to bench/kernel_resources.py. For Hopper and heads of at most 64, the
+    tiles are those that bench/kernel_resources.py --tune predicts to be fast: two or three of their programs share a
+    multiprocessor, and one computes while another waits for a product. The others are the largest tiles without spills. No
+    GPU has confirmed the prediction yet.
 
     Within a program, only what the code begins before the softmax can run beside it: a second product of the backward
     kernels, and with `ahead` the next scores of the forward kernel. `ahead` takes 30 to 50 registers, so that it is
