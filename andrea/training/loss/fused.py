@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from andrea.attention.implementations.triton import HAS_TRITON
-from andrea.model.layers import softcap
 from andrea.text.loader import IGNORED_TARGET
 
 # Logits in a chunk. Smaller chunks add to the head's gradient more often; larger ones need more memory. The Triton kernel
@@ -114,7 +113,7 @@ def torch_loss_of_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision, in plain torch."""
     assert logits.shape[1] == n_vocab, "only the kernel takes columns that are no tokens"
-    z = logits.float() if cap is None else softcap(logits, cap)
+    z = logits.float() if cap is None else softcap_by_sigmoid(logits, cap)
     has_target = targets != IGNORED_TARGET
     log_sum_exp = z.logsumexp(1)
     target_logit = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
@@ -126,6 +125,11 @@ def torch_loss_of_chunk(
     if cap is not None:
         d_z = d_z * (1 - (z / cap).square())  # the derivative of cap · tanh(x / cap)
     return nats, torch.where(has_target[:, None], d_z, 0.0).to(logits.dtype)
+
+
+def softcap_by_sigmoid(logits: Tensor, cap: float) -> Tensor:
+    """`andrea.model.layers.softcap`, by tanh(x) = 2 sigmoid(2x) - 1: on a CPU, torch compiles a faster sigmoid than tanh."""
+    return cap * (2 * torch.sigmoid(logits.float() * (2 / cap)) - 1)
 
 
 def triton_loss_of_chunk(
