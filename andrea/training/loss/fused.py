@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from andrea.attention.implementations.triton import HAS_TRITON
 from andrea.text.loader import IGNORED_TARGET
+from andrea.training.loss.kernels import cross_entropy_cpp
 
 # Logits in a chunk. Smaller chunks add to the head's gradient more often; larger ones need more memory. The Triton kernel
 # holds one copy of the logits, in the precision of the products. Compiled code holds two; eager code holds five, in
@@ -74,7 +75,10 @@ def cross_entropy_in_chunks(
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, chunk_targets in zip(rows.split(n_row), targets.split(n_row), strict=True):
         logits = chunk @ weight.mT
-        loss_of_chunk = triton_loss_of_chunk if in_kernel else torch_loss_of_chunk
+        is_native = not in_kernel and cross_entropy_cpp.serves(logits)
+        loss_of_chunk = (
+            triton_loss_of_chunk if in_kernel else native_loss_of_chunk if is_native else torch_loss_of_chunk
+        )
         chunk_nats, d_logits = loss_of_chunk(logits, chunk_targets, n_vocab, cap, gradients)
         nats = nats + chunk_nats
         if gradients:
@@ -140,3 +144,12 @@ def triton_loss_of_chunk(
     from andrea.training.loss.kernels.cross_entropy import cross_entropy_of_rows
 
     return cross_entropy_of_rows(logits, targets, n_vocab, cap or 0.0, gradients).sum(), logits if gradients else None
+
+
+def native_loss_of_chunk(
+    logits: Tensor, targets: Tensor, n_vocab: int, cap: float | None, gradients: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Like `torch_loss_of_chunk`, with our kernel for CPUs, which overwrites the bf16 logits with their gradient."""
+    assert logits.shape[1] == n_vocab, "only the kernel for GPUs takes columns that are no tokens"
+    nats = cross_entropy_cpp.native_cross_entropy(logits, targets, cap or 0.0, gradients)
+    return nats.sum(), logits if gradients else None

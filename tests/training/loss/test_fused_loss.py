@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
@@ -18,6 +19,7 @@ from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss import fused
 from andrea.training.loss.cross_entropy import loss_sum, loss_sum_from_hidden
+from andrea.training.loss.kernels import cross_entropy_cpp
 from andrea.training.loss.micro_batch import MicroBatchLoss, training_loss_sum
 
 V, CPU = 301, torch.device("cpu")
@@ -48,12 +50,16 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "ROW_MULTIPLE", 4)
 
 
-@pytest.fixture(params=["torch", pytest.param("kernel", marks=pytest.mark.untraced)])
+@pytest.fixture(params=["torch", "native", pytest.param("kernel", marks=pytest.mark.untraced)])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a chunk is computed: by torch, or by our kernel under Triton's interpreter."""
+    """How a chunk is computed: by torch, by our kernel for CPUs if it is bf16, or by that for GPUs under Triton's interpreter."""
     if request.param == "kernel":
         pytest.importorskip("triton")
         monkeypatch.setattr(fused, "uses_kernel", lambda rows: True)
+    elif request.param == "torch":
+        monkeypatch.setattr(cross_entropy_cpp, "has_library", lambda: False)
+    elif not cross_entropy_cpp.has_library():
+        pytest.skip("our kernel for CPUs needs a compiler and bf16 instructions")
     return request.param
 
 
@@ -147,6 +153,38 @@ def test_columns_that_are_no_tokens_change_nothing_and_get_no_gradient(cap: floa
     nats, d_logits = fused.triton_loss_of_chunk(padded, targets, V, cap, True)
     assert torch.allclose(nats, truth, rtol=1e-6) and not d_logits[:, V:].any()
     assert torch.allclose(d_logits[:, :V], d_truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not cross_entropy_cpp.has_library(), reason="needs a compiler and bf16 instructions")
+@pytest.mark.parametrize("cap", [None, 0.5, 15.0, 200.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 40.0, 1e4])
+@pytest.mark.parametrize("n_vocab", [7, 16, V])
+def test_the_kernel_for_cpus_is_right_for_logits_of_any_size(n_vocab: int, spread: float, cap: float | None) -> None:
+    """Against float64, from the same bf16 logits. Gradients are rounded to bf16."""
+    generator = torch.Generator().manual_seed(4)
+    logits = (spread * torch.randn(37, n_vocab, generator=generator)).bfloat16()
+    targets = torch.randint(n_vocab, (37,), generator=generator)
+    targets[3] = IGNORED_TARGET
+    exact = logits.double().requires_grad_()
+    capped = exact if cap is None else cap * torch.tanh(exact / cap)
+    truth = cross_entropy(capped, targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    (d_truth,) = torch.autograd.grad(truth, exact)
+    kept = logits.clone()
+    evaluated, none = fused.native_loss_of_chunk(kept, targets, n_vocab, cap, False)
+    assert none is None and torch.equal(kept, logits)
+    nats, d_logits = fused.native_loss_of_chunk(logits, targets, n_vocab, cap, True)
+    assert torch.equal(nats, evaluated) and nats.item() == pytest.approx(truth.item(), rel=2e-6, abs=1e-4)
+    assert ((d_logits.double() - d_truth).abs() <= 2**-8 * d_truth.abs() + 1e-6).all()
+
+
+@pytest.mark.skipif(not cross_entropy_cpp.has_library(), reason="needs a compiler and bf16 instructions")
+@pytest.mark.parametrize("cap", [None, 15.0])
+def test_the_kernel_for_cpus_hides_no_nan(cap: float | None) -> None:
+    logits = torch.zeros(3, V).bfloat16()
+    logits[1, 200] = float("nan")
+    nats = cross_entropy_cpp.native_cross_entropy(logits, torch.tensor([1, 2, 3]), cap or 0.0, True)
+    assert nats.isnan().tolist() == [False, True, False]
+    assert logits.isnan().any(1).tolist() == [False, True, False]
 
 
 @pytest.mark.untraced
