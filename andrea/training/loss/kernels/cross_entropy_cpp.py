@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 from andrea.text.loader import IGNORED_TARGET
@@ -34,7 +35,9 @@ def has_library() -> bool:
 
 
 def serves(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype == torch.bfloat16 and has_library()
+    """Whether the kernel can be used for these logits. Not in a memory plan, which stands for other devices too."""
+    is_planned = isinstance(logits, FakeTensor) and not torch.compiler.is_compiling()
+    return logits.device.type == "cpu" and logits.dtype == torch.bfloat16 and not is_planned and has_library()
 
 
 @torch.library.custom_op("andrea::native_cross_entropy", mutates_args=("logits",))
