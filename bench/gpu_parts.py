@@ -66,12 +66,13 @@ def tune(call: Call) -> list[Command]:
 
 
 def train(call: Call) -> list[Command]:
+    # The preset of November 2026 has the layers that the published figures were measured with, and no convolution.
     sizes = call.sized(
-        "--batch 64 --accumulate 8 --peer-batch 16",
+        "--model andrea-120m-2026-11 --batch 64 --accumulate 8 --peer-batch 16",
         f"{LIKE_ITS_PEER} --sequence-length 16 --batch 2 --accumulate 2 --peer-batch 1 --pairs 2",
     )
     peers = ["--peers", "bf16-compiled", "bf16", "fp32"]  # the first is the baseline of ratios
-    return [Command("train-andrea-120m", training(call, [*sizes, *peers]))]
+    return [Command("train-andrea-120m-2026-11", training(call, [*sizes, *peers]))]
 
 
 def training(call: Call, words: list[str]) -> list[str]:
@@ -138,7 +139,7 @@ def sizes(call: Call) -> list[Command]:
                 ["--peers", *call.sized(f"--model {model} --batch {batch}", tiny)],
             ),
         )
-        for model, batch in (("andrea-480m", 16), ("andrea-2b", 4))
+        for model, batch in (("andrea-120m", 64), ("andrea-480m", 16), ("andrea-2b", 4))
     ]
 
 
