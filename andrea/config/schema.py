@@ -205,6 +205,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     patience: PositiveInteger | None = None
     sample_temperature: NonNegativeNumber = 0.8  # of the runs that were begun before this key
+    half_batch_steps: NonNegativeInteger = 0
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,11 @@ class RunConfig:
     @property
     def sequences_per_step(self) -> int:
         return self.tokens_per_step // self.model.sequence_length
+
+    @property
+    def sequences_per_update(self) -> int:
+        """The fewest sequences from which an update of the run is made."""
+        return self.sequences_per_step // 2 if self.train.half_batch_steps else self.sequences_per_step
 
 
 @dataclass(frozen=True)

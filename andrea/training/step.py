@@ -1,6 +1,7 @@
 """One training step: forward and backward over micro-batches, then the optimizer.
 
-N sequences of T tokens in a step: n of them on this rank, B in a micro-batch. L layers, H heads.
+A step is one update from all of its sequences, or in the first train.half_batch_steps steps two updates from half of them
+each. N sequences of T tokens in an update: n of them on this rank, B in a micro-batch. L layers, H heads.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from andrea.training.records.console import Console
 
 
 class Batch(NamedTuple):
-    """This rank's share of a step's sequences; n_target counts the targets in the rows of all ranks."""
+    """This rank's share of an update's sequences; n_target counts the targets in the rows of all ranks."""
 
     tokens: Tensor  # (n, T) int64
     targets: Tensor  # (n, T) int64
     n_target: int
     dropout_seeds: Tensor  # (n,) int64
+    most_rows: int  # the rows of the rank that has most: as many micro-batches run on every rank
 
 
 class Update(NamedTuple):
-    """Results of one optimizer step over all ranks, as tensors on the device; the host has not waited for them."""
+    """Results of one update over all ranks, as tensors on the device; the host has not waited for them."""
 
     loss: Tensor  # nats per token, 0-dim
     gradient_norm: Tensor  # before clipping, 0-dim
@@ -53,10 +55,16 @@ class Update(NamedTuple):
         """What the host reads of every step, 0-dim each."""
         return [self.loss, self.gradient_norm, self.finite, *self.stop_flags]
 
+    def after(self, earlier: Update) -> Update:
+        """The results of a step of two updates from equally many sequences, of which this one is the second."""
+        both_heads = self.heads.merged(earlier.heads) if self.heads and earlier.heads else None
+        loss, finite = (earlier.loss + self.loss) / 2, earlier.finite & self.finite
+        return self._replace(loss=loss, finite=finite, heads=both_heads)
+
 
 @dataclass
 class TrainingStep:
-    """One optimizer step over all ranks: `update(batch(step), rate)`.
+    """One step over all ranks: `run(batches(step), rate)`.
 
     loss_sum: tokens and targets (B, T), seeds of dropout (B,) -> loss in nats, 0-dim, and the heads' statistics if every step
     measures them.
@@ -74,37 +82,55 @@ class TrainingStep:
     def __post_init__(self) -> None:
         assert isinstance(self.config.train.micro_batch, int), "auto is resolved before the step is made"
         self.ranks = self.parallel.ranks
-        self.most_rows = self.ranks.local_rows(self.config.sequences_per_step).most_on_a_rank
         self.micro_batch = self.config.train.micro_batch  # halved where memory runs out
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since they were last read
-        self.prefetched: tuple[int, Batch] | None = None  # a number of steps, and the batch that follows them
+        self.prefetched: tuple[int, list[Batch]] | None = None  # a number of steps, and the batches that follow them
 
-    def batch(self, step: int) -> Batch:
-        """This rank's sequences of the step that follows `step` earlier steps."""
-        (prefetched_step, batch), self.prefetched = self.prefetched or (None, None), None
-        return batch if batch is not None and prefetched_step == step else self.read_batch(step)
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's sequences of the step that follows `step` earlier steps: a batch for each of its updates."""
+        (prefetched_step, batches), self.prefetched = self.prefetched or (None, None), None
+        return batches if batches is not None and prefetched_step == step else self.read_batches(step)
 
-    def read_batch(self, step: int) -> Batch:
-        n = self.config.sequences_per_step
-        first, count, _ = self.ranks.local_rows(n)
-        tokens, targets = self.loader.batch(step * n + first, count)
-        seeds = self.loader.sample_seeds(step * n + first, count)
-        return Batch(tokens, targets, self.loader.count_targets(step * n, n), seeds)
+    def read_batches(self, step: int) -> list[Batch]:
+        n_update = 2 if step < self.config.train.half_batch_steps else 1
+        n, first = self.config.sequences_per_step // n_update, step * self.config.sequences_per_step
+        return [self.read_batch(first + index * n, n) for index in range(n_update)]
+
+    def read_batch(self, first_sample: int, n: int) -> Batch:
+        """This rank's share of n samples, of which `first_sample` is the first."""
+        first, count, most_rows = self.ranks.local_rows(n)
+        tokens, targets = self.loader.batch(first_sample + first, count)
+        seeds = self.loader.sample_seeds(first_sample + first, count)
+        return Batch(tokens, targets, self.loader.count_targets(first_sample, n), seeds, most_rows)
 
     def prefetch(self, step: int) -> None:
-        """On a GPU: read the batch that follows `step` steps now, while the GPU computes the step before it.
+        """On a GPU: read the batches that follow `step` steps now, while the GPU computes the step before them.
 
         Data that cannot be read are reported when the batch is needed, after all that is due before it.
         """
         if host_copy.runs_ahead(self.device):
             with contextlib.suppress(DataLost):
-                self.prefetched = step, self.read_batch(step)
+                self.prefetched = step, self.read_batches(step)
+
+    def run(
+        self, batches: list[Batch], rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool
+    ) -> Update:
+        """One step at `rate` times the peak learning rates: an update from each batch.
+
+        stop_flags: StopRequests.flags, called as late as possible. measure_size: also measure the size of the weights'
+        change, in the last update.
+        """
+        *halves, last = batches
+        # A gradient from half as many sequences has twice the variance; the rate falls with the root of the batch.
+        rate *= len(batches) ** -0.5
+        earlier = [self.update(batch, rate, stop_flags=list, measure_size=False) for batch in halves]
+        update = self.update(last, rate, stop_flags, measure_size)
+        return update.after(*earlier) if earlier else update
 
     def update(self, batch: Batch, rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool) -> Update:
-        """Forward pass, backward pass, and the optimizer step at `rate` times the peak learning rates.
+        """Forward pass, backward pass, and the optimizer step. See `run`.
 
-        The weights change only if loss and gradient are finite on all ranks. stop_flags: StopRequests.flags, called as
-        late as possible. measure_size: also measure the size of the weights' change.
+        The weights change only if loss and gradient are finite on all ranks.
         """
         nats, heads = self.accumulate(batch)
         nats, *summed_flags = self.ranks.sum(torch.stack([nats, *stop_flags()])).unbind()
@@ -135,7 +161,7 @@ class TrainingStep:
         while True:
             try:
                 nats, heads = torch.zeros((), device=self.device), None
-                pieces = list(micro_batches(batch, self.micro_batch, self.most_rows))
+                pieces = list(micro_batches(batch, self.micro_batch))
                 for index, piece in enumerate(pieces):
                     MACHINE.pass_on()
                     with self.parallel.sync_gradients(last=index == len(pieces) - 1):
@@ -178,12 +204,12 @@ class TrainingStep:
         return clipped
 
 
-def micro_batches(batch: Batch, size: int, rows: int) -> Iterator[list[Tensor]]:
-    """Cut tokens (n, T), targets (n, T) and seeds (n,) into pieces of exactly `size` rows, enough for `rows` rows.
+def micro_batches(batch: Batch, size: int) -> Iterator[list[Tensor]]:
+    """Cut tokens (n, T), targets (n, T) and seeds (n,) into pieces of exactly `size` rows, enough for batch.most_rows rows.
 
     Rows that are added to fill a piece have no targets.
     """
-    for start in range(0, rows, size):
+    for start in range(0, batch.most_rows, size):
         piece = []
         for whole, filler in ((batch.tokens, 0), (batch.targets, IGNORED_TARGET), (batch.dropout_seeds, -1)):
             part = whole[start : start + size]

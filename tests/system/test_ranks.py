@@ -36,6 +36,7 @@ STEPS = [
 # Cautious decay decides by the sign of an update, which a difference in the last bit can turn. With it, the figures of one
 # process with another micro-batch differ by 3e-5 after fifty steps, and by 2e-6 without it. So it is tested over ten steps.
 SHORT = ["train.steps=10", "train.eval_every=5", "train.save_every=5", "optimizer.cautious_decay=true"]
+SHORT += ["train.half_batch_steps=4"]  # updates from five sequences, three of them on the first of two ranks
 # The first gradient of a row of a table moves each of its elements by a whole learning rate, in Adam, however small it is.
 # Element (123, 25) of one table got 2e-8 at step 17, a thousandth of its later gradients: its sum nearly cancels, so the last
 # bits decide the sign, and the element keeps a difference of 5e-4 from there on. All others differ by 1e-4 at most.

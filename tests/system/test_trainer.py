@@ -21,6 +21,7 @@ from head_options import ALL_KINDS, HEAD_OPTIONS, SCORES, words_of
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
+from andrea.config import UserError
 from andrea.runtime.compiling import configure_compiler
 from andrea.runtime.device import Choice
 from andrea.text.loader import IGNORED_TARGET
@@ -70,17 +71,17 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, tiny_run, tmp_path: Path) -> None:
     words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=normuon"]
     words += ["optimizer.average_half_life=3", *words_of(option)]
-    words += [*words_of(SCORES), "attention.window=[8, null]"]
+    words += [*words_of(SCORES), "attention.window=[8, null]", "train.half_batch_steps=9"]
     tiny_run("name=whole", *words)
     with pytest.MonkeyPatch.context() as patch:
-        batch = TrainingStep.batch
+        batches = TrainingStep.batches
 
-        def interrupted(self: TrainingStep, step: int) -> Batch:
+        def interrupted(self: TrainingStep, step: int) -> list[Batch]:
             if step == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return batch(self, step)
+            return batches(self, step)
 
-        patch.setattr(TrainingStep, "batch", interrupted)
+        patch.setattr(TrainingStep, "batches", interrupted)
         assert tiny_run("name=parts", *words) == 143
     assert checkpoints_of(tmp_path / "runs" / "parts")[-1].name == "step-00000007"
     assert metrics(tmp_path / "runs" / "parts")[-1]["event"] == "interrupted"
@@ -207,16 +208,40 @@ def test_nothing_changes_with_the_micro_batch(tiny_run, tmp_path: Path) -> None:
     assert first == pytest.approx(second, rel=1e-3)
 
 
+def test_two_updates_from_half_a_step_are_those_of_two_steps_of_half_the_size(tiny_run, tmp_path: Path) -> None:
+    """At constant rates, as data, rates and weight decay have it. A step's loss is the mean of its two updates'."""
+    rates = {"learning_rate": 0.01, "embedding_learning_rate": 0.05, "matrix_learning_rate": 0.02}
+    constant = ["optimizer.warmup_steps=0", "optimizer.decay_fraction=0.001", "train.log_every=1", "precision=fp32"]
+    quick = ["train.steps=4", "train.eval_every=4", "train.half_batch_steps=4"]
+    small = ["train.steps=8", "train.eval_every=8", "train.tokens_per_step=128"]
+    small += [f"optimizer.{name}={rate * 0.5**0.5!r}" for name, rate in rates.items()]
+    shared = ["optimizer.convolution_learning_rate=null", "train.save_every=8", "train.micro_batch=4"]
+    tiny_run("name=halves", *constant, *shared, *quick)
+    tiny_run("name=small", *constant, *shared, *small)
+    ours, theirs = (metrics(tmp_path / "runs" / name) for name in ("halves", "small"))
+    losses = [[row["train/loss"] for row in rows if "train/loss" in row] for rows in (ours, theirs)]
+    assert losses[0] == pytest.approx(
+        [(one + two) / 2 for one, two in zip(*[iter(losses[1])] * 2, strict=True)], rel=1e-6
+    )
+    assert ours[-1]["val/loss"] == pytest.approx(theirs[-1]["val/loss"], rel=1e-6)
+    assert ours[-1]["tokens"] == theirs[-1]["tokens"]
+
+
+def test_half_a_batch_needs_an_even_number_of_sequences(tiny_run) -> None:
+    with pytest.raises(UserError, match="holds 3 of model.sequence_length=32; try train.tokens_per_step=128"):
+        tiny_run("train.half_batch_steps=3", "train.tokens_per_step=96")
+
+
 @pytest.mark.parametrize(("where", "precision"), [("weight", "fp32"), ("gradient", "bf16")])
 def test_what_is_not_finite_never_reaches_the_weights(
     where: str, precision: str, tiny_run, tmp_path: Path, capsys
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        batch, accumulate, seen = TrainingStep.batch, TrainingStep.accumulate, {}
+        batches, accumulate, seen = TrainingStep.batches, TrainingStep.accumulate, {}
 
-        def numbered(self: TrainingStep, step: int) -> Batch:
+        def numbered(self: TrainingStep, step: int) -> list[Batch]:
             seen["step"] = step
-            return batch(self, step)
+            return batches(self, step)
 
         def poisoned(self: TrainingStep, of_step: Batch) -> tuple:
             if seen["step"] == 5 and where == "weight":
@@ -229,7 +254,7 @@ def test_what_is_not_finite_never_reaches_the_weights(
             seen["parallel"] = self.parallel
             return summed
 
-        patch.setattr(TrainingStep, "batch", numbered)
+        patch.setattr(TrainingStep, "batches", numbered)
         patch.setattr(TrainingStep, "accumulate", poisoned)
         assert tiny_run("name=a", f"precision={precision}") == 3
     after = seen["parallel"].model.state_dict()
@@ -259,14 +284,14 @@ def test_what_is_not_finite_never_reaches_the_weights(
 def test_what_is_not_finite_in_the_optimizer_is_never_saved(step: int, tiny_run, tmp_path: Path, capsys) -> None:
     """It reaches the weights with the next update: found by the loss of the step after, or when it comes to saving."""
     with pytest.MonkeyPatch.context() as patch:
-        batch = TrainingStep.batch
+        batches = TrainingStep.batches
 
-        def poisoned(self: TrainingStep, steps_before: int) -> Batch:
+        def poisoned(self: TrainingStep, steps_before: int) -> list[Batch]:
             if steps_before + 1 == step:
                 self.optimizer.state_tensors()["blocks.1.mlp.up.weight/momentum"][0, 0] = float("nan")
-            return batch(self, steps_before)
+            return batches(self, steps_before)
 
-        patch.setattr(TrainingStep, "batch", poisoned)
+        patch.setattr(TrainingStep, "batches", poisoned)
         assert tiny_run("name=a") == 3
     out = capsys.readouterr().out
     assert f"error: step {step + 1 if step % 4 else step}:" in out and "not finite" in out and "step-00000004" in out
@@ -431,8 +456,8 @@ def test_help_lists_the_keys(script, capsys) -> None:
 
 def test_micro_batches_are_of_one_size_and_lose_nothing() -> None:
     tokens = torch.arange(21).view(7, 3)
-    batch = Batch(tokens, tokens.clone(), n_target=21, dropout_seeds=torch.arange(7))
-    pieces = list(micro_batches(batch, 3, rows=7))
+    batch = Batch(tokens, tokens.clone(), n_target=21, dropout_seeds=torch.arange(7), most_rows=7)
+    pieces = list(micro_batches(batch, 3))
     assert {len(part) for piece in pieces for part in piece} == {3}
     assert torch.cat([seeds for _, _, seeds in pieces]).tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1]
     kept = torch.cat([targets for _, targets, _ in pieces])
@@ -611,14 +636,14 @@ def test_a_run_folder_that_vanishes_is_named_and_not_made_again(
     words: list[str], tmp_path: Path, notes: Path, script, capsys, monkeypatch
 ) -> None:
     run, away = tmp_path / "runs" / "a", tmp_path / "away"
-    batch = TrainingStep.batch
+    batches = TrainingStep.batches
 
-    def with_the_folder_renamed(self: TrainingStep, step: int) -> Batch:
+    def with_the_folder_renamed(self: TrainingStep, step: int) -> list[Batch]:
         if step == 6:
             run.rename(away)
-        return batch(self, step)
+        return batches(self, step)
 
-    monkeypatch.setattr(TrainingStep, "batch", with_the_folder_renamed)
+    monkeypatch.setattr(TrainingStep, "batches", with_the_folder_renamed)
     words = tiny_words(tmp_path, notes, "name=a", "train.sample_tokens=0", *words)
     code, _, said = run_script(script("train"), words, capsys)
     assert code == 5 and said.count("\n") == 1 and "free some space" not in said
