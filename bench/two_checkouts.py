@@ -23,9 +23,11 @@ WORKLOADS = {
     "train andrea-nano-2026-11": (
         "train.py", "--model andrea-nano-2026-11 --batch 16 --steps 10 --vocabulary 4096", "andrea, auto, compiled, muon",
     ),
-    "train andrea-120m": ("train.py", "--model andrea-120m --batch 2 --optimizer muon", "andrea, auto, compiled, muon"),
-    "generate andrea-120m, bf16": ("generate.py", "--model andrea-120m", "andrea, bf16"),
-    "generate andrea-120m, int8": ("generate.py", "--model andrea-120m", "andrea, int8"),
+    "train andrea-120m-2026-11": (
+        "train.py", "--model andrea-120m-2026-11 --batch 2 --optimizer muon", "andrea, auto, compiled, muon",
+    ),
+    "generate andrea-120m-2026-11, bf16": ("generate.py", "--model andrea-120m-2026-11", "andrea, bf16"),
+    "generate andrea-120m-2026-11, int8": ("generate.py", "--model andrea-120m-2026-11", "andrea, int8"),
 }  # fmt: skip
 
 
