@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,10 @@ def test_what_a_bare_machine_needs_is_listed_with_the_one_that_has_no_wheel() ->
     done = run("bash", "bench/gpu.sh", "--needs")
     assert done.returncode == 0, done.stderr
     assert "pip wheel --no-deps -w wheels antlr4-python3-runtime==" in done.stdout
-    for line in ("hydra-core", "omegaconf", "safetensors", "transformers", "torchao"):
-        assert f"  {line} " in done.stdout
+    downloaded = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("numpy==")).split()
+    for name in ("hydra-core", "omegaconf", "safetensors", "transformers", "torchao"):
+        assert f"  {name} " in done.stdout and any(word.startswith(f"{name}==") for word in downloaded)
+    assert not any(word.startswith(("antlr4", "triton")) for word in downloaded)  # no wheel; torch's own version
 
 
 def test_without_a_gpu_it_says_so_and_an_unknown_part_is_named(tmp_path: Path) -> None:
@@ -121,8 +124,9 @@ def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tm
 def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path) -> None:
     done = run("bash", "bench/gpu.sh", "--rehearse", "--seconds", "5", "--output", str(tmp_path), "optimizer", "loss")
     assert "out of time" in done.stdout or "the part's time is over" in done.stdout, done.stdout
-    records = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert len(records["outcomes"]["parts"]) == 2
+    outcomes = json.loads(next(tmp_path.glob("*.json")).read_text())["outcomes"]
+    assert len(outcomes["parts"]) == 2
+    assert outcomes["versions"]["torch"] == version("torch") and outcomes["versions"]["numpy"] == version("numpy")
 
 
 @pytest.mark.slow
