@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -78,6 +79,28 @@ def test_a_check_that_fails_makes_its_part_fail(passes, code, monkeypatch: pytes
         assert bench.main() is None and code is None
     except SystemExit as ended:
         assert ended.code == code
+
+
+@pytest.mark.slow
+def test_a_check_that_raises_and_one_whose_process_is_killed_are_rows_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import gpu_checks as bench
+
+    own, killed = bench.Process.give, "andrea-nano"
+
+    def give(process: bench.Process, index: int) -> None:
+        own(process, index)
+        if checks[index].name == killed:
+            process.process.kill()
+
+    monkeypatch.setattr(bench.Process, "give", give)
+    chosen = Namespace(only=("loss", "model"), small=True, processes=1, seconds=300, device="no such device")
+    checks, saved = bench.chosen_checks(chosen), []
+    rows = bench.check_all(chosen, checks, lambda rows: saved.append(len(rows)))
+    why = {row["check"]: row["why"] for row in rows if not row["passes"]}
+    assert saved == [1, 2] and why.keys() == {killed, "loss"}
+    assert why[killed] == "its process ended with exit code -9" and "no such device" in why["loss"]
 
 
 def test_what_a_bare_machine_needs_is_listed_with_the_one_that_has_no_wheel() -> None:
