@@ -34,7 +34,7 @@ from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import RECORDS_FILE, RESULTS, ROOT, add_record, die_with_parent, table_line, version_of
+from common import RECORDS_FILE, RESULTS, ROOT, add_record, die_with_parent, python_path, table_line, version_of
 from gpu_parts import BUILT, PARTS, WHEELS, Call, Command, Part
 
 from andrea.runtime.files import remove_unfinished
@@ -127,7 +127,7 @@ class Driver:
 
     def start(self, words: list[str]) -> subprocess.Popen:
         environment = os.environ | {RECORDS_FILE: str(self.records.resolve()), "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["PYTHONPATH"] = python_path()
         environment.pop("TRITON_INTERPRET", None)
         if self.call.rehearsal:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

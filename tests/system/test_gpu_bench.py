@@ -125,17 +125,18 @@ def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tm
     """A module of the caller's path is found; one that is hidden costs its part, with the reason, and not the others."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(
-        "import importlib.util\n"
+        "import importlib.util, os\n"
         "own = importlib.util.find_spec\n"
         "def find_spec(name, package=None):\n"
         "    return None if name == 'transformers' else own(name, package)\n"
         "importlib.util.find_spec = find_spec\n"
-        "print('the path of the caller is kept')\n"
+        "print('the path of the caller is kept, rank', os.environ.get('LOCAL_RANK'))\n"
     )
-    words = ["bash", "bench/gpu.sh", "--rehearse", "--output", str(tmp_path / "results"), "optimizer", "generate"]
-    done = run(*words, PYTHONPATH=str(tmp_path / "path"))
+    words = ["bash", "bench/gpu.sh", "--rehearse", "--output", str(tmp_path / "results")]
+    done = run(*words, "optimizer", "generate", "save", PYTHONPATH=str(tmp_path / "path"))
     assert "generate : skipped: transformers not installed (see --needs)" in done.stdout, done.stdout
     assert done.stdout.count("the path of the caller is kept") >= 2  # the driver's, and a part's
+    assert "the path of the caller is kept, rank 0" in done.stdout  # that of a process which torchrun starts for a part
     files = list((tmp_path / "results").iterdir())
     assert len(files) == 2 and done.returncode == 1
     records = json.loads(next(path for path in files if path.suffix == ".json").read_text())
