@@ -119,7 +119,7 @@ def run(call: Call) -> list[Command]:
     sizes = call.sized(
         "model=andrea-120m",
         "model=andrea-nano model.d_model=32 model.n_layer=2 model.n_head=2 model.d_mlp=64 model.sequence_length=32 "
-        "train.tokens_per_step=128 train.log_every=1 precision=fp32 attention.implementation=triton",
+        "train.tokens_per_step=128 train.log_every=1",
     )
     folder = call.scratch / "runs" / "run"
     words = ["train.py", f"device={call.device}", *sizes, *text, f"train.steps={steps}", "logger=none"]
