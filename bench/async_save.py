@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, make_andrea, model_config, write_record
+from common import ROOT, make_andrea, model_config, python_path, write_record
 
 from andrea.config import group_config
 
@@ -32,7 +32,7 @@ def launch(chosen: argparse.Namespace) -> int:
         torchrun.append("--local-addr=127.0.0.1")  # without it, torchrun may wait for a name server that is not there
         worker = [str(Path(__file__).resolve()), f"--rounds={chosen.rounds}", f"--steps={chosen.steps}"]
         worker += [f"--model={chosen.model}", f"--tokens={chosen.tokens}", f"--worker={place}"]
-        subprocess.run([*torchrun, *worker], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        subprocess.run([*torchrun, *worker], check=True, env=os.environ | {"PYTHONPATH": python_path()})
         measured = json.loads(result.read_text())
     synchronous = statistics.median(row["synchronous_s"] for row in measured["rounds"])
     excess = statistics.median(row["excess_s"] for row in measured["rounds"])

@@ -184,6 +184,11 @@ class NumberTokenizer:
         return " ".join(map(str, tokens)).encode()
 
 
+def python_path() -> str:
+    """PYTHONPATH for a process that imports this checkout: what the caller's own names stays, such as a folder of wheels."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def count_weights(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 

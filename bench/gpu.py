@@ -18,6 +18,7 @@ import datetime
 import importlib.util
 import json
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -33,8 +34,8 @@ from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import RECORDS_FILE, RESULTS, ROOT, add_record, die_with_parent, table_line, version_of
-from gpu_parts import PARTS, WHEELS, Call, Command, Part
+from common import RECORDS_FILE, RESULTS, ROOT, add_record, die_with_parent, python_path, table_line, version_of
+from gpu_parts import BUILT, PARTS, WHEELS, Call, Command, Part
 
 from andrea.runtime.files import remove_unfinished
 
@@ -126,7 +127,7 @@ class Driver:
 
     def start(self, words: list[str]) -> subprocess.Popen:
         environment = os.environ | {RECORDS_FILE: str(self.records.resolve()), "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["PYTHONPATH"] = python_path()
         environment.pop("TRITON_INTERPRET", None)
         if self.call.rehearsal:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -158,7 +159,13 @@ class Driver:
     def note(self, outcome: Outcome) -> None:
         self.say(f"== {outcome.part} {outcome.command}: {outcome.outcome}, {outcome.seconds:.0f} s")
         self.outcomes.append(outcome)
-        add_record(self.records, "outcomes", {"parts": [asdict(each) for each in self.outcomes]})
+        parts = [asdict(each) for each in self.outcomes]
+        add_record(self.records, "outcomes", {"versions": versions(), "parts": parts})
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages that decide what a part can do."""
+    return {"python": platform.python_version(), **{name: version_of(name) for name in ("torch", *WHEELS)}}
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -227,15 +234,20 @@ def checks_lines(record: dict) -> Iterator[str]:
 
 def needs() -> Iterator[str]:
     """The wheels that a bare machine without a network must be given."""
+    found = {
+        name: version_of(name) if importlib.util.find_spec(module) else None for name, (module, _) in WHEELS.items()
+    }
     yield "torch itself is taken as given. Beside it (here: the version of this environment):"
-    for name, (module, parts) in WHEELS.items():
-        here = version_of(name) if importlib.util.find_spec(module) else None
-        yield f"  {name:24}{here or 'MISSING':12} {parts}"
-    yield "Where there is a network, for the machine's Python and processor (here 3.12 on x86-64):"
-    yield "  pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\"
-    yield "      --platform manylinux2014_x86_64 -d wheels NAME==VERSION"
-    yield "antlr4-python3-runtime has no wheel. It is plain Python, so one that is built anywhere serves everywhere:"
-    yield f"  pip wheel --no-deps -w wheels antlr4-python3-runtime=={version_of('antlr4-python3-runtime') or '4.9.3'}"
+    for name, (_, parts) in WHEELS.items():
+        yield f"  {name:24}{found[name] or 'MISSING':12} {parts}"
+    yield "Where there is a network, for the machine's Python and processor (here 3.12 on x86-64). antlr4-python3-runtime has no"
+    yield "wheel. It is plain Python, so one that is built anywhere serves everywhere. pip adds what the others need in turn:"
+    yield f"  pip wheel --no-deps -w wheels {BUILT}=={found[BUILT] or '4.9.3'}"
+    yield "  pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\"
+    yield "      --platform manylinux2014_x86_64 --find-links wheels -d wheels \\"
+    pinned = [f"{name}=={here}" if here else name for name, here in found.items() if name not in (BUILT, "triton")]
+    yield f"      {' '.join(pinned)}"
+    yield "triton comes with a CUDA build of torch, which needs that very version; add triton==VERSION for another build."
     yield "On the machine, which PYTHONPATH then tells where they are:"
     yield "  pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=$PWD/site"
 

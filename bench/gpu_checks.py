@@ -12,6 +12,7 @@ row that fails; the others go on. Rows are written as they come.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
@@ -69,8 +70,9 @@ class Check:
 def all_checks(small: bool) -> list[Check]:
     """Every check, attention first. small: a few of each part, for a machine without a GPU."""
     attention = list(attention_checks())
+    shape = (2, 16) if small else (4, 256)
     compiled = [
-        Check("compiled", "compiled step", str(precision), partial(compiled_rows, precision))
+        Check("compiled", "compiled step", str(precision), partial(compiled_rows, precision, shape))
         for precision in (torch.bfloat16, torch.float16)
     ]
     models = [
@@ -95,7 +97,7 @@ def all_checks(small: bool) -> list[Check]:
     ]
     if small:
         served = [check for check in attention if "float32" in check.case and check.name in ("triton", "sdpa")]
-        return served[::7] + models[:1] + losses[:1] + generation[:1]
+        return served[::7] + compiled[1:] + models[:1] + losses[:1] + generation[:1]
     return attention + compiled + losses + models + generation
 
 
@@ -168,15 +170,18 @@ def model_row(precision: str, device: str) -> dict:
     return {"check": f"andrea-nano, {precision}", "case": f"error {error:.3g} of {largest:.3g}", "passes": passes}
 
 
-def compiled_rows(precision: torch.dtype, device: str) -> list[dict]:
-    """One compiled training step through our kernel, statistics and the fused loss included, against the eager one."""
+def compiled_rows(precision: torch.dtype, shape: tuple[int, int], device: str) -> list[dict]:
+    """One compiled training step through our kernel, statistics and the fused loss included, against the eager one.
+
+    shape: sequences, and tokens in each.
+    """
     from andrea.attention import HeadStatistics
     from andrea.training.loss.cross_entropy import loss_sum_from_hidden
 
     model = make_andrea(model_config("andrea-nano"), 4096, device)
     for block in model.blocks:
         block.attention.implementation = "triton"
-    tokens = torch.randint(4096, (4, 256), generator=torch.Generator().manual_seed(2)).to(device)
+    tokens = torch.randint(4096, shape, generator=torch.Generator().manual_seed(2)).to(device)
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[precision]
 
     def step(tokens, loss_of):
@@ -300,7 +305,8 @@ class Process:
 
     def give(self, index: int) -> None:
         self.index = index
-        self.connection.send(index)
+        with contextlib.suppress(ConnectionError):  # the process has ended; `rows` says so
+            self.connection.send(index)
 
     def rows(self, checks: list[Check]) -> tuple[list[dict], bool]:
         """The rows of its check, and whether the process can go on. After an error of CUDA it cannot."""
@@ -308,7 +314,7 @@ class Process:
         check = checks[self.index]
         try:
             rows = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join()
             return [failed(check, f"its process ended with exit code {self.process.exitcode}")], False
         poisoned = any("CUDA error" in row.get("why", "") for row in rows)

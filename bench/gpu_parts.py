@@ -170,6 +170,7 @@ PARTS = {
     "memory": Part(900, 60, memory, ("hydra", "tokenizers", "safetensors")),
 }
 
+BUILT = "antlr4-python3-runtime"  # has no wheel
 # The distributions that are not in a bare installation of torch, the module of each, and the parts that need it.
 WHEELS = {
     "triton": ("triton", "all"),
@@ -182,6 +183,6 @@ WHEELS = {
     "transformers": ("transformers", "train generate (Hugging Face's side)"),
     "hydra-core": ("hydra", "run memory"),
     "omegaconf": ("omegaconf", "run memory (hydra imports it)"),
-    "antlr4-python3-runtime": ("antlr4", "run memory (omegaconf imports it)"),
+    BUILT: ("antlr4", "run memory (omegaconf imports it)"),
     "torchao": ("torchao", "train sizes, for products in 8 bits; optional"),
 }

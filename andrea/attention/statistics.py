@@ -174,9 +174,10 @@ class HeadStatistics(NamedTuple):
         stacked = cls(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*layers, strict=True)))
         if counted is None:
             counted = torch.ones(stacked.rows.shape[1], dtype=torch.bool, device=stacked.rows.device)
-        summed = cls(*(None if part is None else torch.where(counted[:, None], part, 0).sum(1) for part in stacked))
-        largest = torch.where(counted[:, None], stacked.largest_logit, -torch.inf).amax(1)
-        return summed._replace(largest_logit=largest)
+        parts = stacked._asdict().items()
+        sums = {name: None if part is None else torch.where(counted[:, None], part, 0).sum(1) for name, part in parts}
+        sums["largest_logit"] = torch.where(counted[:, None], stacked.largest_logit, -torch.inf).amax(1)
+        return cls(**sums)  # not `_replace`, whose result torch 2.11 cannot return from a compiled function
 
     def figures(self) -> dict[str, Tensor]:
         """The logged values of each head, fp32, in the shape of the sums; NaN where a head has no query to average over.

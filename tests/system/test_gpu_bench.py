@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -79,12 +81,36 @@ def test_a_check_that_fails_makes_its_part_fail(passes, code, monkeypatch: pytes
         assert ended.code == code
 
 
+@pytest.mark.slow
+def test_a_check_that_raises_and_one_whose_process_is_killed_are_rows_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import gpu_checks as bench
+
+    own, killed = bench.Process.give, "andrea-nano"
+
+    def give(process: bench.Process, index: int) -> None:
+        own(process, index)
+        if checks[index].name == killed:
+            process.process.kill()
+
+    monkeypatch.setattr(bench.Process, "give", give)
+    chosen = Namespace(only=("loss", "model"), small=True, processes=1, seconds=300, device="no such device")
+    checks, saved = bench.chosen_checks(chosen), []
+    rows = bench.check_all(chosen, checks, lambda rows: saved.append(len(rows)))
+    why = {row["check"]: row["why"] for row in rows if not row["passes"]}
+    assert saved == [1, 2] and why.keys() == {killed, "loss"}
+    assert why[killed] == "its process ended with exit code -9" and "no such device" in why["loss"]
+
+
 def test_what_a_bare_machine_needs_is_listed_with_the_one_that_has_no_wheel() -> None:
     done = run("bash", "bench/gpu.sh", "--needs")
     assert done.returncode == 0, done.stderr
     assert "pip wheel --no-deps -w wheels antlr4-python3-runtime==" in done.stdout
-    for line in ("hydra-core", "omegaconf", "safetensors", "transformers", "torchao"):
-        assert f"  {line} " in done.stdout
+    downloaded = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("numpy==")).split()
+    for name in ("hydra-core", "omegaconf", "safetensors", "transformers", "torchao"):
+        assert f"  {name} " in done.stdout and any(word.startswith(f"{name}==") for word in downloaded)
+    assert not any(word.startswith(("antlr4", "triton")) for word in downloaded)  # no wheel; torch's own version
 
 
 def test_without_a_gpu_it_says_so_and_an_unknown_part_is_named(tmp_path: Path) -> None:
@@ -99,17 +125,18 @@ def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tm
     """A module of the caller's path is found; one that is hidden costs its part, with the reason, and not the others."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(
-        "import importlib.util\n"
+        "import importlib.util, os\n"
         "own = importlib.util.find_spec\n"
         "def find_spec(name, package=None):\n"
         "    return None if name == 'transformers' else own(name, package)\n"
         "importlib.util.find_spec = find_spec\n"
-        "print('the path of the caller is kept')\n"
+        "print('the path of the caller is kept, rank', os.environ.get('LOCAL_RANK'))\n"
     )
-    words = ["bash", "bench/gpu.sh", "--rehearse", "--output", str(tmp_path / "results"), "optimizer", "generate"]
-    done = run(*words, PYTHONPATH=str(tmp_path / "path"))
+    words = ["bash", "bench/gpu.sh", "--rehearse", "--output", str(tmp_path / "results")]
+    done = run(*words, "optimizer", "generate", "save", PYTHONPATH=str(tmp_path / "path"))
     assert "generate : skipped: transformers not installed (see --needs)" in done.stdout, done.stdout
     assert done.stdout.count("the path of the caller is kept") >= 2  # the driver's, and a part's
+    assert "the path of the caller is kept, rank 0" in done.stdout  # that of a process which torchrun starts for a part
     files = list((tmp_path / "results").iterdir())
     assert len(files) == 2 and done.returncode == 1
     records = json.loads(next(path for path in files if path.suffix == ".json").read_text())
@@ -121,8 +148,9 @@ def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tm
 def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path) -> None:
     done = run("bash", "bench/gpu.sh", "--rehearse", "--seconds", "5", "--output", str(tmp_path), "optimizer", "loss")
     assert "out of time" in done.stdout or "the part's time is over" in done.stdout, done.stdout
-    records = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert len(records["outcomes"]["parts"]) == 2
+    outcomes = json.loads(next(tmp_path.glob("*.json")).read_text())["outcomes"]
+    assert len(outcomes["parts"]) == 2
+    assert outcomes["versions"]["torch"] == version("torch") and outcomes["versions"]["numpy"] == version("numpy")
 
 
 @pytest.mark.slow

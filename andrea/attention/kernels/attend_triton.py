@@ -613,8 +613,8 @@ def fused_attention(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
         **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
-        DESCRIPTORS=descriptors, SINK=sink is not None, AHEAD=tuned.ahead, **modifier_constants(softcap, slopes),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        DESCRIPTORS=descriptors, SINK=sink is not None, AHEAD=tuned.ahead and descriptors,  # by address it spills registers
+        **modifier_constants(softcap, slopes), num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return output, lse, largest, entropy
 

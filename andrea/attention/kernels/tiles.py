@@ -47,7 +47,7 @@ class Tuning:
     keys: Blocks  # dK, dV
     queries: Blocks  # dQ
     atomic: bool = False  # whether atomic additions in the kernel for dK and dV are faster than the kernel for dQ
-    ahead: bool = False  # whether the forward kernel multiplies the next block of keys during the softmax of this one
+    ahead: bool = False  # whether the forward kernel, reading by descriptor, begins the next scores before the softmax
 
 
 def tuning(query: Tensor, key: Tensor, value: Tensor) -> Tuning:
@@ -67,8 +67,8 @@ def predicted(width: int, dtype: torch.dtype, capability: int) -> Tuning:
 
     Within a program, only what the code begins before the softmax can run beside it: a second product of the backward
     kernels, and with `ahead` the next scores of the forward kernel. `ahead` takes 30 to 50 registers, so that it is
-    predicted only for wide heads on Hopper, where one program has the multiprocessor alone. Warp specialisation is not
-    used: on these loops triton 3.9 crashes for sm_90 with 4 warps, and ignores warp specialisation with 8.
+    predicted only for wide heads on Hopper, where one program has the multiprocessor alone. bench/README.md has what else
+    was compiled in order to overlap products and softmax, warp specialisation for one, and why it is not used.
     """
     if capability >= 120:  # consumer Blackwell has the matrix instructions of Ampere, and 99 KiB of shared memory
         of_ampere = predicted(width, dtype, 80)

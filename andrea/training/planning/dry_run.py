@@ -15,7 +15,7 @@ from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.float8 import check_float8
 from andrea.training.planning.auto import check_residual
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.machine import CARD, CARD_BYTES, USABLE_SHARE, Placement, free_bytes
+from andrea.training.planning.machine import CARD, FREE_ON_CARD, USABLE_SHARE, Placement, free_bytes
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
 from andrea.training.planning.pace.measured_pace import Mode, Pace, measured_pace
@@ -56,8 +56,9 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
         ),
         *((f"  {part}", format_memory(n_byte)) for part, n_byte in bytes_of_parts(memory).items()),
         ("free memory", f"{format_memory(free)} on {device}, {precision.value} ({precision.why})"),
-        ("on 1 GPU of 80 GB", on_cards(config, n_vocab, 1)),
-        ("on 8 GPUs of 80 GB", on_cards(config, n_vocab, 8)),
+        ("on 1 GPU of 24 GB", on_cards(config, n_vocab, 1, 24)),
+        ("on 1 GPU of 80 GB", on_cards(config, n_vocab, 1, 80)),
+        ("on 8 GPUs of 80 GB", on_cards(config, n_vocab, 8, 80)),
         ("tokens per step", f"{config.tokens_per_step:,}"),
         ("micro-batch", f"{micro_batch} sequences"),
         *length_rows(config, mode, per_token, progress),
@@ -153,14 +154,14 @@ def roughness(pace: Pace, flops_per_token: float) -> str:
     return f"; a rough estimate, because that model needs {difference} FLOPs per token"
 
 
-def on_cards(config: RunConfig, n_vocab: int, ranks: int) -> str:
-    """The layout of the run on `ranks` GPUs of 80 GB: sharing, micro-batch, and memory per GPU by part."""
-    precision = "bf16" if config.precision == "auto" else config.precision
-    sharing = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks), CARD_BYTES)
+def on_cards(config: RunConfig, n_vocab: int, ranks: int, gigabytes: int) -> str:
+    """The layout of the run on `ranks` GPUs of 24 or 80 GB: sharing, micro-batch, and memory per GPU by part."""
+    precision, free = "bf16" if config.precision == "auto" else config.precision, FREE_ON_CARD[gigabytes]
+    sharing = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks), free)
     placement = Placement(CARD, precision, ranks, sharing.value == "fsdp" and ranks > 1)
-    micro_batch = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * CARD_BYTES)[0]
+    micro_batch = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * free)[0]
     memory = memory_of(config, n_vocab, micro_batch, placement)
-    if memory.total > USABLE_SHARE * CARD_BYTES:
+    if memory.total > USABLE_SHARE * free:
         return f"does not fit: {sharing.why}; train.activation_checkpointing=true needs less memory"
     parts = " · ".join(f"{part} {format_memory(n_byte)}" for part, n_byte in bytes_of_parts(memory).items())
     how = f"{sharing.value}, " if ranks > 1 else ""

@@ -15,7 +15,7 @@ from andrea.training.parallel.ranks import Ranks
 GIB = 2**30
 USABLE_SHARE = 0.8  # of the free memory: a plan is not exact, and other programs need memory too
 CARD = torch.device("cuda")
-CARD_BYTES = 78 * GIB  # free on a GPU of 80 GB
+FREE_ON_CARD = {24: 23 * GIB, 80: 78 * GIB}  # bytes that are free on a GPU of so many GB
 
 
 @dataclass(frozen=True)

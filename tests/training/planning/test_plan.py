@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,7 @@ def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> 
     run = configure(RunConfig, "train", ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"])
     lines = {line[:WIDTH].strip(): line[WIDTH:] for line in describe(run).splitlines()}
     assert "micro-batch: " in lines["on 1 GPU of 80 GB"] and "weights 9.0" in lines["on 1 GPU of 80 GB"]
+    assert lines["on 1 GPU of 24 GB"].startswith("does not fit: ")
     assert lines["on 8 GPUs of 80 GB"].startswith("ddp, bf16")
     parts = memory_of(run, planned_vocabulary(run), 1, replace(CPU, precision="bf16"))
     assert lines["weights"] == f"{parts.weights / GIB:.2f} GiB" and "python and libraries" in lines
@@ -100,9 +102,15 @@ def test_a_dry_run_names_the_windows() -> None:
     assert line.endswith(" at most 4 in 2 layers, then all in 1 layer")
 
 
+@pytest.mark.parametrize("model", ["andrea-120m", "andrea-480m"])
+def test_a_consumer_card_holds_all_sizes_but_the_largest(model: str) -> None:
+    run = configure(RunConfig, "train", [f"model={model}", "tokenizer=gpt2"])
+    assert re.match(r"bf16, micro-batch: \d+ sequences, [\d.]+ GiB per GPU ", on_cards(run, 50257, 1, 24))
+
+
 def test_a_dry_run_says_where_a_model_does_not_fit() -> None:
     words = ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"]
     run = configure(RunConfig, "train", words)
     run = replace(run, model=replace(run.model, n_layer=40))
-    assert on_cards(run, 50257, 1).startswith("does not fit")
-    assert on_cards(run, 50257, 8).startswith("fsdp, bf16")
+    assert on_cards(run, 50257, 1, 80).startswith("does not fit")
+    assert on_cards(run, 50257, 8, 80).startswith("fsdp, bf16")
