@@ -86,7 +86,7 @@ def test_ranks_hold_the_whole_model_where_it_fits_beside_a_sequence(ranks: int, 
 def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> None:
     run = configure(RunConfig, "train", ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"])
     lines = {line[:WIDTH].strip(): line[WIDTH:] for line in describe(run).splitlines()}
-    assert "micro-batch: " in lines["on 1 GPU of 80 GB"] and "weights 9.0" in lines["on 1 GPU of 80 GB"]
+    assert "micro-batch: " in lines["on 1 GPU of 80 GB"] and "weights 8.2" in lines["on 1 GPU of 80 GB"]
     assert lines["on 1 GPU of 24 GB"].startswith("does not fit: ")
     assert lines["on 8 GPUs of 80 GB"].startswith("ddp, bf16")
     parts = memory_of(run, planned_vocabulary(run), 1, replace(CPU, precision="bf16"))
