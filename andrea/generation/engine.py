@@ -8,6 +8,8 @@ occurs once every T / 2 tokens or so. `window_start` states this rule as a pure 
 
 Randomness. Each text has its own random generator, whose n-th number chooses the text's n-th token. A text is therefore
 the same in any batch, with or without lookahead.
+
+A prompt that ends with a space is continued by a token that begins with it: see token_healing.py.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from andrea.generation.packing import PackedGPT, pack
 from andrea.generation.sampling import Sampling, choose_tokens
 from andrea.generation.speculation import PromptLookup
 from andrea.generation.text_stream import TextStream
+from andrea.generation.token_healing import SPACE, TokenHealing
 from andrea.model.gpt import GPT
 from andrea.runtime.compiling import compile_graph
 from andrea.runtime.shared_cores import MACHINE
@@ -62,14 +65,15 @@ class GeneratedToken:
 
 
 class GrowingText:
-    """One text of a batch during generation."""
+    """One text of a batch during generation. prompt, is_healed: from `TokenHealing.heal`."""
 
-    def __init__(self, sample: int, prompt: list[int], tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, sample: int, prompt: list[int], is_healed: bool, tokenizer: Tokenizer, request: Request) -> None:
         self.sample = sample
+        self.needs_space = is_healed  # the next token must begin with the space that was taken from the prompt
         self.lookup = PromptLookup(prompt)
         self.tokens = self.lookup.tokens  # the tokens of the prompt and the new ones
         self.generator = torch.Generator().manual_seed(request.seed + sample)
-        self.stream = TextStream(tokenizer, request.stop)
+        self.stream = TextStream(tokenizer, request.stop, n_skipped=len(SPACE) if is_healed else 0)
         self.end_of_text = tokenizer.end_of_text
         self.tokens_left = request.max_new_tokens
         self.has_ended = False
@@ -81,6 +85,7 @@ class GrowingText:
     def append(self, token: int) -> GeneratedToken:
         """Add a chosen token to the text, and decide whether the text ends with it."""
         self.lookup.append(token)
+        self.needs_space = False
         self.tokens_left -= 1
         if token == self.end_of_text:
             text, ended = self.stream.finish(), "end_of_text"
@@ -117,6 +122,7 @@ class Engine:
     ) -> None:
         assert model.n_vocab == tokenizer.n_vocab, (model.n_vocab, tokenizer.n_vocab)
         self.tokenizer = tokenizer
+        self.healing = TokenHealing(tokenizer)
         self.device = model.embedding.weight.device
         self.model: GPT | PackedGPT = model
         if dtype is not None:
@@ -170,7 +176,9 @@ class Engine:
             yield from self.stream_tokens(prompts, request)
 
     def stream_tokens(self, prompts: list[list[int]], request: Request) -> Iterator[GeneratedToken]:
-        texts = [GrowingText(sample, prompt, self.tokenizer, request) for sample, prompt in enumerate(prompts)]
+        healed = [self.healing.heal(prompt) for prompt in prompts]
+        prompts = [prompt for prompt, _ in healed]
+        texts = [GrowingText(sample, *of_one, self.tokenizer, request) for sample, of_one in enumerate(healed)]
         history = padded_history(prompts, request.max_new_tokens).to(self.device)
         ragged = len(texts) > 1 and (request.lookahead > 0 or len(set(map(len, prompts))) > 1)
         shape = len(texts), ragged, request.lookahead
@@ -222,6 +230,8 @@ class Engine:
         uniform = torch.zeros(len(texts))
         for text in growing:
             uniform[text.sample] = torch.rand((), generator=text.generator)
+            if text.needs_space:
+                logits = logits.index_put((torch.tensor(text.sample),), self.healing.allowed(logits[text.sample]))
         seen = history[:, : max(len(text.tokens) for text in texts)]
         chosen = choose_tokens(logits, seen, sampling, uniform.to(self.device))
         tokens, rows = chosen.tolist(), [text.sample for text in growing]

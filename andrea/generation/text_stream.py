@@ -14,11 +14,12 @@ class TextStream:
     """One sample's text. `push` returns the text that can be shown; `stopped` becomes true at a stop string.
 
     A token may end inside a character. The bytes of an incomplete character are held back, and so is text that may be
-    the beginning of a stop string. Invalid UTF-8 becomes U+FFFD.
+    the beginning of a stop string. Invalid UTF-8 becomes U+FFFD. n_skipped: bytes at the beginning that are not shown.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), n_skipped: int = 0) -> None:
         self.tokenizer = tokenizer
+        self.n_skipped = n_skipped
         self.stop = tuple(stop)
         self.stopped = False
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -26,7 +27,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add one token; return the text that can now be shown."""
-        return self.release(self.decoder.decode(self.tokenizer.decode_bytes([token])))
+        new = self.tokenizer.decode_bytes([token])
+        shown, self.n_skipped = new[self.n_skipped :], max(0, self.n_skipped - len(new))
+        return self.release(self.decoder.decode(shown))
 
     def finish(self) -> str:
         """Return the text that is still held back. Call this method after the last token."""
