@@ -97,7 +97,8 @@ def expected_weights(name: str) -> dict[str, Tensor]:
 
 def sampled(call: Call, path: Path) -> str:
     """The text that sample.py writes."""
-    return call("sample", f"checkpoint={path}", *MADE["sample_words"])
+    penalty = "repetition_penalty=1"  # the default of that time
+    return call("sample", f"checkpoint={path}", penalty, *MADE["sample_words"])
 
 
 def records(path: Path) -> list[dict[str, Any]]:
