@@ -187,6 +187,15 @@ def test_the_kernel_for_cpus_hides_no_nan(cap: float | None) -> None:
     assert logits.isnan().any(1).tolist() == [False, True, False]
 
 
+@pytest.mark.skipif(not cross_entropy_cpp.has_library(), reason="needs a compiler and bf16 instructions")
+@pytest.mark.parametrize("target", [V, 1 << 40, -1])
+def test_the_kernel_for_cpus_refuses_a_target_that_is_no_token(target: int) -> None:
+    logits = torch.zeros(2, V).bfloat16()
+    with pytest.raises(IndexError, match="no token of a vocabulary of 301"):
+        cross_entropy_cpp.native_cross_entropy(logits, torch.tensor([3, target]), 15.0, True)
+    assert not logits.any()
+
+
 @pytest.mark.untraced
 @pytest.mark.parametrize("spread", [1.0, 6.0, 40.0])
 def test_a_gpus_own_tanh_errs_no_more_than_the_rounding_of_the_logits(

@@ -47,6 +47,8 @@ def native_cross_entropy(logits: Tensor, targets: Tensor, cap: float, gradients:
     cap: of the soft cap, or 0. gradients: overwrite the logits with the gradient of the sum of the nats.
     """
     assert logits.is_contiguous() and targets.is_contiguous()
+    if not ((targets == IGNORED_TARGET) | ((targets >= 0) & (targets < logits.shape[1]))).all():
+        raise IndexError(f"a target is no token of a vocabulary of {logits.shape[1]}")  # it would be an address
     nats = logits.new_empty(len(logits), dtype=torch.float32)
     tensors = logits.data_ptr(), targets.data_ptr(), nats.data_ptr()
     library().cross_entropy(*tensors, *logits.shape, IGNORED_TARGET, cap, gradients)
