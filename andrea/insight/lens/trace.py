@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.attention import Additive, SharedInputs, attend_reference
+from andrea.attention import Additive, MultiHeadAttention, SharedInputs, attend_reference
 from andrea.attention.implementations.chunked import attend_chunked
 from andrea.attention.shapes import shared_by_group
 from andrea.model.gpt import GPT, Block
@@ -34,6 +34,7 @@ class LayerTrace:
     query: Tensor  # (B, H, T, N)
     key: Tensor  # (B, H, T, N)
     value: Tensor  # (B, H, T, D)
+    value_parts: dict[str, Tensor]  # (B, H, T, D) each; their sum is the value before a convolution
     scores: Tensor  # (B, H, T, T): as modified, -inf where masked
     weights: Tensor  # (B, H, T, T)
     sink: Tensor | None  # (H,): logits of the attention sinks, which have the rest of the weight
@@ -80,6 +81,9 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
         query=query,
         key=shared_by_group(key, query),
         value=shared_by_group(value, query),
+        value_parts={
+            name: shared_by_group(part, query) for name, part in value_parts(attention, normed, shared).items()
+        },
         scores=attended.scores,
         weights=attended.weights,
         sink=attention.sink,
@@ -89,6 +93,19 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
         shared=shared,
         after=finish_block(block, x, written),
     )
+
+
+def value_parts(attention: MultiHeadAttention, normed: Tensor, shared: SharedInputs) -> dict[str, Tensor]:
+    """The terms of `MultiHeadAttention.mixed`, (B, G, T, D) each; normed (B, T, d_model): what the layer reads."""
+    parts = {"this layer's value": attention.values(normed)}
+    if attention.value_mix is not None:
+        share = torch.sigmoid(attention.value_mix)
+        parts = {name: (1 - share) * part for name, part in parts.items()}
+        parts["the first layer's"] = share * shared.first_value
+    if attention.value_embedding is not None:
+        embedded = attention.value_embedding(shared.value_source, normed.dtype)
+        parts["the value embedding"] = attention.heads(embedded)
+    return parts
 
 
 def finish_block(block: Block, x: Tensor, written: Tensor) -> Tensor:

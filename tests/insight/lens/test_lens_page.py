@@ -161,6 +161,24 @@ def test_the_cell_says_what_a_query_and_a_key_mix(browser, tmp_path: Path) -> No
     shown = opened.page.locator("#steps").inner_text()
     assert "q mixes its own token (50 %), 1 before (50 %), 2 before (0 %)" in shown
     assert "k mixes its own token (25 %), 1 before (0 %), 2 before (75 %)" in shown
+    assert "v mixes its own token (100 %), 1 before (0 %), 2 before (0 %)" in shown
+
+
+def test_the_cell_says_how_much_of_a_head_rotary_positions_turn(browser, tmp_path: Path) -> None:
+    opened = Opened(browser, page_of(make(*CASES["windows by layer"]), tmp_path / "lens.html"))
+    assert "rotary position embedding of 40 % of the channels" in opened.text("#cell-note")
+
+
+def test_the_cell_says_what_a_value_is_made_of(browser, tmp_path: Path) -> None:
+    model = make(*CASES["elementwise gates, learned exclusion, value tables"])
+    opened = Opened(browser, page_of(model, tmp_path / "lens.html"), "#h=1.3&q=9&k=4")
+    parts = list(trace_layers(model, prompt_tokens()))[1].value_parts
+    shown = re.search(r"v = (this.*)", opened.page.locator("#steps").inner_text())[1]
+    norms = re.findall(r"(this layer's value|the first layer's|the value embedding) \(norm ([0-9.]+)\)", shown)
+    assert [name for name, _ in norms] == list(parts)
+    for (_, text), part in zip(norms, parts.values(), strict=True):
+        assert_shown(text, part[0, 3, 4].norm().item())
+    assert opened.is_quiet()
 
 
 def test_clicking_hovering_typing_and_pressing_keys(browser, tmp_path: Path) -> None:

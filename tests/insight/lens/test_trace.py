@@ -74,3 +74,13 @@ def test_logit_attribution_finds_the_largest_changes() -> None:
     order = full.argsort(descending=True)
     assert ids[4].tolist() == [*order[:2].tolist(), *order.flip(0)[:2].tolist()]
     torch.testing.assert_close(changes[4], full[ids[4]])
+
+
+def test_the_parts_of_a_value_add_up_to_it(model: GPT) -> None:
+    tokens = prompt_tokens()
+    for block in model.blocks:
+        block.attention.taps = None  # a convolution comes after the sum
+    for block, layer in zip(model.blocks, trace_layers(model, tokens), strict=True):
+        torch.testing.assert_close(sum(layer.value_parts.values()), layer.value)
+        assert ("the first layer's" in layer.value_parts) == (block.attention.value_mix is not None)
+        assert ("the value embedding" in layer.value_parts) == (block.attention.value_embedding is not None)

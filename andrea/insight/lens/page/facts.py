@@ -48,6 +48,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "lowers": attention.compatibility.lowers,
         "qk_norm": config.qk_norm,
         "position": config.position,
+        "rotary_share": config.rotary_share,
         "softcap": modifiers.softcap,
         "slopes": alibi_slopes(config.n_head).tolist() if modifiers.alibi else None,
         "sinks": None if attention.sink is None else [block.attention.sink.tolist() for block in model.blocks],

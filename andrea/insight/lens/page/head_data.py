@@ -42,6 +42,9 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
     value, written = trace.value[0, index], trace.written[0, index]  # (T, D)
     of_head = model.blocks[layer].attention.output_by_head[index]  # (d_model, D)
     arrays: dict[str, Tensor] = {"query": trace.query[0, index], "key": trace.key[0, index], "value": value}
+    if len(trace.value_parts) > 1:
+        norms = [part[0, index].norm(dim=-1) for part in trace.value_parts.values()]
+        arrays["value_parts"] = torch.stack(norms, dim=-1)  # (T, parts)
     if trace.gate is not None:
         arrays["gate"] = trace.gate[0, index]  # (T, 1 or D)
     for name, vectors in (("key", value), ("query", written)):
@@ -87,6 +90,7 @@ def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
     n_token, n_vocab = measurements.tokens.shape[1], measurements.log_probabilities.shape[-1]
     n_candidate = LIKELIEST + 1
     numbers = 2 * trace.query.shape[-1] + trace.value.shape[-1] + 2 * (1 + COMPONENTS)
+    numbers += len(trace.value_parts) if len(trace.value_parts) > 1 else 0
     numbers += 0 if trace.gate is None else trace.gate.shape[-1]
     ids = 0
     if detail:

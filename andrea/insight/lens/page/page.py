@@ -135,6 +135,7 @@ class LensPage:
         facts = {
             **vars(self.source),
             **model_facts(self.model, self.measurements.tokens),
+            "value_parts": list(self.measurements.layers[0].value_parts),
             "detail": self.detail,
             "layouts": layouts,
             "texts": texts,

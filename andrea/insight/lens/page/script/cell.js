@@ -26,7 +26,8 @@ function writeCellNote() {
     changes.push(`QK-norm (scaled to a root mean square of 1${weighted})`);
   }
   if (facts.compatibility === "Bilinear") changes.push("the matrix M");
-  if (facts.position === "rotary") changes.push("rotary position embedding");
+  const turned = facts.rotary_share < 1 ? ` of ${Math.round(100 * facts.rotary_share)} % of the channels` : "";
+  if (facts.position === "rotary") changes.push(`rotary position embedding${turned}`);
   const hasNote = changes.length && facts.compatibility !== "Additive";
   const note = ` Query and key are shown after ${changes.join(" and ")}, just before their product is taken.`;
   const query = [`Head ${labelOf(n)}, query `, tokenLabel(tokenText(i)), ` at ${i}, key `];
@@ -259,7 +260,7 @@ function outputSteps(head) {
     {
       title: "× value",
       detail: "the key's value vector times the weight",
-      formula: [line("v = ", formatVector(value)), line("weight · v = ", formatVector(weighted(value)))],
+      formula: [line("v = ", formatVector(value)), ...valueOrigin(head), line("weight · v = ", formatVector(weighted(value)))],
       result: weight * norm(value),
       unit: "norm",
     },
@@ -287,6 +288,20 @@ function outputSteps(head) {
       unit: "norm",
     },
   ];
+}
+
+// What the key's value is made of: the norms of its parts, and the tokens that a convolution then mixes.
+function valueOrigin(head) {
+  const { head: n, j } = state;
+  const lines = [];
+  if (head.value_parts) {
+    const names = facts.value_parts;
+    const norms = rowOf(head.value_parts, j, names.length);
+    lines.push(line("v = ", names.map((name, part) => `${name} (norm ${formatNumber(norms[part], 3)})`).join(" + ")));
+  }
+  const shares = facts.convolution && facts.convolution[layerOf(n)][n % H];
+  if (shares) lines.push(line(mixtureText(lines.length ? "then v" : "v", shares.value)));
+  return lines;
 }
 
 // Between z and W_O: the words that say which steps the vector of a single key is shown without.
