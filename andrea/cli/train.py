@@ -31,6 +31,10 @@ def train_one(argv: list[str]) -> FinishedRun:
 
         composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
         composed = with_source(composed, line.groups, line.values)
+    if composed["train"]["teachers"]:
+        from andrea.training.planning.init_from import with_teachers
+
+        composed = with_teachers(composed)
     typed = parse(RunConfig, composed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
     with allowing(named, typed.trust):

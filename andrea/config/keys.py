@@ -93,6 +93,7 @@ TRAINING_NAMES = {
     "train.tokens_per_step": "batch_size total_batch_size global_batch_size train_batch_size gradient_accumulation_steps",
     "train.micro_batch": "batch_size micro_batch_size device_batch_size per_device_train_batch_size",
     "train.activation_checkpointing": "gradient_checkpointing",
+    "train.teachers": "teacher teacher_model distill_from",
     "train.max_minutes": "max_time minutes",
     "train.log_every": "log_interval logging_steps",
     "train.eval_every": "eval_interval eval_steps eval_strategy eval.interval",

@@ -206,6 +206,8 @@ class TrainConfig:
     patience: PositiveInteger | None = None
     sample_temperature: NonNegativeNumber = 0.8  # of the runs that were begun before this key
     half_batch_steps: NonNegativeInteger = 0
+    teachers: list[PathText] = dataclasses.field(default_factory=list)
+    teacher_share: Share = 0.5
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
 from andrea.training.loss.compiled import make_loss
+from andrea.training.loss.distillation import Teachers, load_teachers
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.model import make_model, make_parallel
@@ -127,6 +128,11 @@ def start(
     source = ranks.rank_0_first(lambda: source_of_weights(resolved.config, corpus, checkpoint))
     if source is not None:
         console.say(f"weights: {config.init_from} (init_from)")
+    teachers = load_teachers(resolved.config, corpus.tokenizer, ranks.size, machine.device)
+    if teachers is not None:
+        console.say(
+            f"distillation: {teachers.share:.0%} of each target from the mean of {len(teachers.models)} teachers"
+        )
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
@@ -134,7 +140,7 @@ def start(
             asked, started, list(left_auto), groups, resolved, machine, corpus, checkpoint, folder, console, watchdog,
             draw_lens, run_page,
         )  # fmt: skip
-        config, parallel, loss = make_model_and_loss(setup, source)
+        config, parallel, loss = make_model_and_loss(setup, source, teachers)
         trainer = make_trainer(setup, config, parallel, loss)
         code = 1
         try:
@@ -144,16 +150,19 @@ def start(
         return FinishedRun(code, folder)
 
 
-def make_model_and_loss(setup: RunSetup, source: Checkpoint | None) -> tuple[RunConfig, Parallel, nn.Module]:
+def make_model_and_loss(
+    setup: RunSetup, source: Checkpoint | None, teachers: Teachers | None
+) -> tuple[RunConfig, Parallel, nn.Module]:
     """The model shared among the ranks, its compiled loss, and the config with the micro-batch and `compile` that worked."""
     asked, config, device, tokenizer = setup.asked, setup.resolved.config, setup.machine.device, setup.corpus.tokenizer
     setup.watchdog.at(0, "building the model")
     model = make_model(config, tokenizer, source, fresh=setup.checkpoint is None)
     parallel = make_parallel(setup.resolved.sharing, config, setup.machine.ranks, device, model, tokenizer)
     if device.type == "cuda" and asked.train.micro_batch == "auto":
-        config = with_tried_micro_batch(config, parallel, setup.machine, setup.console)
+        config = with_tried_micro_batch(config, parallel, setup.machine, setup.console, teachers)
     setup.watchdog.at(0, "compiling")
-    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled="compile" in setup.left_auto)
+    may_run_uncompiled = "compile" in setup.left_auto
+    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled, teachers)
     return config, parallel, loss
 
 

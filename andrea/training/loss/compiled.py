@@ -11,13 +11,19 @@ from torch import nn
 from andrea.config import RunConfig, UserError
 from andrea.runtime.compiling import compile_errors, compile_failure, configure_compiler
 from andrea.training.heads import measures_every_step
+from andrea.training.loss.distillation import Teachers
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.records.console import Console
 
 
 def make_loss(
-    parallel: Parallel, config: RunConfig, device: torch.device, console: Console, may_run_uncompiled: bool
+    parallel: Parallel,
+    config: RunConfig,
+    device: torch.device,
+    console: Console,
+    may_run_uncompiled: bool,
+    teachers: Teachers | None = None,
 ) -> tuple[nn.Module, RunConfig]:
     """The module that computes the loss of a micro-batch, and the config with the `compile` setting that worked.
 
@@ -26,7 +32,7 @@ def make_loss(
     """
     recompute = config.train.activation_checkpointing
     micro_loss = MicroBatchLoss(
-        parallel.model, device, config.precision, measures_every_step(config.attention), recompute
+        parallel.model, device, config.precision, measures_every_step(config.attention), recompute, teachers
     )
     loss = parallel.wrap(micro_loss, config.compile)
     if config.compile == "off":

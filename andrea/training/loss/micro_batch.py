@@ -13,6 +13,7 @@ from andrea.model.gpt import GPT, call_block
 from andrea.runtime.device import WEIGHT_DTYPE, autocast
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.cross_entropy import loss_sum_from_hidden
+from andrea.training.loss.distillation import Teachers, distilled_loss_sum
 from andrea.training.loss.fused import fused_cross_entropy
 
 
@@ -33,10 +34,19 @@ class MicroBatchLoss(nn.Module):
     outside the compiled code, because torch does not cache compiled code that enters autocast.
     """
 
-    def __init__(self, model: GPT, device: torch.device, precision: str, observing: bool, recompute: bool) -> None:
-        """observing: measure the heads' statistics. recompute: activation checkpointing."""
+    def __init__(
+        self,
+        model: GPT,
+        device: torch.device,
+        precision: str,
+        observing: bool,
+        recompute: bool,
+        teachers: Teachers | None = None,
+    ) -> None:
+        """observing: measure the heads' statistics. recompute: activation checkpointing. teachers: for distillation."""
         super().__init__()
         self.model = model
+        self.teachers = teachers
         self.precision, self.observing, self.recompute = precision, observing, recompute
         self.autocast = autocast(device, precision)
 
@@ -58,13 +68,19 @@ class MicroBatchLoss(nn.Module):
         self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None
     ) -> tuple[Tensor, HeadStatistics | None]:
         how = {"recompute": self.recompute, "dropout_seeds": dropout_seeds, "call_block": self.call_block}
+        taught = None
+        if self.teachers is not None and torch.is_grad_enabled():  # an evaluation measures the text alone
+            taught = self.teachers.probabilities(tokens, self.call_block)
         if not self.observing:
-            return self.head_loss(self.model(tokens, **how), targets), None
+            return self.head_loss(self.model(tokens, **how), targets, taught), None
         hidden, layers = self.model(tokens, **how, statistics=True)
         has_target = (targets != IGNORED_TARGET).any(1)
-        return self.head_loss(hidden, targets), HeadStatistics.of_layers(layers, has_target)
+        return self.head_loss(hidden, targets, taught), HeadStatistics.of_layers(layers, has_target)
 
     call_block = staticmethod(call_block)
 
-    def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def head_loss(self, hidden: Tensor, targets: Tensor, taught: Tensor | None = None) -> Tensor:
+        """taught: the teachers' probabilities (B, T, V)."""
+        if taught is not None:
+            return distilled_loss_sum(self.model, hidden, targets, taught, self.teachers.share)
         return training_loss_sum(self.model, hidden, targets, self.precision)

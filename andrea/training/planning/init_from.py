@@ -37,12 +37,20 @@ def with_source(composed: dict[str, Any], groups: dict[str, str], values: dict[s
     return plain
 
 
-def source_of(named: Any, runs_dir: Any) -> Checkpoint:
-    """The checkpoint that init_from names. Raises UserError."""
+def with_teachers(composed: dict[str, Any]) -> dict[str, Any]:
+    """`composed`, not parsed yet, with the path of a checkpoint for each of train.teachers. Raises UserError."""
+    paths = [
+        str(source_of(named, composed["runs_dir"], "train.teachers").path) for named in composed["train"]["teachers"]
+    ]
+    return composed | {"train": composed["train"] | {"teachers": paths}}
+
+
+def source_of(named: Any, runs_dir: Any, key: str = "init_from") -> Checkpoint:
+    """The checkpoint that `key` names. Raises UserError."""
     report = print if torchrun.is_rank_0() else lambda line: None
-    paths = {"init_from": str(named), "runs_dir": str(runs_dir)}
-    requested, place = (readable_path(key, path) for key, path in paths.items())
-    return locate(requested, Path(place), key="init_from", report=report)
+    paths = {key: str(named), "runs_dir": str(runs_dir)}
+    requested, place = (readable_path(name, path) for name, path in paths.items())
+    return locate(requested, Path(place), key=key, report=report)
 
 
 def check_source(config: RunConfig) -> None:

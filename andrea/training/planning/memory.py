@@ -26,6 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} 
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
 PROGRAM_BYTES = 480 * 2**20  # resident memory without tensors: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
+DISTILLATION_COPIES = 5  # of all logits, in fp32: of a teacher, their mean, the model's, their gradient, a temporary
 COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
 COMPILED_SHARE = 0.6  # memory of compiled passes as a share of that of eager passes
 
@@ -34,7 +35,7 @@ COMPILED_SHARE = 0.6  # memory of compiled passes as a share of that of eager pa
 class Memory:
     """Bytes on one device: tensors kept from step to step, and the temporary memory of a step at its peak."""
 
-    weights: int  # fp32
+    weights: int  # fp32, of the model and its teachers
     gradients: int  # fp32
     optimizer: int  # its state
     gathered: int  # FSDP only: weights while they are gathered, gradients while they are reduced
@@ -73,6 +74,7 @@ def plan_memory(
     ranks: int = 1,
     sharded: bool = False,
     bf16_residual: bool = False,
+    n_teacher: int = 0,
 ) -> Memory:
     """The peak of a training step on one device, by part.
 
@@ -81,6 +83,7 @@ def plan_memory(
     updates the other parameters. Temporary memory comes on top: the passes of one micro-batch (`pass_bytes`) or the
     optimizer's step (`optimizer_step_bytes`), whichever needs more. recompute: activation checkpointing.
     averaged: the weights' running average is kept too. bf16_residual: the sum that each block adds to is in bf16.
+    n_teacher: of distillation. A teacher counts as a model of the same size; the loss then holds all logits.
 
     on_cpu: Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
     without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
@@ -108,8 +111,10 @@ def plan_memory(
     activations = pass_bytes(
         config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded, bf16_residual
     )
+    if n_teacher:
+        activations += DISTILLATION_COPIES * 4 * micro_batch * config.sequence_length * n_vocab
     return Memory(
-        weights=4 * total // share,
+        weights=4 * (1 + n_teacher) * total // share,
         gradients=4 * total,
         optimizer=4 * state // share,
         gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,

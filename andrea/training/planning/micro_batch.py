@@ -11,6 +11,7 @@ from andrea.config import RunConfig, UserError
 from andrea.model.size import flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.training.heads import measures_every_step
+from andrea.training.loss.distillation import Teachers
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.strategy import Parallel
@@ -38,6 +39,7 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
         ranks=placement.ranks,
         sharded=placement.sharded,
         bf16_residual=config.bf16_residual,
+        n_teacher=len(config.train.teachers),
     )
 
 
@@ -80,7 +82,9 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
     )
 
 
-def with_tried_micro_batch(config: RunConfig, parallel: Parallel, machine: Machine, console: Console) -> RunConfig:
+def with_tried_micro_batch(
+    config: RunConfig, parallel: Parallel, machine: Machine, console: Console, teachers: Teachers | None = None
+) -> RunConfig:
     """The config with the largest micro-batch that fits when tried, starting with the planned one.
 
     The trial runs without torch.compile: it takes seconds, and eager code needs at least as much memory as compiled
@@ -95,6 +99,7 @@ def with_tried_micro_batch(config: RunConfig, parallel: Parallel, machine: Machi
         config.precision,
         measures_every_step(config.attention),
         config.train.activation_checkpointing,
+        teachers,
     )
 
     def try_one(n_sequence: int) -> None:
