@@ -1,8 +1,7 @@
 """Distillation: a model learns from its text, and from what other trained models expect at each position.
 
 Hinton, Vinyals and Dean 2015, "Distilling the knowledge in a neural network", arXiv 1503.02531, section 2, at temperature 1,
-with the mean of the teachers' probabilities (an ensemble). A text that is read often is memorised later this way: the
-teachers' probabilities say more about a token than that it came next.
+with the mean of the teachers' probabilities (an ensemble). Measured on a small text: bench/README.md, "Small texts".
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -35,8 +34,8 @@ class Teachers:
     @torch.no_grad()
     def probabilities(self, tokens: Tensor, call_block: CallBlock) -> Tensor:
         """tokens (B, T) -> the mean of the teachers' next-token probabilities, (B, T, V) fp32."""
-        hidden = (model.logits(model(tokens, call_block=call_block)) for model in self.models)
-        return sum(logits.float().softmax(-1) for logits in hidden) / len(self.models)
+        all_logits = (model.logits(model(tokens, call_block=call_block)) for model in self.models)
+        return sum(logits.float().softmax(-1) for logits in all_logits) / len(self.models)
 
 
 def distilled_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, taught: Tensor, share: float) -> Tensor:
