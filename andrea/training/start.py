@@ -128,7 +128,7 @@ def start(
     source = ranks.rank_0_first(lambda: source_of_weights(resolved.config, corpus, checkpoint))
     if source is not None:
         console.say(f"weights: {config.init_from} (init_from)")
-    teachers = load_teachers(resolved.config, corpus.tokenizer, ranks.size, machine.device)
+    teachers = ranks.rank_0_first(lambda: load_teachers(resolved.config, corpus.tokenizer, machine.device))
     if teachers is not None:
         console.say(
             f"distillation: {teachers.share:.0%} of each target from the mean of {len(teachers.models)} teachers"

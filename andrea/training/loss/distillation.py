@@ -52,12 +52,10 @@ def distilled_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, taught: Tens
     return mixed + (hard - mixed).detach()
 
 
-def load_teachers(config: RunConfig, tokenizer: Tokenizer, n_rank: int, device: torch.device) -> Teachers | None:
-    """The models of train.teachers; None without. Raises UserError if they cannot teach this run."""
+def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> Teachers | None:
+    """The models of train.teachers, whole on every rank; None without. Raises UserError if they cannot teach this run."""
     if not config.train.teachers:
         return None
-    if n_rank > 1:
-        raise UserError(f"train.teachers needs one process, got {n_rank} ranks; start train.py without torchrun")
     models = []
     for path in config.train.teachers:
         checkpoint = read_checkpoint(Path(path))

@@ -83,7 +83,8 @@ def plan_memory(
     updates the other parameters. Temporary memory comes on top: the passes of one micro-batch (`pass_bytes`) or the
     optimizer's step (`optimizer_step_bytes`), whichever needs more. recompute: activation checkpointing.
     averaged: the weights' running average is kept too. bf16_residual: the sum that each block adds to is in bf16.
-    n_teacher: of distillation. A teacher counts as a model of the same size; the loss then holds all logits.
+    n_teacher: of distillation. A teacher counts as a model of the same size, and every rank holds it whole; the loss then
+    holds all logits.
 
     on_cpu: Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
     without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
@@ -114,7 +115,7 @@ def plan_memory(
     if n_teacher:
         activations += DISTILLATION_COPIES * 4 * micro_batch * config.sequence_length * n_vocab
     return Memory(
-        weights=4 * (1 + n_teacher) * total // share,
+        weights=4 * total // share + 4 * n_teacher * total,
         gradients=4 * total,
         optimizer=4 * state // share,
         gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,

@@ -124,4 +124,6 @@ def test_the_memory_plan_counts_teachers() -> None:
     how = {"micro_batch": 2, "precision": "fp32", "optimizer": "adamw"}
     alone, taught = (plan_memory(CONFIG, ATTENTION, 11, **how, n_teacher=n) for n in (0, 2))
     assert taught.weights == 3 * alone.weights
+    sharded, by_ranks = (plan_memory(CONFIG, ATTENTION, 11, **how, n_teacher=n, ranks=4, sharded=True) for n in (0, 2))
+    assert by_ranks.weights == sharded.weights + 2 * alone.weights
     assert taught.activations == alone.activations + 5 * 4 * 2 * 8 * 11
