@@ -20,6 +20,7 @@ HEAD_OPTIONS: dict[str, tuple[dict, dict]] = {
 ALL_KINDS = "elementwise gates, learned exclusion, value tables"  # one option that has something of each kind
 SCORES = "ALiBi, cap and sinks"  # unlike the options above, these do something from the start
 ALL_OPTIONS = HEAD_OPTIONS | {SCORES: ({"position": "alibi"}, {"score_softcap": 2.0, "sink": True})}
+ALL_OPTIONS |= {"bigrams": ({"bigram_rows": 37}, {})}
 
 
 def words_of(option: str) -> list[str]:

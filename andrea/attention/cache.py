@@ -13,6 +13,33 @@ import torch
 from torch import Tensor
 
 
+def write(kept: Tensor, new: Tensor, length: int | Tensor) -> None:
+    """Write T new rows (B, H, T, D) into `kept` (B, H, S, D), after the `length` filled ones: see `LayerCache`."""
+    n_new = new.shape[2]
+    if isinstance(length, int):
+        stop = length + n_new
+        assert stop <= kept.shape[2], f"{stop} tokens do not fit a cache with a capacity of {kept.shape[2]} tokens"
+        kept[:, :, length:stop] = new
+        return
+    position = length[..., None] + torch.arange(n_new, device=new.device)
+    if position.ndim == 1:
+        kept.index_copy_(2, position, new)
+    else:
+        sequence = torch.arange(len(new), device=new.device)[:, None]
+        kept[sequence, :, position] = new.transpose(1, 2)  # (B, T) positions of (H, D) each
+
+
+def rows_before(kept: Tensor, length: int | Tensor, n_before: int) -> Tensor:
+    """The last n_before rows of the `length` filled ones of `kept` (B, H, S, D); zeros in front of the first row."""
+    start = length if isinstance(length, int) else length[..., None]
+    position = start + torch.arange(-n_before, 0, device=kept.device)  # (n_before,), or (B, n_before)
+    if position.ndim == 1:
+        return kept[:, :, position.clamp(min=0)].masked_fill((position < 0)[:, None], 0)
+    sequence = torch.arange(len(kept), device=kept.device)[:, None]
+    before = kept[sequence, :, position.clamp(min=0)]  # (B, n_before, H, D)
+    return before.masked_fill((position < 0)[..., None, None], 0).transpose(1, 2)
+
+
 @dataclass
 class LayerCache:
     """One layer's keys and values (B, H, S, D); the first `length` tokens of each sequence are filled.
@@ -35,8 +62,8 @@ class LayerCache:
         the whole capacity, so that the shape is constant. The unfilled part comes after every query, so the causal mask
         hides it.
         """
-        self.write(self.keys, key)
-        self.write(self.values, value)
+        write(self.keys, key, self.length)
+        write(self.values, value, self.length)
         if isinstance(self.length, int):
             stop = self.length + key.shape[2]
         else:
@@ -48,30 +75,8 @@ class LayerCache:
 
         A row in front of the first token is zero.
         """
-        self.write(self.projected, projected)
-        start = self.length if isinstance(self.length, int) else self.length[..., None]
-        position = start + torch.arange(-n_before, 0, device=projected.device)  # (n_before,), or (B, n_before)
-        if position.ndim == 1:
-            before = self.projected[:, :, position.clamp(min=0)]
-            return before.masked_fill((position < 0)[:, None], 0.0)
-        sequence = torch.arange(len(projected), device=projected.device)[:, None]
-        before = self.projected[sequence, :, position.clamp(min=0)]  # (B, n_before, H + 2G, D)
-        return before.masked_fill((position < 0)[..., None, None], 0.0).transpose(1, 2)
-
-    def write(self, kept: Tensor, new: Tensor) -> None:
-        """Write T new rows (B, H, T, D) into `kept` (B, H, S, D), after the filled ones."""
-        n_new = new.shape[2]
-        if isinstance(self.length, int):
-            stop = self.length + n_new
-            assert stop <= kept.shape[2], f"{stop} tokens do not fit a cache with a capacity of {kept.shape[2]} tokens"
-            kept[:, :, self.length : stop] = new
-            return
-        position = self.length[..., None] + torch.arange(n_new, device=new.device)
-        if position.ndim == 1:
-            kept.index_copy_(2, position, new)
-        else:
-            sequence = torch.arange(len(new), device=new.device)[:, None]
-            kept[sequence, :, position] = new.transpose(1, 2)  # (B, T) positions of (H, D) each
+        write(self.projected, projected, self.length)
+        return rows_before(self.projected, self.length, n_before)
 
 
 class KeyValueCache:
@@ -94,14 +99,21 @@ class KeyValueCache:
         fixed_shapes: bool = False,
         ragged: bool = False,
         n_projected: int = 0,
+        keeps_tokens: bool = False,
     ) -> None:
-        """n_projected: H + 2G, for a model with a convolution, which needs `LayerCache.projected`; otherwise 0."""
+        """n_projected: H + 2G, for a model with a convolution, which needs `LayerCache.projected`; otherwise 0.
+
+        keeps_tokens: for `append_tokens`, which a model with bigrams needs.
+        """
         shape = (n_batch, n_head, capacity, d_head)
         # Zeros, because uninitialised memory may hold NaN, and NaN times a masked weight of zero is NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         wide = (n_batch, n_projected, capacity, d_head)
         self.projected = [torch.zeros(wide, dtype=dtype, device=device) for _ in range(n_layer if n_projected else 0)]
+        # Tokens + 1, so that 0 stands for none: (B, 1, S, 1), as rows of width 1.
+        tokens = (n_batch, 1, capacity, 1)
+        self.tokens = torch.zeros(tokens, dtype=torch.int64, device=device) if keeps_tokens else None
         self.length: int | Tensor = 0
         if fixed_shapes or ragged:
             self.length = torch.zeros((n_batch,) if ragged else (), dtype=torch.int64, device=device)
@@ -114,6 +126,12 @@ class KeyValueCache:
     def layer(self, index: int) -> LayerCache:
         projected = self.projected[index] if self.projected else None
         return LayerCache(self.keys[index], self.values[index], self.length, self.filled, projected)
+
+    def append_tokens(self, tokens: Tensor) -> Tensor:
+        """Keep T new tokens (B, T) after the filled ones; return the token before each of them, -1 before the first."""
+        write(self.tokens, tokens[:, None, :, None] + 1, self.length)
+        before = rows_before(self.tokens, self.length, 1)[:, 0, :, 0] - 1  # (B, 1)
+        return torch.cat([before, tokens[:, :-1]], dim=1)
 
     def advance(self, n_new: int) -> None:
         """Add n_new to the length, after n_new tokens have been appended to every layer."""
@@ -139,10 +157,11 @@ class KeyValueCache:
         part.keys = [keys[index : index + 1] for keys in self.keys]
         part.values = [values[index : index + 1] for values in self.values]
         part.projected = [rows[index : index + 1] for rows in self.projected]
+        part.tokens = None if self.tokens is None else self.tokens[index : index + 1]
         part.length, part.filled = 0, None
         return part
 
     def copy_sequence(self, source: int, n_token: int) -> None:
         """Copy the first n_token keys and values of sequence `source` to all sequences."""
-        for kept in (*self.keys, *self.values, *self.projected):
+        for kept in (*self.keys, *self.values, *self.projected, *([] if self.tokens is None else [self.tokens])):
             kept[:, :, :n_token] = kept[source : source + 1, :, :n_token].clone()

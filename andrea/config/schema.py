@@ -67,6 +67,7 @@ class ModelConfig:
     rotary_share: Share = 1.0
     rotary_scaling: tuple[PositiveNumber, ...] | None = None
     qkv_convolution: PositiveInteger | None = None
+    bigram_rows: Annotated[int, Between(1, 2**24)] | None = None
     parallel_residual: bool = False
     dropout: Dropped = 0.0
     stochastic_depth: Dropped = 0.0

@@ -240,7 +240,7 @@ class NativeBlocks:
 
     def __call__(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """tokens (B, 1) -> hidden (B, 1, d_model). The tokens' keys and values are appended to the cache."""
-        x = self.model.position.add(self.model.embedding(tokens), cache.length).contiguous()
+        x = self.model.embed(tokens, cache).contiguous()
         added = None if self.value_embeddings is None else self.value_embeddings(self.model.value_source(tokens, x))
         hidden, kept = torch.empty_like(x), cache.keys[0]
         capacity = cache.capacity

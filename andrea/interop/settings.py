@@ -57,6 +57,7 @@ PLAIN: dict[str, Allowed] = {
     "model.value_residual": {False},
     "model.value_embedding": {None},
     "model.qkv_convolution": {None},
+    "model.bigram_rows": {None},
     "model.parallel_residual": {False},
     "attention.compatibility": {"scaled_dot"},
     "attention.window": {None},

@@ -34,6 +34,7 @@ from andrea.attention import (
     sliding_window,
 )
 from andrea.config import AttentionConfig, ModelConfig, UserError
+from andrea.model.bigram_embedding import BigramEmbedding, tokens_before
 from andrea.model.dropout import BlockDropout, block_dropouts
 from andrea.model.layers import make_mlp, make_norm, softcap
 from andrea.model.positions import make_position
@@ -159,6 +160,7 @@ class GPT(nn.Module):
         self.n_vocab = n_vocab
         self.has_bf16_residual = False
         self.embedding = nn.Embedding(n_vocab, config.d_model)
+        self.bigram_embedding = BigramEmbedding(config.bigram_rows, config.d_model) if config.bigram_rows else None
         self.position = make_position(config)
         self.blocks = nn.ModuleList(Block(config, attention, layer, n_vocab) for layer in range(config.n_layer))
         self.final_norm = make_norm(config)
@@ -202,7 +204,7 @@ class GPT(nn.Module):
         """The inputs of the first block for tokens (B, T): x (B, T, d_model), and the inputs that all blocks share."""
         start = 0 if cache is None else cache.length
         has_documents = self.end_of_text is not None and cache is None  # a generated text is one document
-        x = self.position.add(self.embedding(tokens), start)
+        x = self.embed(tokens, cache)
         if self.has_bf16_residual and torch.is_autocast_enabled(x.device.type):
             x = x.bfloat16()  # the blocks then add bf16 to it, so that it stays in bf16
         return x, SharedInputs(
@@ -216,6 +218,17 @@ class GPT(nn.Module):
             first_value=self.blocks[0].values(x) if self.config.value_residual else None,
             value_source=self.value_source(tokens, x),
         )
+
+    def embed(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """tokens (B, T) -> (B, T, d_model): the sum of their embeddings, of the pairs that they end, and of the positions."""
+        x = self.embedding(tokens)
+        if self.bigram_embedding is not None:
+            if cache is not None:
+                before = cache.append_tokens(tokens)
+            else:
+                before = tokens_before(tokens, None if self.end_of_text is None else tokens == self.end_of_text)
+            x = x + self.bigram_embedding(before, tokens)
+        return self.position.add(x, 0 if cache is None else cache.length)
 
     def value_source(self, tokens: Tensor, x: Tensor) -> Tensor | None:
         """What the value embeddings of all layers read: x (B, T, d_model), normed, or tokens (B, T); None without them."""
@@ -260,4 +273,5 @@ class GPT(nn.Module):
             fixed_shapes=fixed_shapes,
             ragged=ragged,
             n_projected=self.config.n_head + 2 * n_kv_head if self.config.qkv_convolution else 0,
+            keeps_tokens=self.bigram_embedding is not None,
         )

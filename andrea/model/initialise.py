@@ -21,6 +21,7 @@ FIRST_VALUES = {
     ".value_embedding.projection.weight": 0.0,
     ".value_embedding.table.weight": 0.0,
     ".value_embedding.mix": 1.0,
+    "bigram_embedding.table.weight": 0.0,
 }
 
 
@@ -42,6 +43,7 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | head gates                               | zero: every gate is one                                           |
     | shares of exclusive attention            | one half, the best in tests on the default data                   |
     | value embeddings, their factor           | zero, one: nothing is added; better than drawn weights and zero   |
+    | bigrams                                  | zero: nothing is added                                            |
     | compatibility function                   | by its own `Compatibility.initialise`                             |
     | MLP of the user's own                    | by its `initialise(generator)` if it has one, else as above       |
 

@@ -11,7 +11,7 @@ output projection of attention reads; without model.d_head it is N.
 
 | parameter                                | initial value | AdamW's rate | Muon's rate | AdamW's epsilon |
 |------------------------------------------|---------------|--------------|-------------|-----------------|
-| embedding, learned positions             | 1             | 1            |             | 1 / N           |
+| embedding, bigrams, learned positions    | 1             | 1            |             | 1 / N           |
 | tables of value embeddings               | 1             | 1            |             | 1 / (N L)       |
 | value_mix of the first layer             | 1             | 0            |             | 1               |
 | in a branch: 1-D, compatibility function | 1             | 1            |             | 1 / (N L)       |

@@ -33,7 +33,7 @@ LIKE_GPT2 = dataclasses.replace(
     qk_norm=False,
     logit_softcap=None,
 )
-CONVOLVED = dataclasses.replace(CONFIG, qkv_convolution=3, value_residual=True, mlp="swiglu")
+CONVOLVED = dataclasses.replace(CONFIG, qkv_convolution=3, bigram_rows=41, value_residual=True, mlp="swiglu")
 ATTENTION = AttentionConfig("scaled_dot", "auto")
 TOKENIZER = ByteTokenizer()
 

@@ -30,7 +30,7 @@ STEPS = [
     "train.micro_batch=2", "train.log_every=1", "train.attention_every=7", "train.keep=100", "model.d_mlp=66",
     "tokenizer=bpe", "tokenizer.vocab_size=301", "attention=qk_clip", "attention.qk_clip=0.5", "model.qk_norm=false",
     "model.value_residual=true", "model.dropout=0.1", "model.stochastic_depth=0.2", "attention.gate=scalar",
-    "attention.exclusive=learned", "model.value_embedding=table",
+    "attention.exclusive=learned", "model.value_embedding=table", "model.bigram_rows=64",
     "optimizer.muon_rows=normuon", "optimizer.orthogonalisation=polar_express", "optimizer.average_half_life=5",
 ]  # fmt: skip
 # Cautious decay decides by the sign of an update, which a difference in the last bit can turn. With it, the figures of one

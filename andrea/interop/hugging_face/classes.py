@@ -205,6 +205,7 @@ REMOTE_SETTINGS = (
     "model.value_residual",
     "model.value_embedding",
     "model.qkv_convolution",
+    "model.bigram_rows",
     "attention.compatibility",
     "attention.gate",
     "attention.exclusive",

@@ -9,6 +9,7 @@ Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class AndreaConfig(PreTrainedConfig):
 
     position: rotary, learned, alibi or none. windows: for each layer the number of tokens that a token sees, or None for
     all (attention.window). qk_norm: False, True, or learned: with a weight per channel. qkv_convolution: K, or None.
+    bigram_rows: rows of the table of token pairs, or None.
     value_embedding: projection, table or None. compatibility: scaled_dot, dot, bilinear or cosine. gate: scalar, elementwise
     or None. exclusive: fixed, learned or None. final_logit_softcapping (logit_softcap), attn_logit_softcapping
     (attention.score_softcap): the cap, or None.
@@ -63,6 +65,7 @@ class AndreaConfig(PreTrainedConfig):
         "value_residual": False,
         "value_embedding": None,
         "qkv_convolution": None,
+        "bigram_rows": None,
         "parallel_residual": False,
         "compatibility": "scaled_dot",
         "windows": None,  # None: no layer has one
@@ -145,6 +148,22 @@ class AndreaValueEmbedding(nn.Module):
     def forward(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         embedded = self.projection(source) if self.table is None else self.table(source)
         return self.mix.to(dtype) * embedded.to(dtype)
+
+
+class AndreaBigramEmbedding(nn.Module):
+    """± E[hash(token before, token)], (B, T, C), added to the embedding of the token; zero for a text's first token."""
+
+    def __init__(self, config: AndreaConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.bigram_rows, config.hidden_size)
+
+    def forward(self, before: Tensor, input_ids: Tensor, is_first: Tensor) -> Tensor:
+        mixed = (before * 0x4F1BBCDD + input_ids * 0x2545F491) & 0x7FFFFFFF
+        for factor in (0x2C1B3C6D, 0x297A2D39):
+            mixed = ((mixed ^ (mixed >> 15)) * factor) & 0x7FFFFFFF
+        mixed = mixed ^ (mixed >> 15)
+        rows, signs = (mixed >> 1) % self.table.num_embeddings, ((mixed & 1) * 2 - 1).masked_fill(is_first, 0)
+        return signs[..., None].to(self.table.weight.dtype) * self.table(rows)
 
 
 class AndreaCompatibility(nn.Module):
@@ -230,61 +249,66 @@ def without_own_value(retrieved: Tensor, own_value: Tensor, share: Tensor | None
 
 
 class AndreaCacheLayer(DynamicLayer):
-    """Keys and values of all tokens, and queries, keys and values before the convolution of the last ones."""
+    """Keys and values of all tokens, and of the last ones queries, keys and values before the convolution.
 
-    rows = None  # (B, H + 2G, R, D)
+    The first layer also keeps the last tokens of a model with bigrams, as rows of width 1.
+    """
 
-    def with_earlier_rows(self, rows: Tensor, n_earlier: int) -> Tensor:
-        """Keep rows (B, H + 2G, T, D) of the new tokens; return them after the n_earlier before them, zeros before a text."""
-        earlier = rows[:, :, :0] if self.rows is None else self.rows
-        known = torch.cat((earlier, rows), dim=2)
-        self.rows = known[:, :, -(n_earlier + CROPPED_TOKENS) :]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: dict[str, Tensor] = {}  # "projected" (B, H + 2G, R, D), "tokens" (B, 1, R, 1): of the last R tokens
+
+    def with_earlier(self, name: str, rows: Tensor, n_earlier: int) -> Tensor:
+        """Keep rows (B, H, T, D) of the new tokens; return them after the n_earlier before them, zeros before a text."""
+        known = torch.cat((self.kept.get(name, rows[:, :, :0]), rows), dim=2)
+        self.kept[name] = known[:, :, -(n_earlier + CROPPED_TOKENS) :]
         n_wanted, n_known = n_earlier + rows.shape[2], known.shape[2]
         if n_known < n_wanted:
             return pad(known, (0, 0, n_wanted - n_known, 0))
         return known[:, :, n_known - n_wanted :]
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.kept = {name: change(rows) for name, rows in self.kept.items()}
 
     def crop(self, length: int) -> None:
         """Remove the last -length tokens; a positive number is the length that remains, as in earlier versions."""
         before = self.get_seq_length()
         super().crop(length)
         n_removed = before - self.get_seq_length()
-        if n_removed and self.rows is not None:
+        if n_removed and self.kept:
             if n_removed > CROPPED_TOKENS:
                 raise ValueError(f"at most {CROPPED_TOKENS} tokens can be removed from the cache, not {n_removed}")
-            self.rows = self.rows[:, :, :-n_removed]
+            self.change(lambda rows: rows[:, :, :-n_removed])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.rows is not None:
-            self.rows = self.rows.index_select(0, beam_idx.to(self.rows.device))
+        self.change(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        if self.rows is not None:
-            self.rows = self.rows.repeat_interleave(repeats, dim=0)
+        self.change(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        if self.rows is not None:
-            self.rows = self.rows[indices]
+        self.change(lambda rows: rows[indices])
 
     def reset(self) -> None:
         super().reset()
-        self.rows = None
+        self.kept = {}
 
 
 def with_rows(cache: Cache | None, config: AndreaConfig) -> Cache | None:
-    """An empty cache whose layers also keep rows for the convolution, if the model has one; a filled one as it is."""
+    """An empty cache whose layers also keep what a convolution or bigrams need, if the model has them; a filled one as it is."""
     if (
-        config.qkv_convolution is None
+        (config.qkv_convolution is None and config.bigram_rows is None)
         or cache is None
         or any(isinstance(layer, AndreaCacheLayer) for layer in cache.layers)
     ):
         return cache
     if not isinstance(cache, DynamicCache) or cache.get_seq_length():
         raise ValueError(
-            f"the convolution of this model needs an empty DynamicCache, got {type(cache).__name__}; leave it out"
+            f"this model keeps more than keys and values, so it needs an empty DynamicCache, got {type(cache).__name__}; "
+            f"leave it out"
         )
     cache.layers = [AndreaCacheLayer() for _ in range(config.num_hidden_layers)]
     return cache
@@ -414,7 +438,7 @@ class AndreaAttention(nn.Module):
         if cache is None:
             padded = pad(x, (0, 0, n_mixed - 1, 0))
         else:
-            padded = cache.layers[self.layer_idx].with_earlier_rows(x, n_mixed - 1)
+            padded = cache.layers[self.layer_idx].with_earlier("projected", x, n_mixed - 1)
         taps = self.taps.to(x.dtype)[:, None].unbind(-1)  # K of (H + 2G, 1, D)
         y = x + x * taps[0]
         for distance in range(1, n_mixed):
@@ -505,6 +529,7 @@ class AndreaModel(AndreaPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         is_learned = config.position == "learned"
+        self.bigram_embedding = AndreaBigramEmbedding(config) if config.bigram_rows else None
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if is_learned else None
         self.layers = nn.ModuleList(AndreaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = make_norm(config)
@@ -539,6 +564,8 @@ class AndreaModel(AndreaPreTrainedModel):
         start = 0 if cache is None else cache.get_seq_length()
         start = start.clone() if isinstance(start, torch.Tensor) else start  # a cache of fixed size changes it in place
         position_ids = self.positions(x, attention_mask, position_ids, start)
+        if self.bigram_embedding is not None:
+            x = x + self.bigrams(input_ids, position_ids, cache)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         shared = {"tables": rotary_tables(config, position_ids), "position_ids": position_ids, **kwargs}
@@ -583,6 +610,14 @@ class AndreaModel(AndreaPreTrainedModel):
             else create_causal_mask(**how, and_mask_function=sliding_window_overlay(window))
             for window in dict.fromkeys(self.config.windows)
         }
+
+    def bigrams(self, input_ids: Tensor | None, position_ids: Tensor, cache: Cache | None) -> Tensor:
+        """The embeddings of the pairs of tokens that the new tokens (B, T) end, (B, T, C)."""
+        if input_ids is None:
+            raise ValueError("this model adds an embedding of each pair of tokens: give input_ids, not inputs_embeds")
+        rows = input_ids[:, None, :, None]
+        known = pad(rows, (0, 0, 1, 0)) if cache is None else cache.layers[0].with_earlier("tokens", rows, 1)
+        return self.bigram_embedding(known[:, 0, :-1, 0], input_ids, is_first=position_ids == 0)
 
     def value_source(self, x: Tensor, input_ids: Tensor | None) -> Tensor | None:
         """What the value embeddings of all layers read: x (B, T, C), normed, or the ids (B, T); None without them."""

@@ -13,6 +13,7 @@ from andrea.interop.settings import Trained
 
 # The beginning or the middle of a name here, and in Llama's family.
 LLAMA_NAMES = {
+    "bigram_embedding.": "model.bigram_embedding.",
     "embedding.": "model.embed_tokens.",
     "position.weight": "model.embed_positions.weight",
     "final_norm.": "model.norm.",
