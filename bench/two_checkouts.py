@@ -18,10 +18,18 @@ from statistics import median
 
 from common import RESULTS, ROOT, Worker, write_record
 
-# Name -> program, its words, and the name of its contestant.
+# Name -> program, its words (of both checkouts, or of this and of the other), and the name of its contestant.
 WORKLOADS = {
+    "train andrea-nano as it is in each, 4,096 tokens in a step": (
+        "train.py",
+        ("--model andrea-nano --batch 8 --steps 10 --vocabulary 4096 --compile blocks --optimizer muon",
+         "--model andrea-nano --batch 16 --steps 10 --vocabulary 4096 --compile blocks --optimizer muon"),
+        "andrea, auto, blocks compiled, muon",
+    ),
     "train andrea-nano-2026-11": (
-        "train.py", "--model andrea-nano-2026-11 --batch 16 --steps 10 --vocabulary 4096", "andrea, auto, compiled, muon",
+        "train.py",
+        "--model andrea-nano-2026-11 --batch 16 --steps 10 --vocabulary 4096 --optimizer muon",
+        "andrea, auto, compiled, muon",
     ),
     "train andrea-120m-2026-11": (
         "train.py", "--model andrea-120m-2026-11 --batch 2 --optimizer muon", "andrea, auto, compiled, muon",
@@ -31,7 +39,8 @@ WORKLOADS = {
 }  # fmt: skip
 
 
-def start(checkout: Path, program: str, words: str, name: str) -> Worker:
+def start(checkout: Path, program: str, words: str | tuple[str, str], name: str) -> Worker:
+    words = words if isinstance(words, str) else words[checkout != ROOT]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     return Worker(name, [f"bench/{program}", *words.split()], cwd=checkout, env=environment)
 

@@ -37,7 +37,7 @@ Device = Annotated[str, device_name]
 FolderName = Annotated[Text, folder_name]
 Auto = Literal["auto"]
 # What `auto` of these keys stands for on a text of some megabytes or more; training chooses other values for a small text.
-ON_LARGE_TEXT = {"optimizer.weight_decay": 0.1, "tokenizer.vocab_size": 4096}
+ON_LARGE_TEXT = {"optimizer.weight_decay": 0.1, "tokenizer.vocab_size": 4096, "model.bigram_rows": 32768}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ModelConfig:
     rotary_share: Share = 1.0
     rotary_scaling: tuple[PositiveNumber, ...] | None = None
     qkv_convolution: PositiveInteger | None = None
-    bigram_rows: Annotated[int, Between(1, 2**24)] | None = None
+    bigram_rows: Annotated[int, Between(1, 2**24)] | Auto | None = None
     parallel_residual: bool = False
     dropout: Dropped = 0.0
     stochastic_depth: Dropped = 0.0
@@ -86,6 +86,11 @@ class ModelConfig:
     def n_rotated(self) -> int:
         """R: how many entries of a head rotary positions turn."""
         return 2 * round(self.rotary_share * self.head_width / 2)
+
+    @property
+    def n_bigram_row(self) -> int | None:
+        """The rows of the table of bigrams, None without one; for `auto`, that of a large text."""
+        return int(ON_LARGE_TEXT["model.bigram_rows"]) if self.bigram_rows == "auto" else self.bigram_rows
 
     @property
     def drops(self) -> bool:

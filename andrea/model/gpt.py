@@ -160,7 +160,8 @@ class GPT(nn.Module):
         self.n_vocab = n_vocab
         self.has_bf16_residual = False
         self.embedding = nn.Embedding(n_vocab, config.d_model)
-        self.bigram_embedding = BigramEmbedding(config.bigram_rows, config.d_model) if config.bigram_rows else None
+        n_row = config.n_bigram_row
+        self.bigram_embedding = BigramEmbedding(n_row, config.d_model) if n_row else None
         self.position = make_position(config)
         self.blocks = nn.ModuleList(Block(config, attention, layer, n_vocab) for layer in range(config.n_layer))
         self.final_norm = make_norm(config)

@@ -30,7 +30,7 @@ MODEL = ModelConfig(
 PLAIN_ATTENTION = AttentionConfig("scaled_dot", "reference")
 LAYERNORM: dict[str, Any] = {"norm": "layernorm", "bias": True}
 # Changes of MODEL and of PLAIN_ATTENTION that the default model has.
-NANO = {"value_residual": True, "qkv_convolution": 3, "logit_softcap": 15.0, "qk_norm": True}
+NANO = {"value_residual": True, "qkv_convolution": 3, "bigram_rows": 53, "logit_softcap": 15.0, "qk_norm": True}
 BLOCKS_OF_32 = {"d_model": 64, "n_head": 4, "d_mlp": 96}  # widths that q8_0 takes
 
 

@@ -17,7 +17,6 @@ transformers = pytest.importorskip("transformers", minversion="5.10")
 # Together they hold each value of each option at least once, most pairs of them, and the default model.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the default model": (NANO, {}),
-    "bigrams": ({"bigram_rows": 53}, {}),
     "learned positions, LayerNorm, GELU, one key/value head, scalar gates, bilinear": (
         LAYERNORM | {"position": "learned", "mlp": "gelu", "n_kv_head": 1},
         {"gate": "scalar", "exclusive": "learned", "compatibility": "bilinear"},

@@ -296,7 +296,7 @@ def test_deviations_follow_the_table():
 
 def test_zero_initialised_projections_make_each_block_the_identity():
     model, tokens = make(replace(TINY, zero_init_projections=True, tied_head=False)), some_tokens()
-    torch.testing.assert_close(model(tokens), model.final_norm(model.embedding(tokens)))
+    torch.testing.assert_close(model(tokens), model.final_norm(model.embed(tokens)))
     assert not model.logits(model(tokens)).any()  # every token equally likely
     assert all(block.attention.query.weight.any() and block.mlp.up.weight.any() for block in model.blocks)
 

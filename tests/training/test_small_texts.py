@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import random
 import re
@@ -152,7 +153,7 @@ def test_the_planned_length_by_hand() -> None:
         return most_steps_for_text(run, SimpleNamespace(sources=parts, tokenizer=tokenizer))
 
     run = configure(RunConfig, "train", [])
-    n = count_parameters(run.model, run.attention, 257).total
+    n = count_parameters(dataclasses.replace(run.model, bigram_rows=None), run.attention, 257).total
     assert planned_steps(n) == pytest.approx(75 * n / 4096, abs=1.01)
     assert planned_steps(16 * n) == pytest.approx(8 * 75 * 16 * n / 4096, abs=1.01)
     assert planned_steps(n, tokens_per_step=2048) == pytest.approx(75 * n / 2048, abs=1.01)
@@ -187,7 +188,7 @@ def test_a_small_text_gets_a_smaller_vocabulary_and_a_stronger_weight_decay() ->
         return for_text(run, SimpleNamespace(sources=parts, tokenizer=SimpleNamespace(n_vocab=257))).optimizer.decay
 
     run = configure(RunConfig, "train", [])
-    n = count_parameters(run.model, run.attention, 257).total
+    n = count_parameters(dataclasses.replace(run.model, bigram_rows=None), run.attention, 257).total
     steps = 1000
     assert decay(steps * 4096, steps) == decay(10 * n, steps) == 0.1
     assert decay(n // 10, steps) == pytest.approx(min(4.0, 0.06 * (steps * 40960 / n - 1) * 10**0.7), abs=0.01)
@@ -198,12 +199,28 @@ def test_a_small_text_gets_a_smaller_vocabulary_and_a_stronger_weight_decay() ->
     assert {n_byte: vocabulary_for(n_byte) for n_byte in sizes} == sizes
 
 
+def test_a_text_that_is_read_more_than_twice_gets_no_table_of_bigrams() -> None:
+    def rows(n_token: int, *words: str) -> int | None:
+        run = configure(RunConfig, "train", ["train.steps=100", *words])
+        corpus = SimpleNamespace(sources=[SimpleNamespace(train=range(n_token + 1))])
+        corpus.tokenizer = SimpleNamespace(n_vocab=257)
+        return for_text(run, corpus).model.bigram_rows
+
+    tokens = 100 * 4096
+    assert rows(tokens) == rows(tokens // 2) == 32768
+    assert rows(tokens // 2 - 1) is None
+    assert rows(tokens // 10, "model.bigram_rows=50") == 50
+    assert rows(tokens, "model.bigram_rows=null") is None
+
+
 def test_what_auto_became_is_said_and_saved(planned, tmp_path: Path) -> None:
     lines = planned("a")
     (said,) = (line for line in lines if line.startswith("weight decay: "))
+    (no_table,) = (line for line in lines if line.startswith("bigrams: no table, because the text is read 8.9 times"))
     state = newest_whole(tmp_path / "runs" / "a").state
+    assert state["config"]["model"]["bigram_rows"] is None
     assert state["config"]["optimizer"]["weight_decay"] == float(said.split()[2].rstrip(",")) > 0.1
-    assert {"optimizer.weight_decay"} <= set(state["left_auto"])
+    assert {"optimizer.weight_decay", "model.bigram_rows"} <= set(state["left_auto"])
 
 
 @pytest.mark.slow

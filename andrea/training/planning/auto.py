@@ -25,6 +25,7 @@ from andrea.training.planning.pace.time_budget import QUARTERS, with_first_guess
 from andrea.training.planning.parallel import choose_sharing
 from andrea.training.planning.small_text import (
     EVALUATIONS,
+    bigram_lines,
     decay_lines,
     epochs_of,
     for_text,
@@ -91,6 +92,7 @@ def resolve(
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
         *length_lines(asked, config, corpus),
         *decay_lines(asked, config, corpus),
+        *bigram_lines(asked, config, corpus),
     ]
     if config.float8:
         lines.append("float8: the matrix products of the blocks are computed in 8 bits")

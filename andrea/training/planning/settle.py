@@ -33,6 +33,7 @@ DEPENDS_ON = {  # a key that may be auto -> the keys from which it is settled; a
     "train.micro_batch": ("device", "precision", "train.activation_checkpointing"),
     "optimizer.weight_decay": (),  # chosen once, when the run begins
     "tokenizer.vocab_size": (),
+    "model.bigram_rows": (),
 }
 NOTICED_JUMP = 0.05  # of the peak learning rate
 

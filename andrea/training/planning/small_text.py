@@ -24,6 +24,7 @@ MOST_DECAY = 4.0  # the strongest that was measured
 MEASURED_TOKENS_PER_STEP = 4096  # larger steps learn less from a token: epochs grow with the root of their size
 LEAST_WARMUPS = 2  # a run lasts at least so many times its warm-up
 EVALUATIONS = 10  # of a run whose length is planned for the text: the best of them is its result
+MOST_EPOCHS_WITH_BIGRAMS = 2.0  # a table of token pairs memorises a text that is read more often
 FEWEST_JUDGED_TOKENS = 2000  # held-out tokens in each of the two parts, of which one chooses and the other judges
 
 
@@ -37,7 +38,9 @@ def tokens_per_epoch(corpus: Corpus) -> int:
 
 
 def n_parameter(config: RunConfig, corpus: Corpus) -> int:
-    return count_parameters(config.model, config.attention, corpus.tokenizer.n_vocab).total
+    """Without a table of bigrams, for which the numbers above were not fitted."""
+    model = dataclasses.replace(config.model, bigram_rows=None)
+    return count_parameters(model, config.attention, corpus.tokenizer.n_vocab).total
 
 
 def most_steps_for_text(config: RunConfig, corpus: Corpus) -> int:
@@ -66,6 +69,10 @@ def for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
     tokenizer, optimizer, train = config.tokenizer, config.optimizer, config.train
     if train.steps == "auto":
         config = dataclasses.replace(config, train=dataclasses.replace(train, steps=steps_for_text(config, corpus)))
+    if config.model.bigram_rows == "auto":
+        reads_often = epochs_of(config.steps, config, corpus) > MOST_EPOCHS_WITH_BIGRAMS
+        rows = None if reads_often else config.model.n_bigram_row
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, bigram_rows=rows))
     if optimizer.weight_decay == "auto":
         decay = weight_decay_for_text(config, corpus)
         config = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, weight_decay=decay))
@@ -122,6 +129,16 @@ def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[st
             f"memorise it; train.steps=auto would plan {planned} steps"
         ]
     return []
+
+
+def bigram_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
+    """A line if the table of bigrams was left out for a small text. asked: the configuration with `auto` still in it."""
+    if asked.model.bigram_rows != "auto" or config.model.bigram_rows is not None:
+        return []
+    return [
+        f"bigrams: no table, because the text is read {epochs_of(config.steps, config, corpus):.1f} times "
+        f"(model.bigram_rows={asked.model.n_bigram_row}, that of a large text, would let the model memorise it)"
+    ]
 
 
 def decay_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
