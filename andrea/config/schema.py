@@ -37,7 +37,12 @@ Device = Annotated[str, device_name]
 FolderName = Annotated[Text, folder_name]
 Auto = Literal["auto"]
 # What `auto` of these keys stands for on a text of some megabytes or more; training chooses other values for a small text.
-ON_LARGE_TEXT = {"optimizer.weight_decay": 0.1, "tokenizer.vocab_size": 4096, "model.bigram_rows": 32768}
+ON_LARGE_TEXT = {
+    "optimizer.weight_decay": 0.1,
+    "optimizer.muon_rows": "equal",
+    "tokenizer.vocab_size": 4096,
+    "model.bigram_rows": 32768,
+}
 
 
 @dataclass(frozen=True)
@@ -168,12 +173,17 @@ class OptimizerConfig:
     decay_fraction: float | None
     final_fraction: Share
     rewarm_steps: NonNegativeInteger = 0
-    muon_rows: Literal["none", "normuon", "equal"] = "none"
+    muon_rows: Literal["none", "normuon", "equal", "auto"] = "none"
     orthogonalisation: Literal["quintic", "polar_express"] = "quintic"
     cautious_decay: bool = False
     weight_decay_power: NonNegativeNumber = 1.0
     average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None
+
+    @property
+    def rows(self) -> str:
+        """muon_rows; for `auto`, that of a large text."""
+        return str(ON_LARGE_TEXT["optimizer.muon_rows"]) if self.muon_rows == "auto" else self.muon_rows
 
     @property
     def decay(self) -> float:

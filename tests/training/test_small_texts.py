@@ -199,18 +199,20 @@ def test_a_small_text_gets_a_smaller_vocabulary_and_a_stronger_weight_decay() ->
     assert {n_byte: vocabulary_for(n_byte) for n_byte in sizes} == sizes
 
 
-def test_a_text_that_is_read_more_than_twice_gets_no_table_of_bigrams() -> None:
-    def rows(n_token: int, *words: str) -> int | None:
+def test_a_text_that_is_read_more_than_twice_gets_no_table_of_bigrams_and_plain_muon() -> None:
+    def parts(n_token: int, *words: str) -> tuple[int | None, str]:
         run = configure(RunConfig, "train", ["train.steps=100", *words])
         corpus = SimpleNamespace(sources=[SimpleNamespace(train=range(n_token + 1))])
         corpus.tokenizer = SimpleNamespace(n_vocab=257)
-        return for_text(run, corpus).model.bigram_rows
+        planned = for_text(run, corpus)
+        return planned.model.bigram_rows, planned.optimizer.muon_rows
 
     tokens = 100 * 4096
-    assert rows(tokens) == rows(tokens // 2) == 32768
-    assert rows(tokens // 2 - 1) is None
-    assert rows(tokens // 10, "model.bigram_rows=50") == 50
-    assert rows(tokens, "model.bigram_rows=null") is None
+    assert parts(tokens) == parts(tokens // 2) == (32768, "equal")
+    assert parts(tokens // 2 - 1) == (None, "none")
+    assert parts(tokens // 10, "model.bigram_rows=50", "optimizer.muon_rows=normuon") == (50, "normuon")
+    assert parts(tokens, "model.bigram_rows=null", "optimizer.muon_rows=none") == (None, "none")
+    assert parts(tokens, "optimizer=adamw") == (32768, "none")
 
 
 def test_what_auto_became_is_said_and_saved(planned, tmp_path: Path) -> None:
@@ -218,9 +220,12 @@ def test_what_auto_became_is_said_and_saved(planned, tmp_path: Path) -> None:
     (said,) = (line for line in lines if line.startswith("weight decay: "))
     (no_table,) = (line for line in lines if line.startswith("bigrams: no table, because the text is read 8.9 times"))
     state = newest_whole(tmp_path / "runs" / "a").state
-    assert state["config"]["model"]["bigram_rows"] is None
+    assert any(
+        line.startswith("rows of Muon's updates: as they are, because the text is read 8.9 times") for line in lines
+    )
+    assert state["config"]["model"]["bigram_rows"] is None and state["config"]["optimizer"]["muon_rows"] == "none"
     assert state["config"]["optimizer"]["weight_decay"] == float(said.split()[2].rstrip(",")) > 0.1
-    assert {"optimizer.weight_decay", "model.bigram_rows"} <= set(state["left_auto"])
+    assert {"optimizer.weight_decay", "optimizer.muon_rows", "model.bigram_rows"} <= set(state["left_auto"])
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ class Muon:
         bf16: orthogonalise in bf16, else in fp32.
         """
         self.peak_rate, self.momentum = config.matrix_learning_rate or config.learning_rate, config.momentum or 0.0
-        self.config, self.rows = config, config.muon_rows
+        self.config, self.rows = config, config.rows
         self.orthogonalise = functools.partial(orthogonalise, coefficients=config.orthogonalisation)
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.parallel = parallel

@@ -25,12 +25,12 @@ from andrea.training.planning.pace.time_budget import QUARTERS, with_first_guess
 from andrea.training.planning.parallel import choose_sharing
 from andrea.training.planning.small_text import (
     EVALUATIONS,
-    bigram_lines,
     decay_lines,
     epochs_of,
     for_text,
     is_planned_now_for_text,
     length_lines,
+    part_lines,
 )
 
 
@@ -92,7 +92,7 @@ def resolve(
         f"device: {describe_device(device, threads)} · {precision.value} ({precision.why})",
         *length_lines(asked, config, corpus),
         *decay_lines(asked, config, corpus),
-        *bigram_lines(asked, config, corpus),
+        *part_lines(asked, config, corpus),
     ]
     if config.float8:
         lines.append("float8: the matrix products of the blocks are computed in 8 bits")

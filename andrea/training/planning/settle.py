@@ -34,6 +34,7 @@ DEPENDS_ON = {  # a key that may be auto -> the keys from which it is settled; a
     "optimizer.weight_decay": (),  # chosen once, when the run begins
     "tokenizer.vocab_size": (),
     "model.bigram_rows": (),
+    "optimizer.muon_rows": (),
 }
 NOTICED_JUMP = 0.05  # of the peak learning rate
 

@@ -24,7 +24,7 @@ MOST_DECAY = 4.0  # the strongest that was measured
 MEASURED_TOKENS_PER_STEP = 4096  # larger steps learn less from a token: epochs grow with the root of their size
 LEAST_WARMUPS = 2  # a run lasts at least so many times its warm-up
 EVALUATIONS = 10  # of a run whose length is planned for the text: the best of them is its result
-MOST_EPOCHS_WITH_BIGRAMS = 2.0  # a table of token pairs memorises a text that is read more often
+MOST_EPOCHS = 2.0  # of a text that is not read often: a table of bigrams memorises it, and MuonEq-R learns less from it
 FEWEST_JUDGED_TOKENS = 2000  # held-out tokens in each of the two parts, of which one chooses and the other judges
 
 
@@ -69,10 +69,13 @@ def for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
     tokenizer, optimizer, train = config.tokenizer, config.optimizer, config.train
     if train.steps == "auto":
         config = dataclasses.replace(config, train=dataclasses.replace(train, steps=steps_for_text(config, corpus)))
+    reads_often = epochs_of(config.steps, config, corpus) > MOST_EPOCHS
     if config.model.bigram_rows == "auto":
-        reads_often = epochs_of(config.steps, config, corpus) > MOST_EPOCHS_WITH_BIGRAMS
         rows = None if reads_often else config.model.n_bigram_row
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, bigram_rows=rows))
+    if optimizer.muon_rows == "auto":
+        optimizer = dataclasses.replace(optimizer, muon_rows="none" if reads_often else optimizer.rows)
+        config = dataclasses.replace(config, optimizer=optimizer)
     if optimizer.weight_decay == "auto":
         decay = weight_decay_for_text(config, corpus)
         config = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, weight_decay=decay))
@@ -131,14 +134,17 @@ def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[st
     return []
 
 
-def bigram_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
-    """A line if the table of bigrams was left out for a small text. asked: the configuration with `auto` still in it."""
-    if asked.model.bigram_rows != "auto" or config.model.bigram_rows is not None:
-        return []
-    return [
-        f"bigrams: no table, because the text is read {epochs_of(config.steps, config, corpus):.1f} times "
-        f"(model.bigram_rows={asked.model.n_bigram_row}, that of a large text, would let the model memorise it)"
-    ]
+def part_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
+    """Lines on what was left out for a small text. asked: the configuration with `auto` still in it."""
+    why, lines = f"because the text is read {epochs_of(config.steps, config, corpus):.1f} times", []
+    if asked.model.bigram_rows == "auto" and config.model.bigram_rows is None:
+        rows = f"model.bigram_rows={asked.model.n_bigram_row}"
+        lines.append(f"bigrams: no table, {why} ({rows}, that of a large text, would let the model memorise it)")
+    if asked.optimizer.muon_rows == "auto" and config.optimizer.muon_rows == "none":
+        lines.append(
+            f"rows of Muon's updates: as they are, {why} (optimizer.muon_rows={asked.optimizer.rows} learns less here)"
+        )
+    return lines
 
 
 def decay_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:

@@ -150,7 +150,7 @@ def test_adamw_moves_against_the_sign_of_a_first_gradient() -> None:
 
 def test_muon_moves_the_matrices_at_the_configured_rates() -> None:
     """W (1 - rate decay) - rate sqrt(max(1, rows / columns)) O(momentum), of matrices of two shapes."""
-    model, optimizer = make("optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null")
+    model, optimizer = make("optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null", "optimizer.muon_rows=none")
     config = configure(RunConfig, "train", []).optimizer
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     random_gradients(model)
