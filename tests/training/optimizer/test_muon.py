@@ -35,14 +35,13 @@ def make_muon(
 ) -> Muon:
     rate_factors = {name: 1.0 if name == "a" else 0.25 for name in matrices}
     parallel = SingleProcess(nn.ParameterDict(matrices))
-    changes = {"matrix_learning_rate": 0.1, "momentum": momentum, "weight_decay": weight_decay} | changes
-    return Muon(
-        matrices,
-        rate_factors,
-        group_config("optimizer", "muon", **{"muon_rows": "none"} | changes),
-        bf16=False,
-        parallel=parallel,
-    )
+    changes = {
+        "matrix_learning_rate": 0.1,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "muon_rows": "none",
+    } | changes
+    return Muon(matrices, rate_factors, group_config("optimizer", "muon", **changes), bf16=False, parallel=parallel)
 
 
 def test_it_points_along_the_orthogonal_factor_of_the_gradient() -> None:
