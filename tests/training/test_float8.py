@@ -65,13 +65,18 @@ def test_a_cpu_is_refused(tiny_run) -> None:
 
 
 def test_a_run_learns_and_its_checkpoint_is_any_models(small_run, tmp_path: Path, capsys) -> None:
-    assert small_run("name=plain") == 0
-    assert small_run("name=eight", "float8=true") == 0
+    # At the default rates a model this small is chaotic: the losses of four seeds differ by -4 to 15 %. At a third of the
+    # rates they differ by at most 0.6 %.
+    rates = {"": 0.003, "embedding_": 0.015, "matrix_": 0.006, "convolution_": 0.009}
+    slow = [f"optimizer.{group}learning_rate={rate}" for group, rate in rates.items()]
+    slow += ["train.steps=30", "train.eval_every=30", "train.save_every=30"]
+    assert small_run("name=plain", *slow) == 0
+    assert small_run("name=eight", "float8=true", *slow) == 0
     assert "the matrix products of the blocks are computed in 8 bits" in capsys.readouterr().out
     plain, eight = (losses(tmp_path / "runs" / name) for name in ("plain", "eight"))
     assert plain != eight and eight[-1] < math.log(257) - 1
-    assert eight[-1] == pytest.approx(plain[-1], rel=0.03)
-    assert small_run("resume=eight", "float8=true", "train.steps=16") == 0
+    assert eight[-1] == pytest.approx(plain[-1], rel=0.02)
+    assert small_run("resume=eight", "float8=true", "train.steps=34") == 0
     weights = checkpoints_of(tmp_path / "runs" / "eight")[-1]
     assert small_run("name=other", f"init_from={weights}", "train.steps=2") == 0
 
