@@ -104,6 +104,7 @@ TRAINING_NAMES = {
     "train.sample_every": "sample_interval",
     "train.sample_tokens": "max_new_tokens",
     "train.sample_temperature": "temperature",
+    "train.sample_repetition_penalty": "repetition_penalty repeat_penalty",
 }
 SAMPLING_NAMES = {
     "checkpoint": "ckpt out_dir checkpoint_dir model model_name_or_path name run resume init_from",

@@ -221,6 +221,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     patience: PositiveInteger | None = None
     sample_temperature: NonNegativeNumber = 0.8  # of the runs that were begun before this key
+    sample_repetition_penalty: PositiveNumber = 1.0  # likewise
     half_batch_steps: NonNegativeInteger = 0
     teachers: list[PathText] = dataclasses.field(default_factory=list)
     teacher_share: Share = 0.5

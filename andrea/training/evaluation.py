@@ -75,7 +75,7 @@ class Evaluator:
         """Drop the cached results, because the model has changed."""
         self.gathered: tuple[GPT | None] | None = None
         self.heads: HeadStatistics | None = None
-        self.samples: list[dict[str, str]] = []
+        self.judged_texts: list[str] = []
 
     @on_averaged_weights
     def evaluate(self, size_ratios: Tensor | None, whole: bool = False) -> dict[str, Any]:
@@ -192,9 +192,11 @@ class Evaluator:
 
     @on_averaged_weights
     def show_sample(self) -> None:
-        model = self.model()
-        for sample in self.written_samples(model, 1)[:1] if model else []:
-            self.records.sample(sample)
+        """A text for the reader, with train.sample_repetition_penalty, which the texts for the health checks do not have."""
+        model, train = self.model(), self.config.train
+        if model is not None:
+            for text in self.written(model, 1, train.sample_repetition_penalty):
+                self.records.sample({"prompt": str(self.config.data.sample_prompt), "text": text})
 
     def make_up_sample(self) -> None:
         """Write the sample of the checkpoint's step, if the run was killed after the save and before the sample."""
@@ -226,20 +228,23 @@ class Evaluator:
                 self.heads = probe(model, self.probe_tokens.to(device), self.records.console.say)
         return self.heads
 
-    def written_samples(self, model: GPT, count: int) -> list[dict[str, str]]:
-        """At least `count` samples with the keys "prompt" and "text"; none if train.sample_tokens is 0 or writing fails."""
-        if self.config.train.sample_tokens and len(self.samples) < count:
-            self.records.working("writing samples")
-            prompt = str(self.config.data.sample_prompt)
-            sampling, seed = Sampling(self.config.train.sample_temperature), self.config.seed + self.progress.step
-            request = Request(self.config.train.sample_tokens, num_samples=count, seed=seed, sampling=sampling)
-            with self.records.extra("writing samples"):
-                texts = Engine(model, self.corpus.tokenizer).write(prompt, request)
-                self.samples = [{"prompt": prompt, "text": text} for text in texts]
-        return self.samples
-
     def texts(self, model: GPT, count: int) -> list[str]:
-        return [sample["text"] for sample in self.written_samples(model, count)] if count else []
+        """At least `count` texts of the model as it is, without a repetition penalty; none if train.sample_tokens is 0."""
+        if len(self.judged_texts) < count:
+            self.judged_texts = self.written(model, count, repetition_penalty=1.0)
+        return self.judged_texts
+
+    def written(self, model: GPT, count: int, repetition_penalty: float) -> list[str]:
+        """`count` texts; none if train.sample_tokens is 0 or writing fails."""
+        train, texts = self.config.train, []
+        if train.sample_tokens and count:
+            self.records.working("writing samples")
+            sampling = Sampling(train.sample_temperature, repetition_penalty=repetition_penalty)
+            seed = self.config.seed + self.progress.step
+            request = Request(train.sample_tokens, num_samples=count, seed=seed, sampling=sampling)
+            with self.records.extra("writing samples"):
+                texts = Engine(model, self.corpus.tokenizer).write(str(self.config.data.sample_prompt), request)
+        return texts
 
 
 def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:

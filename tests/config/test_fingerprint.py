@@ -45,6 +45,7 @@ def test_it_changes_with_what_is_learned(config: RunConfig, group: str, values: 
         ("attention", {"implementation": "sdpa"}),
         ("train", {"tokens_per_step": 4096}),  # what auto stands for
         ("train", {"steps": 3, "micro_batch": 1, "eval_every": 2}),
+        ("train", {"sample_temperature": 0.5, "sample_repetition_penalty": 2.0}),
     ],
 )
 def test_it_stays_with_names_lengths_and_what_changes_the_speed(config, group: str, values: dict[str, Any]) -> None:
@@ -68,6 +69,12 @@ def test_every_key_of_a_run_counts_or_is_known_not_to() -> None:
         "bf16_residual",
         *others.split(),
     }
+
+
+def test_every_key_of_train_counts_or_is_known_not_to(config: RunConfig) -> None:
+    """A key that only changes what is shown once counted: with another temperature a run had no expected curve."""
+    learned = {"patience", "half_batch_steps", "teachers", "teacher_share"}
+    assert {field.name for field in dataclasses.fields(config.train)} == {*NOT_LEARNED["train"].split(), *learned}
 
 
 def test_the_keys_that_are_left_out_exist(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from conftest import run_script, tiny_words
 from andrea.checkpoint import checkpoints_of, newest_whole
 from andrea.generation import Engine
 from andrea.training.evaluation import Evaluator
+from andrea.training.health.health import Health
 from andrea.training.records.run_folder import read_lines
 
 STEPS = [4, 8, 12]
@@ -61,6 +62,24 @@ def test_samples_that_cannot_be_written_are_one_line_and_the_run_goes_on(
     assert "in broken" in (run / "run.log").read_text()
     records = read_lines(run / "metrics.jsonl")
     assert [record["step"] for record in records if "health/findings/loss_above_uniform" in record] == STEPS
+
+
+def test_the_sample_has_a_repetition_penalty_and_the_texts_that_are_judged_have_none(
+    tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, so that a model of twelve steps repeats itself. Health must still see the model as it is."""
+    runs, judged, judge = {}, [], Health.judge
+    monkeypatch.setattr(
+        Health, "judge", lambda self, evidence: (judged.append(evidence.texts), judge(self, evidence))[1]
+    )
+    for penalty in ("1", "1e9"):
+        words = [f"train.sample_repetition_penalty={penalty}", "train.sample_temperature=0", "train.sample_tokens=30"]
+        assert tiny_run(f"name={penalty}", "data.sample_prompt=a", *words) == 0
+        runs[penalty] = tmp_path / "runs" / penalty
+    plain, penalised = ([sample["text"] for sample in read_lines(run / "samples.jsonl")] for run in runs.values())
+    assert len(plain) == len(penalised) == len(STEPS)
+    assert all(len(set(one)) < len(set(other)) for one, other in zip(plain, penalised, strict=True)), (plain, penalised)
+    assert judged[: len(STEPS)] == judged[len(STEPS) :] and all(judged)
 
 
 @pytest.mark.parametrize(
