@@ -143,8 +143,9 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
         ([], 0.17),
         pytest.param(words_of(ALL_KINDS), 0.17, marks=pytest.mark.slow),
         pytest.param(words_of(SCORES), 0.17, marks=pytest.mark.slow),
+        pytest.param(words_of("bigrams"), 0.17, marks=pytest.mark.slow),
     ],
-    ids=["plain", "default", "options of the heads", "sinks"],
+    ids=["plain", "default", "options of the heads", "sinks", "bigrams"],
 )
 def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str], nearly: float) -> None:
     flat, swelling = (growth(optimizer, along, transfer, words) for transfer in (True, False))
