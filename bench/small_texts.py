@@ -40,10 +40,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--only-default", action="store_true", help="train the default, and tune nothing")
     parser.add_argument("--words", nargs="*", default=[], help="key=value for every run, such as threads=1")
+    parser.add_argument(
+        "--keys", nargs="*", default=[], help="key=value that changes what is learned, recorded as tuned"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "small-texts-cpu.json")
     chosen = parser.parse_args()
     for path in chosen.texts:
-        best: dict[str, Any] = {}  # the tuned keys
+        best: dict[str, Any] = dict(word.split("=", 1) for word in chosen.keys)  # the tuned keys
         result = default = run_once(chosen, path, best)
         for key, factors in {} if chosen.only_default else TRIED.items():
             for factor in factors:

@@ -1,7 +1,8 @@
 """The dotted keys of a configuration (train.steps): their types, their old names, and their names in other programs.
 
 The old name of a renamed key stays valid forever. When it is typed on the command line, one line says its new name. In
-a saved configuration (a checkpoint or a config.yaml) it is accepted silently.
+a saved configuration (a checkpoint or a config.yaml) it is accepted silently. A key that was removed is left out of a saved
+configuration if it changed nothing there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from andrea.config.schema import (
     HealthConfig,
     ImportConfig,
     LensConfig,
+    OptimizerConfig,
     RunConfig,
     SampleConfig,
 )
@@ -28,6 +30,9 @@ RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Py
     ImportConfig: {"from": "source"},
     HealthConfig: {"showing": "failing_share"},
     SampleConfig: {"guess": "lookahead"},
+}
+REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
+    OptimizerConfig: {"orthogonalisation": "quintic", "cautious_decay": False},
 }
 
 # Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not
@@ -255,14 +260,20 @@ def current_key(kind: type, key: str) -> str:
 
 
 def with_current_keys(hint: Any, values: Any) -> Any:
-    """Replace old keys of `values`, at any depth, by their current names. hint: type of `values`.
+    """Replace old keys of `values`, at any depth, by their current names; drop removed keys. hint: type of `values`.
 
-    Raises UserError if a key is set under both names.
+    Raises UserError if a key is set under both names, or if a removed key changed something.
     """
     if hint is None or not isinstance(values, dict):
         return values
-    new_names, renamed = RENAMED.get(hint, {}), {}
+    new_names, removed, renamed = RENAMED.get(hint, {}), REMOVED.get(hint, {}), {}
     for key, value in values.items():
+        if key in removed:
+            if value != removed[key]:
+                raise UserError(
+                    f"{key}={value} was removed, as it did not help; read this with the version that wrote it"
+                )
+            continue
         new = new_names.get(key, key)
         if new != key and new in values:
             raise UserError(f"{key} is now called {new}, and both are set; leave {key} out")

@@ -173,9 +173,7 @@ class OptimizerConfig:
     decay_fraction: float | None
     final_fraction: Share
     rewarm_steps: NonNegativeInteger = 0
-    muon_rows: Literal["none", "normuon", "equal", "auto"] = "none"
-    orthogonalisation: Literal["quintic", "polar_express"] = "quintic"
-    cautious_decay: bool = False
+    muon_rows: Literal["none", "equal", "auto"] = "none"
     weight_decay_power: NonNegativeNumber = 1.0
     average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None

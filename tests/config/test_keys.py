@@ -8,6 +8,7 @@ from andrea.cli.command_line import configure, read
 from andrea.config import (
     HealthConfig,
     LensConfig,
+    OptimizerConfig,
     RunConfig,
     SampleConfig,
     UserError,
@@ -15,7 +16,7 @@ from andrea.config import (
     to_plain,
     with_current_keys,
 )
-from andrea.config.keys import OTHER_NAMES, RENAMED, current_key, dotted_keys, suggestion
+from andrea.config.keys import OTHER_NAMES, REMOVED, RENAMED, current_key, dotted_keys, suggestion
 from andrea.training.resume import merge
 
 
@@ -112,3 +113,17 @@ def test_the_key_that_a_user_of_another_program_means_is_suggested(kind: type, t
 def test_suggestions_keep_to_what_is_allowed() -> None:
     assert suggestion(SampleConfig, "model", ["temperature", "seed"]) == ""
     assert suggestion(SampleConfig, "temp", ["temperature", "seed"]) == "; did you mean temperature?"
+
+
+def test_a_removed_key_is_left_out_of_a_saved_configuration_where_it_changed_nothing() -> None:
+    values = to_plain(configure(RunConfig, "train", []))
+    removed = REMOVED[OptimizerConfig]
+    assert removed.keys().isdisjoint(values["optimizer"])
+    old = {**values, "optimizer": values["optimizer"] | removed}
+    assert parse(RunConfig, old) == parse(RunConfig, values)
+    assert merge(old, values, {}, {}) == (values, [])
+    for key in removed:
+        with pytest.raises(UserError, match=f"^{key}=another was removed"):
+            parse(RunConfig, {**values, "optimizer": values["optimizer"] | {key: "another"}})
+        with pytest.raises(UserError, match=f"unknown key optimizer.{key}"):
+            configure(RunConfig, "train", [f"optimizer.{key}={removed[key]}"])

@@ -67,7 +67,7 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
     "option", [ALL_KINDS, *(pytest.param(option, marks=pytest.mark.slow) for option in HEAD_OPTIONS)]
 )
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, tiny_run, tmp_path: Path) -> None:
-    words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=normuon"]
+    words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=equal"]
     words += ["optimizer.average_half_life=3", *words_of(option)]
     words += [*words_of(SCORES), *words_of("bigrams"), "attention.window=[8, null]", "train.half_batch_steps=9"]
     tiny_run("name=whole", *words)

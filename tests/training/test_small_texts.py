@@ -210,7 +210,7 @@ def test_a_text_that_is_read_more_than_twice_gets_no_table_of_bigrams_and_plain_
     tokens = 100 * 4096
     assert parts(tokens) == parts(tokens // 2) == (32768, "equal")
     assert parts(tokens // 2 - 1) == (None, "none")
-    assert parts(tokens // 10, "model.bigram_rows=50", "optimizer.muon_rows=normuon") == (50, "normuon")
+    assert parts(tokens // 10, "model.bigram_rows=50", "optimizer.muon_rows=equal") == (50, "equal")
     assert parts(tokens, "model.bigram_rows=null", "optimizer.muon_rows=none") == (None, "none")
     assert parts(tokens, "optimizer=adamw") == (32768, "none")
 

@@ -77,8 +77,6 @@ def saved_shapes(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -
         for name, parameter in members.items():
             if group == "matrix" and config.kind != "adamw":
                 shapes[f"{name}/momentum"] = tuple(parameter.shape)
-                if config.muon_rows == "normuon":
-                    shapes[f"{name}/row_mean_square"] = tuple(parameter.shape[:1])
             else:
                 shapes |= {f"{name}/{each}": tuple(parameter.shape) for each in ("exp_avg", "exp_avg_sq")}
                 shapes[f"{name}/step"] = ()
