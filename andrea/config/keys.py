@@ -32,7 +32,7 @@ RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Py
     SampleConfig: {"guess": "lookahead"},
 }
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
-    OptimizerConfig: {"orthogonalisation": "quintic", "cautious_decay": False},
+    OptimizerConfig: {"orthogonalisation": "quintic", "cautious_decay": False, "weight_decay_power": 1.0},
 }
 
 # Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not

@@ -174,7 +174,6 @@ class OptimizerConfig:
     final_fraction: Share
     rewarm_steps: NonNegativeInteger = 0
     muon_rows: Literal["none", "equal", "auto"] = "none"
-    weight_decay_power: NonNegativeNumber = 1.0
     average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None
 

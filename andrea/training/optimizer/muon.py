@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from andrea.config import OptimizerConfig
-from andrea.training.optimizer.schedule import weight_decay_at
 from andrea.training.parallel.strategy import Parallel
 
 SMALLEST_NORM = 1e-7  # added to norms, which may be 0
@@ -72,7 +71,7 @@ class Muon:
 
         rate: the learning rate as a fraction of its peak. Nothing changes where the 0-dim flag `finite` is false.
         """
-        decay = self.peak_rate * weight_decay_at(rate, self.config) * self.config.decay
+        decay = self.peak_rate * rate * self.config.decay
         for stack in self.stacks:
             direction = self.direction(stack, finite)
             torch._foreach_mul_(stack.matrices, torch.where(finite, 1 - decay, 1.0))

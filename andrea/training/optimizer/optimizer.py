@@ -22,7 +22,6 @@ from andrea.config import OptimizerConfig
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.optimizer.average import WeightAverage
 from andrea.training.optimizer.muon import Muon
-from andrea.training.optimizer.schedule import weight_decay_at
 from andrea.training.parallel.strategy import Parallel
 
 # The first pattern that matches a parameter's whole name decides its group.
@@ -123,8 +122,6 @@ class Optimizer:
         finite = finite.to(self.parameters[0].device)  # they differ only if parameters are offloaded to the CPU
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * rate
-            # torch's AdamW multiplies weight_decay by lr
-            group["weight_decay"] = group["decay"] * (weight_decay_at(rate, self.config) / rate if rate else 0.0)
         # If this attribute is 1, torch's fused kernels change neither weights, moments nor step counts.
         self.adamw.found_inf = (~finite).to(torch.float32)
         self.adamw.step()
@@ -209,7 +206,7 @@ def adamw_groups(
             "params": parameters,
             "lr": peak_rates[group] * factors.adamw_rate,
             "peak": peak_rates[group] * factors.adamw_rate,
-            "decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,
+            "weight_decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,  # torch multiplies it by lr
             "eps": config.epsilon * factors.epsilon,
         }
         for (group, factors), parameters in with_same_settings.items()

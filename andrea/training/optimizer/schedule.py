@@ -30,14 +30,6 @@ def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
     return rise * (config.final_fraction + (1 - config.final_fraction) * fall)
 
 
-def weight_decay_at(rate: float, config: OptimizerConfig) -> float:
-    """The share of each matrix that an update at `rate` subtracts, as a fraction of peak learning rate · weight_decay.
-
-    It depends on the rate alone, so that a run may still get another length.
-    """
-    return rate**config.weight_decay_power
-
-
 def decay_steps(steps: int, config: OptimizerConfig) -> int:
     """The number of updates over which the rate falls at the end of a constant_then_decay run."""
     return max(1, round((config.decay_fraction or 0.0) * steps))
