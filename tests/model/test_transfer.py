@@ -41,6 +41,11 @@ def configured(*words: str, d_model: int = 32, n_layer: int = 2) -> RunConfig:
     )
 
 
+# The largest exponent of four seeds, AdamW over width, "plain": 0.02 to 0.09 with rotary positions on the whole width of a head,
+# 0.05 to 0.12 on half of it.
+NEARLY_FLAT = 0.17
+
+
 def test_factors_by_hand() -> None:
     """Four times wider, twice deeper: the table of andrea/model/transfer.py, line by line."""
     transfer = Transfer(wider=4.0, deeper=2.0)
@@ -137,17 +142,17 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("along", SIZES)
 @pytest.mark.parametrize(
-    ("words", "nearly"),
+    "words",
     [
-        (["model.tied_head=false", "model.value_residual=false"], 0.1),
-        ([], 0.17),
-        pytest.param(words_of(ALL_KINDS), 0.17, marks=pytest.mark.slow),
-        pytest.param(words_of(SCORES), 0.17, marks=pytest.mark.slow),
-        pytest.param(words_of("bigrams"), 0.17, marks=pytest.mark.slow),
+        ["model.tied_head=false", "model.value_residual=false"],
+        [],
+        pytest.param(words_of(ALL_KINDS), marks=pytest.mark.slow),
+        pytest.param(words_of(SCORES), marks=pytest.mark.slow),
+        pytest.param(words_of("bigrams"), marks=pytest.mark.slow),
     ],
     ids=["plain", "default", "options of the heads", "sinks", "bigrams"],
 )
-def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str], nearly: float) -> None:
+def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str]) -> None:
     flat, swelling = (growth(optimizer, along, transfer, words) for transfer in (True, False))
-    assert max(map(abs, flat)) < nearly, (flat, swelling)
+    assert max(map(abs, flat)) < NEARLY_FLAT, (flat, swelling)
     assert max(swelling) > 0.35, (flat, swelling)
