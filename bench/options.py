@@ -3,8 +3,8 @@
     python bench/options.py                      # trains andrea-nano with each option (280 steps), then measures it
     python bench/options.py --only gate sink     # the record keeps the others
 
-Each model has one option more than andrea-nano (the convolution is in it already), seed 1337, Python's standard library.
-"off" is the same model, not trained again, with the option's learned part set to what changes nothing: so a model that relies
+Each model has one option more than andrea-nano with rotary positions on the whole width (the convolution is in it already),
+seed 1337, Python's standard library. "off" is the same model, not trained again, with the option's learned part set to what changes nothing: so a model that relies
 on the option loses much. Runs are kept in --place and not trained twice. L layers, H heads, T tokens.
 """
 
@@ -35,7 +35,7 @@ from andrea.insight.lens.trace import LayerTrace, trace_layers
 from andrea.model.gpt import GPT
 
 STEPS = 280
-WORDS = [f"train.steps={STEPS}", "logger=none", "train.sample_tokens=0", "train.lens_prompt="]
+WORDS = ["model.rotary_share=1", f"train.steps={STEPS}", "logger=none", "train.sample_tokens=0", "train.lens_prompt="]
 N_WINDOW = 24
 FAR = 128  # tokens
 RARE = 20  # tokens that occur less often get no mean

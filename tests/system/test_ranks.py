@@ -247,7 +247,6 @@ def test_a_failure_that_a_restart_cannot_cure_ends_the_job(place: Path, words, c
     wild = [
         "optimizer=adamw",
         "optimizer.muon_rows=none",
-        "optimizer.orthogonalisation=quintic",
         "optimizer.clip_norm=null",
         "optimizer.warmup_steps=0",
         "optimizer.learning_rate=1",
