@@ -4,8 +4,9 @@
     python bench/options.py --only gate sink     # the record keeps the others
 
 Each model has one option more than andrea-nano with rotary positions on the whole width (the convolution is in it already),
-seed 1337, Python's standard library. "off" is the same model, not trained again, with the option's learned part set to what changes nothing: so a model that relies
-on the option loses much. Runs are kept in --place and not trained twice. L layers, H heads, T tokens.
+seed 1337, Python's standard library. "off" is the same model, not trained again, with the option's learned part set to what
+changes nothing: so a model that relies on the option loses much. Runs are kept in --place and not trained twice. L layers,
+H heads, T tokens.
 """
 
 from __future__ import annotations
