@@ -17,6 +17,7 @@ from andrea.training.parallel.strategy import SingleProcess
 pytestmark = pytest.mark.untraced
 
 N_VOCAB, N_TOKEN, N_BATCH, STEPS = 7, 11, 3, 6
+SEEDS = (0, 10, 20)
 D_HEAD = 16
 SIZES = {  # (d_model, n_layer), the first being the one that the rates are tuned at
     "width": [(32, 2), (64, 2), (128, 2), (256, 2)],
@@ -39,11 +40,6 @@ def configured(*words: str, d_model: int = 32, n_layer: int = 2) -> RunConfig:
             *words,
         ],
     )
-
-
-# The largest exponent of four seeds, AdamW over width, "plain": 0.02 to 0.09 with rotary positions on the whole width of a head,
-# 0.05 to 0.12 on half of it.
-NEARLY_FLAT = 0.17
 
 
 def test_factors_by_hand() -> None:
@@ -96,12 +92,12 @@ def trained(run: RunConfig) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def a_few_steps(run: RunConfig, steps: int) -> tuple[GPT, list[float]]:
+def a_few_steps(run: RunConfig, steps: int, seed: int = 0) -> tuple[GPT, list[float]]:
     """The model after `steps` on one batch, and mean |x| of what it then computes: middle and last block, logits."""
     model = GPT(run.model, run.attention, N_VOCAB)
-    initialise(model, torch.Generator().manual_seed(0), Transfer.of(run.model, run.optimizer))
+    initialise(model, torch.Generator().manual_seed(seed), Transfer.of(run.model, run.optimizer))
     optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=False)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(N_VOCAB, (N_BATCH, N_TOKEN), generator=generator)
     targets = (3 * tokens + 1) % N_VOCAB  # something to learn: noise that is memorised would hide the sizes
     for _ in range(steps):
@@ -121,7 +117,8 @@ def a_few_steps(run: RunConfig, steps: int) -> tuple[GPT, list[float]]:
 def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list[float]:
     """The coordinate check (Yang et al. 2022, appendix D): the exponents with which activations grow with the size.
 
-    That is the slope of log mean |x| over log size, of the middle block, the last, and the logits.
+    That is the slope of log mean |x| over log size, of the middle block, the last, and the logits. The logarithms are means
+    over SEEDS: of a single seed, a slope that is flat differs from 0 by up to 0.12.
     """
     (tuned_d_model, tuned_n_layer), sizes = SIZES[along][0], SIZES[along]
     words = [
@@ -132,27 +129,28 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
         "model.logit_softcap=null",
         *(["optimizer.learning_rate=0.01"] if optimizer == "adamw" else []),
     ]
-    found = [a_few_steps(configured(*words, d_model=d_model, n_layer=n_layer), STEPS)[1] for d_model, n_layer in sizes]
+    runs = [configured(*words, d_model=d_model, n_layer=n_layer) for d_model, n_layer in sizes]
+    found = [[a_few_steps(run, STEPS, seed)[1] for seed in SEEDS] for run in runs]
     log_size = torch.tensor([size[0] * size[1] for size in sizes], dtype=torch.float64).log()
     log_size -= log_size.mean()
-    log_activation = torch.tensor(found, dtype=torch.float64).log().T  # (3, sizes)
+    log_activation = torch.tensor(found, dtype=torch.float64).log().mean(1).T  # (3, sizes)
     return (log_activation @ log_size / log_size.square().sum()).tolist()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("along", SIZES)
 @pytest.mark.parametrize(
-    "words",
+    ("words", "nearly"),
     [
-        ["model.tied_head=false", "model.value_residual=false"],
-        [],
-        pytest.param(words_of(ALL_KINDS), marks=pytest.mark.slow),
-        pytest.param(words_of(SCORES), marks=pytest.mark.slow),
-        pytest.param(words_of("bigrams"), marks=pytest.mark.slow),
+        (["model.tied_head=false", "model.value_residual=false"], 0.1),
+        ([], 0.17),
+        pytest.param(words_of(ALL_KINDS), 0.17, marks=pytest.mark.slow),
+        pytest.param(words_of(SCORES), 0.17, marks=pytest.mark.slow),
+        pytest.param(words_of("bigrams"), 0.17, marks=pytest.mark.slow),
     ],
     ids=["plain", "default", "options of the heads", "sinks", "bigrams"],
 )
-def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str]) -> None:
+def test_activations_are_flat_over_width_and_depth(along: str, optimizer: str, words: list[str], nearly: float) -> None:
     flat, swelling = (growth(optimizer, along, transfer, words) for transfer in (True, False))
-    assert max(map(abs, flat)) < NEARLY_FLAT, (flat, swelling)
+    assert max(map(abs, flat)) < nearly, (flat, swelling)
     assert max(swelling) > 0.35, (flat, swelling)
