@@ -79,6 +79,8 @@ FACTORS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "parallel": ({"parallel_residual": True}, {}),
     },
     "convolution": {"no": ({}, {}), "3": ({"qkv_convolution": 3}, {})},
+    "bigrams": {"no": ({}, {}), "64": ({"bigram_rows": 64}, {})},
+    "rotated width": {"whole": ({}, {}), "half": ({"rotary_share": 0.5}, {})},
     "scores": {
         "plain": ({}, {}),
         "capped": ({}, {"score_softcap": 2.0}),
@@ -126,6 +128,7 @@ def preset_case(name: str) -> Case:
     """All options of the preset in a small model."""
     config = configure(RunConfig, "train", [f"model={name}"])
     small = BLOCKS_OF_32 | {"n_layer": 3, "sequence_length": 43, "d_head": None}
+    small["bigram_rows"] = 64 if config.model.n_bigram_row else None
     small["n_kv_head"] = None if config.model.n_kv_head in (None, config.model.n_head) else 2
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     attention = {field.name: getattr(config.attention, field.name) for field in dataclasses.fields(config.attention)}

@@ -3,7 +3,7 @@
     python bench/options.py                      # trains andrea-nano with each option (280 steps), then measures it
     python bench/options.py --only gate sink     # the record keeps the others
 
-Each model has one option more than andrea-nano with rotary positions on the whole width (the convolution is in it already),
+Each model has one option more than andrea-nano without bigrams and MuonEq-R, and with rotary positions on the whole width (BASE),
 seed 1337, Python's standard library. "off" is the same model, not trained again, with the option's learned part set to what
 changes nothing: so a model that relies on the option loses much. Runs are kept in --place and not trained twice. L layers,
 H heads, T tokens.
@@ -36,7 +36,8 @@ from andrea.insight.lens.trace import LayerTrace, trace_layers
 from andrea.model.gpt import GPT
 
 STEPS = 280
-WORDS = ["model.rotary_share=1", f"train.steps={STEPS}", "logger=none", "train.sample_tokens=0", "train.lens_prompt="]
+BASE = ["model.rotary_share=1", "model.bigram_rows=null", "optimizer.muon_rows=none"]
+WORDS = [*BASE, f"train.steps={STEPS}", "logger=none", "train.sample_tokens=0", "train.lens_prompt="]
 N_WINDOW = 24
 FAR = 128  # tokens
 RARE = 20  # tokens that occur less often get no mean
@@ -219,7 +220,9 @@ def main() -> None:
         model = trained(name, chosen.place, chosen.words)
         rows[name] = measured(model, OPTIONS[name], chosen.place / "data")
         show(name, rows[name])
-        write_record(chosen.output, "options", "cpu", {"words": WORDS, "windows": N_WINDOW, "options": rows})
+        write_record(
+            chosen.output, "options", "cpu", {"words": [*WORDS, *chosen.words], "windows": N_WINDOW, "options": rows}
+        )
 
 
 def trained(name: str, place: Path, words: list[str]) -> LoadedModel:

@@ -18,7 +18,7 @@ from andrea.insight.compare.scaling import fit, least_squares
 from andrea.insight.compare.scaling.law import CONFIDENCE
 
 BEYOND = fit.TESTED_FACTOR
-SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: andrea-nano to andrea-480m
+SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: andrea-nano-2026-11 to andrea-480m-2026-11
 TRUTHS = {  # E, A, alpha, B, beta: nats per token, parameters, tokens
     "Hoffmann 2022": (1.69, 406.4, 0.34, 410.7, 0.28),
     "Besiroglu 2024": (1.82, 482.0, 0.35, 2085.4, 0.37),

@@ -8,8 +8,8 @@
 
 bench/variants.yaml lists the shapes and the variants. A variant with `tune` is first trained on the first seed with each of
 its factors, and with further ones until the best factor has a worse one on either side; then the best is trained on all
-seeds. --speed measures the training speed of each variant, in runs of their own that alternate with runs of the base: let
-nothing else run meanwhile. --equal-time then trains each variant for as many tokens as it learns in the base's time.
+seeds. --speed measures the training speed of each variant, in runs of their own beside a run of the base, each on half of the
+cores: let nothing else run meanwhile. --equal-time then trains each variant for as many tokens as it learns in the base's time.
 
 Every figure is the whole held-out split's bits per byte at the end of a `train.py` run. Each finished run is written at
 once, and a run that was cut off goes on from its checkpoint. A run is recognised by the values of its configuration, not by

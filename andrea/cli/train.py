@@ -70,7 +70,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
                 checkpoint.state["config"], to_plain(typed), replaced, line.values, other_ranks, left_auto
             )
             left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
-            config = with_length_and_name(parse(RunConfig, merged))
+            config = with_length_and_name(parse(RunConfig, merged), resumed=True)
             progress = ranks.from_rank_0(lambda: resume.resumed_progress(checkpoint, saved, config, left_auto))
             done = ranks.from_rank_0(lambda: resume.is_done(checkpoint, progress.planned_steps))
             if done and not config.dry_run:

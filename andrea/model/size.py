@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -36,6 +37,13 @@ def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: i
     for name, parameter in model.named_parameters():
         counts[part_of(name)] += parameter.numel()
     return Parameters(**counts)
+
+
+def parameters_without_bigrams(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
+    """Number of parameters but for a table of bigrams. Lengths are planned with it: a run that reads its text often leaves
+    the table out, and how often it reads the text depends on its length.
+    """
+    return count_parameters(dataclasses.replace(config, bigram_rows=None), attention, n_vocab).total
 
 
 def part_of(name: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import ROOT
@@ -102,36 +102,52 @@ def finish(study: Study, job: Job, code: int) -> bool:
 
 
 def measure_speed(study: Study, rounds: int, steps: int) -> None:
-    """Measure each variant whose speed is not known: its speed over the mean of the base's just before and just after."""
+    """Measure each variant whose speed is not known: its speed over the base's, which runs beside it.
+
+    Each of the two has half of the cores: what else the machine does, slows both. They change places from round to round.
+    """
     base = study.variants[study.chosen.base]
     for variant in study.variants.values():
         if study.speed_ratio(variant) is not None:
             continue
-        speeds = [speed_of(study, base, steps)]
-        for _ in range(rounds):
-            speeds += [speed_of(study, variant, steps), speed_of(study, base, steps)]
-        ours, around = speeds[1::2], speeds[::2]
-        ratios = [mine / statistics.mean(pair) for mine, *pair in zip(ours, around[:-1], around[1:], strict=True)]
+        pairs = [speeds_side_by_side(study, variant, base, steps, swapped=bool(turn % 2)) for turn in range(rounds)]
+        ratios = [ours / theirs for ours, theirs in pairs]
         row = {"variant": variant.name, "base": base.name, "ratio": statistics.median(ratios), "ratios": ratios}
-        row |= {"tokens_per_second": statistics.median(ours), "base_tokens_per_second": statistics.median(around)}
+        row |= {"tokens_per_second": statistics.median(ours for ours, _ in pairs)}
+        row |= {"base_tokens_per_second": statistics.median(theirs for _, theirs in pairs)}
         study.note("speeds", study.speed_key(variant), row)
         print(f"{row['ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f})  {variant.name}", flush=True)
 
 
-def speed_of(study: Study, variant: Variant, steps: int) -> float:
-    """Tokens per second of training: the median over the records of a short run, without the first."""
-    folder = study.place / "runs" / "speed"
-    shutil.rmtree(folder, ignore_errors=True)
-    every = [f"train.{name}_every={RARELY}" for name in ("eval", "save", "attention")]
-    words = [*study.words(variant, 1.0), *QUIET, *every, f"train.log_every={max(1, steps // 6)}"]
-    words += ["train.eval_tokens=4096", f"train.steps={steps}"]
-    process = train(study, words, "speed")
+def speeds_side_by_side(
+    study: Study, variant: Variant, base: Variant, steps: int, swapped: bool
+) -> tuple[float, float]:
+    """Tokens per second of the variant and of the base, which train at the same time. swapped: on the other cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    assert half, "--speed needs two cores"
+    halves = [cores[:half], cores[half : 2 * half]]
+    started = {}
+    for each, place in zip((variant, base), halves[::-1] if swapped else halves, strict=True):
+        name = "speed-base" if each is base else "speed"
+        shutil.rmtree(study.place / "runs" / name, ignore_errors=True)
+        every = [f"train.{what}_every={RARELY}" for what in ("eval", "save", "attention")]
+        words = [*study.words(each, 1.0), *QUIET, *every, "train.log_every=1", "train.eval_tokens=4096"]
+        process = train(study, [*words, f"train.steps={steps}", f"threads={half}"], name)
+        os.sched_setaffinity(process.pid, place)
+        started[name] = process
     try:
-        code = process.wait()
+        codes = [process.wait() for process in started.values()]
     finally:
-        process.terminate()
-    log = Path(study.place / "speed.txt").read_text(encoding="utf-8")
-    assert code == 0, f"exit code {code} of {variant.name}: {log[-1000:]}"
-    speeds = [record["train/tokens_per_second"] for record in read_lines(folder / "metrics.jsonl")[1:]
-              if "train/tokens_per_second" in record]  # fmt: skip
-    return statistics.median(speeds)
+        for process in started.values():
+            process.terminate()
+    for name, code in zip(started, codes, strict=True):
+        log = (study.place / f"{name}.txt").read_text(encoding="utf-8")
+        assert code == 0, f"exit code {code} of {name} for {variant.name}: {log[-1000:]}"
+    return median_speed(study, "speed"), median_speed(study, "speed-base")
+
+
+def median_speed(study: Study, name: str) -> float:
+    """Tokens per second of a run: the median over its steps, so that those which it made alone count little."""
+    records = read_lines(study.place / "runs" / name / "metrics.jsonl")
+    return statistics.median([r["train/tokens_per_second"] for r in records if "train/tokens_per_second" in r][1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,8 @@ def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
 def test_steps_follow_from_tokens_a_parameter_or_from_flops(model: str) -> None:
     words = [f"model={model}", "tokenizer=byte", "train.tokens_per_step=2048"]
     by_ratio = with_length_and_name(configure(RunConfig, "train", [*words, "train.tokens_per_parameter=10"]))
-    parameters = count_parameters(by_ratio.model, by_ratio.attention, BYTE_VOCABULARY).total
+    without_table = dataclasses.replace(by_ratio.model, bigram_rows=None)  # the run may leave it out, for so many steps
+    parameters = count_parameters(without_table, by_ratio.attention, BYTE_VOCABULARY).total
     assert abs(by_ratio.steps * 2048 - 10 * parameters) <= 1024
     by_flops = with_length_and_name(configure(RunConfig, "train", [*words, "train.flops=1e15"]))
     per_token = flops_per_token(by_flops.model, by_flops.attention, BYTE_VOCABULARY)

@@ -245,6 +245,20 @@ def test_a_finished_run_says_how_it_is_extended(tiny_run, capsys) -> None:
     assert capsys.readouterr().out.endswith("is step 4 of 4; a larger train.steps=N extends the run\n")
 
 
+@pytest.mark.parametrize("length", ["train.flops=2e9", "train.tokens_per_parameter=0.02"])
+def test_a_length_by_flops_or_parameters_stays_where_the_text_has_fewer_tokens_than_planned(
+    length: str, tmp_path: Path, tiny_run, script
+) -> None:
+    """It was computed for the vocabulary of a large text and with a table of bigrams; the run's text has got neither."""
+    words = ["name=a", "tokenizer=bpe", "tokenizer.vocab_size=auto", "model.bigram_rows=auto", length]
+    assert tiny_run(*words, "train.steps=auto", "train.save_every=2") == 0
+    run = tmp_path / "runs" / "a"
+    last = checkpoints_of(run)[-1].name
+    shutil.rmtree(run / "checkpoints" / last)
+    assert script("train")([f"resume={run}", length, f"runs_dir={run.parent}", f"data_dir={tmp_path / 'data'}"]) == 0
+    assert checkpoints_of(run)[-1].name == last
+
+
 # -------------------------------------------------------------------------------------------- restarts by torchrun
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from andrea.config import ON_LARGE_TEXT, RunConfig, Text, UserError
-from andrea.model.size import count_parameters, flops_per_token
+from andrea.model.size import flops_per_token, parameters_without_bigrams
 from andrea.text.load_tokenizer import configured_tokenizer
 from andrea.training.records.format import format_number
 
@@ -26,13 +26,15 @@ def planned_vocabulary(config: RunConfig) -> int:
     return 257 if config.tokenizer.kind == "byte" else GPT2_VOCABULARY
 
 
-def with_length_and_name(config: RunConfig) -> RunConfig:
+def with_length_and_name(config: RunConfig, resumed: bool = False) -> RunConfig:
     """Compute the steps from train.flops or train.tokens_per_parameter, and fill {model}, {tokens}, {seed} in the name.
 
-    Raises UserError if train.steps is given too and differs.
+    resumed: a number of steps is the one that was computed when the run began, and stays. It may differ from what would be
+    computed now, because the text's vocabulary was not known then. Raises UserError if train.steps is given too and differs.
     """
     train = config.train
-    if train.tokens_per_parameter is not None or train.flops is not None:
+    has_length = resumed and train.steps != "auto"
+    if not has_length and (train.tokens_per_parameter is not None or train.flops is not None):
         n_vocab = planned_vocabulary(config)
         if train.flops is not None:
             key, tokens = (
@@ -41,7 +43,7 @@ def with_length_and_name(config: RunConfig) -> RunConfig:
             )
         else:
             key = f"tokens_per_parameter={train.tokens_per_parameter:g}"
-            tokens = train.tokens_per_parameter * count_parameters(config.model, config.attention, n_vocab).total
+            tokens = train.tokens_per_parameter * parameters_without_bigrams(config.model, config.attention, n_vocab)
         steps = max(1, round(tokens / config.tokens_per_step))
         if train.steps not in ("auto", steps):
             raise UserError(

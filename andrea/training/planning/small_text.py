@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection
 
 from andrea.config import ON_LARGE_TEXT, RunConfig
-from andrea.model.size import count_parameters
+from andrea.model.size import parameters_without_bigrams
 from andrea.text.corpus import Corpus
 
 EPOCHS = 75.0  # after which validation is near its best, for a text of as many tokens as the model has parameters
@@ -39,8 +39,7 @@ def tokens_per_epoch(corpus: Corpus) -> int:
 
 def n_parameter(config: RunConfig, corpus: Corpus) -> int:
     """Without a table of bigrams, for which the numbers above were not fitted."""
-    model = dataclasses.replace(config.model, bigram_rows=None)
-    return count_parameters(model, config.attention, corpus.tokenizer.n_vocab).total
+    return parameters_without_bigrams(config.model, config.attention, corpus.tokenizer.n_vocab)
 
 
 def most_steps_for_text(config: RunConfig, corpus: Corpus) -> int:
