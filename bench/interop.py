@@ -132,7 +132,11 @@ def preset_case(name: str) -> Case:
     small["n_kv_head"] = None if config.model.n_kv_head in (None, config.model.n_head) else 2
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     attention = {field.name: getattr(config.attention, field.name) for field in dataclasses.fields(config.attention)}
-    return Case("presets", name, "", fields | small, attention | {"implementation": "reference"})
+    attention["implementation"] = "reference"
+    model = fields | small
+    options = {**model, **attention}
+    shown = [key for key in options if key not in ("name", "implementation") and not key.startswith("recipe_")]
+    return Case("presets", name, ", ".join(f"{key} {options[key]}" for key in shown), model, attention)
 
 
 def pairwise(factors: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
@@ -302,9 +306,9 @@ def main() -> None:
         proof.N_FUZZ_TEXTS = N_FUZZ_TEXTS
         tokenizer = train_bpe([Path(__file__).read_text(encoding="utf-8")], 400)
         known = {row["name"]: row for row in record["rows"]}
-        record["machine"] = machine("cpu") | {
-            name: version_of(name) for name in ("llama-cpp-python", "transformer-lens", "lm-eval", "gguf")
-        }
+        before = record.get("machine", {})  # most rows are measured without llama-cpp-python: llama.cpp refuses them
+        programs = ("llama-cpp-python", "transformer-lens", "lm-eval", "gguf")
+        record["machine"] = machine("cpu") | {name: version_of(name) or before.get(name) for name in programs}
         every = cases()
         for case in every:
             if (chosen.only is None or case.name in chosen.only) and (chosen.again or case.name not in known):
