@@ -1,9 +1,10 @@
 // Causal attention in bf16 on a CPU, forward and backward, for processors that multiply pairs of bf16 (AVX512-BF16).
 //
-// B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head. A block of
-// QUERIES queries is multiplied by all its visible keys at once. Its scores (QUERIES, T) stay in the processor's cache. The
-// softmax reads the scores twice: first for their maximum, then for the exponentials and their sum. The backward pass
-// computes the scores again (Dao 2023, arXiv 2307.08691, algorithm 2).
+// B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head. The forward pass
+// multiplies a block of QUERIES queries by all their visible keys at once. Its scores (QUERIES, T) stay in the processor's
+// cache. The softmax reads them twice: first for their maximum, then for the exponentials and their sum. The backward pass
+// computes the scores again (Dao 2023, arXiv 2307.08691, algorithm 2). It knows their log-sum-exp, so a block of KEYS keys at a
+// time is enough.
 //
 // Every matrix product is C = A B or C += A B. A is stored in rows of bf16. B is packed in pairs:
 // packed[k / 2][n][k % 2] = B[k][n]. One instruction multiplies one pair of A by the pairs of 16 columns of B, and adds the
@@ -20,7 +21,7 @@
 
 namespace {
 
-constexpr int64_t LANES = 16, QUERIES = 64, COLUMNS = 64, ROWS = 6;
+constexpr int64_t LANES = 16, QUERIES = 64, COLUMNS = 64, KEYS = COLUMNS, ROWS = 6;
 using BF16 = uint16_t;
 
 float number(BF16 x) {
@@ -30,18 +31,18 @@ float number(BF16 x) {
     return value;
 }
 
-// Round 16 numbers to bf16 (nearest, ties to even). The upper half of each lane holds the bits.
-__m512i rounded(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __m512i kept = _mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000)));
-    return _mm512_mask_mov_epi32(kept, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+// Round 16 numbers to bf16 (nearest, ties to even).
+void store(BF16* place, __m512 x) { _mm256_storeu_si256((__m256i*)place, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+// x0 … x15 y0 … y15 as pairs: x0 y0 x1 y1 …
+__m512i interleaved(__m512i both) {
+    const __m512i order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, both);
 }
 
-void store(BF16* place, __m512 x) {
-    _mm256_storeu_si256((__m256i*)place, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(x), 16)));
-}
+// x0 … x15 y0 … y15, rounded to bf16.
+__m512i rounded(__m512 x, __m512 y) { return (__m512i)_mm512_cvtne2ps_pbh(y, x); }
 
 // e^x for x <= 0, accurate to the last places of fp32 (Cody and Waite's range reduction, a polynomial of degree 6).
 __m512 exponential(__m512 x) {
@@ -89,9 +90,16 @@ __m512 modified(__m512 s, const Scoring& scoring, int64_t h, int64_t i, int64_t 
     return s;
 }
 
-// C = A B, or C += A B with ADD: A (M, 2 · pairs), packed B, C (M, 16 · N). a_step and c_step: strides of the rows of A and C.
+// The left matrix of a product: rows lie `step` numbers apart, the pairs of a row `pair_step`.
+struct Left {
+    const BF16* start;
+    int64_t step, pair_step = 2;
+    Left from(int64_t row) const { return {start + row * step, step, pair_step}; }
+};
+
+// C = A B, or C += A B with ADD: A (M, 2 · pairs), packed B, C (M, 16 · N), whose rows lie c_step numbers apart.
 template <int M, int N, bool ADD>
-void tile(const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs) {
+void tile(Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs) {
     __m512 sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = ADD ? _mm512_loadu_ps(c + m * c_step + n * LANES) : _mm512_setzero_ps();
@@ -100,7 +108,7 @@ void tile(const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, 
         for (int n = 0; n < N; ++n) b[n] = (__m512bh)_mm512_loadu_si512(packed + 2 * (k * b_columns + n * LANES));
         for (int m = 0; m < M; ++m) {
             int32_t pair;
-            std::memcpy(&pair, a + m * a_step + 2 * k, 4);
+            std::memcpy(&pair, a.start + m * a.step + k * a.pair_step, 4);
             const __m512bh same = (__m512bh)_mm512_set1_epi32(pair);
             for (int n = 0; n < N; ++n) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], same, b[n]);
         }
@@ -110,27 +118,20 @@ void tile(const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, 
 }
 
 template <int N, bool ADD>
-void strip(
-    const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs,
-    int64_t rows) {
+void strip(Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs, int64_t rows) {
     int64_t m = 0;
-    for (; m + ROWS <= rows; m += ROWS)
-        tile<ROWS, N, ADD>(a + m * a_step, a_step, packed, b_columns, c + m * c_step, c_step, pairs);
-    for (; m + 2 <= rows; m += 2)
-        tile<2, N, ADD>(a + m * a_step, a_step, packed, b_columns, c + m * c_step, c_step, pairs);
-    for (; m < rows; ++m) tile<1, N, ADD>(a + m * a_step, a_step, packed, b_columns, c + m * c_step, c_step, pairs);
+    for (; m + ROWS <= rows; m += ROWS) tile<ROWS, N, ADD>(a.from(m), packed, b_columns, c + m * c_step, c_step, pairs);
+    for (; m + 2 <= rows; m += 2) tile<2, N, ADD>(a.from(m), packed, b_columns, c + m * c_step, c_step, pairs);
+    for (; m < rows; ++m) tile<1, N, ADD>(a.from(m), packed, b_columns, c + m * c_step, c_step, pairs);
 }
 
 // C = A B, or C += A B with ADD, for any number of rows. columns: a multiple of 16.
 template <bool ADD>
 void product(
-    const BF16* a, int64_t a_step, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t rows,
-    int64_t columns, int64_t pairs) {
+    Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t rows, int64_t columns, int64_t pairs) {
     int64_t n = 0;
-    for (; n + COLUMNS <= columns; n += COLUMNS)
-        strip<4, ADD>(a, a_step, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
-    for (; n < columns; n += LANES)
-        strip<1, ADD>(a, a_step, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
+    for (; n + COLUMNS <= columns; n += COLUMNS) strip<4, ADD>(a, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
+    for (; n < columns; n += LANES) strip<1, ADD>(a, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
 }
 
 // Pack pairs of columns of x (n, D), whose rows lie `step` numbers apart: packed[k / 2][row][k % 2] = x[row][k]. Rows
@@ -146,17 +147,20 @@ void pack_transposed(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t 
 
 // Pack pairs of rows of x (n, D): packed[row / 2][k][row % 2] = x[row][k]. Rows n .. capacity-1 are zero; capacity is even.
 void pack(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* packed) {
-    for (int64_t row = 0; row < capacity; ++row)
-        for (int64_t k = 0; k < d; ++k) packed[2 * ((row / 2) * d + k) + row % 2] = row < n ? x[row * step + k] : 0;
-}
-
-// Transpose x (n, D) to (D, capacity). Columns n .. capacity-1 are zero.
-void transpose(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* turned) {
-    for (int64_t k = 0; k < d; ++k)
-        for (int64_t row = 0; row < capacity; ++row) turned[k * capacity + row] = row < n ? x[row * step + k] : 0;
+    for (int64_t row = 0; row < capacity; row += 2)
+        for (int64_t k = 0; k < d; k += LANES) {
+            const __m256i none = _mm256_setzero_si256();
+            const __m256i even = row < n ? _mm256_loadu_si256((const __m256i*)(x + row * step + k)) : none;
+            const __m256i odd = row + 1 < n ? _mm256_loadu_si256((const __m256i*)(x + (row + 1) * step + k)) : none;
+            _mm512_storeu_si512(packed + row * d + 2 * k, interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1)));
+        }
 }
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Columns of a buffer for n_token keys. LANES more than needed, because rows at a distance of a power of two displace one
+// another in the cache.
+int64_t room_for(int64_t n_token) { return up_to(n_token, COLUMNS) + LANES; }
 
 // One bit for each of the 16 keys from position `column` on: 1 for each key at or before the position `query`.
 __mmask16 visible(int64_t column, int64_t query) {
@@ -175,31 +179,31 @@ void forward(
     for (int64_t first = 0; first < n_token; first += QUERIES) {
         const int64_t rows = std::min(QUERIES, n_token - first);
         const int64_t columns = up_to(first + rows, COLUMNS);
-        product<false>(q + first * q_step, q_step, keys, capacity, scores.data(), capacity, rows, columns, d / 2);
+        product<false>({q + first * q_step, q_step}, keys, capacity, scores.data(), capacity, rows, columns, d / 2);
         float scale[QUERIES];
         for (int64_t m = 0; m < rows; ++m) {
             float* s = scores.data() + m * capacity;
-            __m512 most = _mm512_set1_ps(-INFINITY);
-            for (int64_t n = 0; changes && n < columns; n += LANES)
+            const int64_t seen = up_to(first + m + 1, LANES), whole = (first + m + 1) / LANES * LANES;
+            for (int64_t n = 0; changes && n < seen; n += LANES)
                 _mm512_storeu_ps(s + n, modified(_mm512_loadu_ps(s + n), scoring, h, first + m, n, capped));
-            for (int64_t n = 0; n < columns; n += LANES)
-                most = _mm512_mask_max_ps(most, visible(n, first + m), most, _mm512_loadu_ps(s + n));
+            __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+            for (int64_t n = 0; n < whole; n += LANES) most = _mm512_max_ps(most, _mm512_loadu_ps(s + n));
+            if (whole < seen) most = _mm512_mask_max_ps(most, visible(whole, first + m), most, _mm512_loadu_ps(s + whole));
             float largest = _mm512_reduce_max_ps(most);
             if (scoring.sinks) largest = std::max(largest, scoring.sinks[h]);
-            __m512 total = _mm512_setzero_ps();
-            for (int64_t n = 0; n < columns; n += LANES) {
-                const __m512 p = _mm512_maskz_mov_ps(
-                    visible(n, first + m),
-                    exponential(_mm512_sub_ps(_mm512_loadu_ps(s + n), _mm512_set1_ps(largest))));
+            for (int64_t n = 0; n < seen; n += LANES) {
+                const __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(s + n), _mm512_set1_ps(largest)));
+                const __m512 p = n < whole ? e : _mm512_maskz_mov_ps(visible(n, first + m), e);
                 total = _mm512_add_ps(total, p);
                 store(weights.data() + m * capacity + n, p);
             }
+            for (int64_t n = seen; n < columns; n += LANES) store(weights.data() + m * capacity + n, _mm512_setzero_ps());
             float sum = _mm512_reduce_add_ps(total);
             if (scoring.sinks) sum += std::exp(scoring.sinks[h] - largest);
             scale[m] = 1 / sum;
             lse[first + m] = largest + std::log(sum);
         }
-        product<false>(weights.data(), capacity, values, d, block.data(), d, rows, d, columns / 2);
+        product<false>({weights.data(), capacity}, values, d, block.data(), d, rows, d, columns / 2);
         for (int64_t m = 0; m < rows; ++m)
             for (int64_t k = 0; k < d; k += LANES)
                 store(
@@ -218,7 +222,7 @@ extern "C" void attend_forward(
     const BF16* q, const BF16* k, const BF16* v, BF16* out, float* lse, const int64_t* steps, int64_t n_batch,
     int64_t n_head, int64_t n_kv_head, int64_t n_token, int64_t d, float cap, const float* slopes, const float* sinks) {
     const Scoring scoring{cap, slopes, sinks};
-    const int64_t shared = n_head / n_kv_head, capacity = up_to(n_token, COLUMNS);
+    const int64_t shared = n_head / n_kv_head, capacity = room_for(n_token);
     const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9;
 #pragma omp parallel
     {
@@ -245,14 +249,14 @@ extern "C" void attend_backward(
     float cap, const float* slopes) {
     const Scoring scoring{cap, slopes, nullptr};
     const bool changes = cap > 0 || slopes;
-    const int64_t shared = n_head / n_kv_head, capacity = up_to(n_token, COLUMNS);
+    const int64_t shared = n_head / n_kv_head, capacity = room_for(n_token);
     const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9, *sg = steps + 12, *sdq = steps + 15,
                   *sdk = steps + 18, *sdv = steps + 21;
 #pragma omp parallel
     {
-        std::vector<BF16> keys(capacity * d), values(capacity * d), key_rows(capacity * d), d_scores(QUERIES * capacity);
-        std::vector<BF16> p_pairs(QUERIES * capacity), ds_pairs(QUERIES * capacity), q_turned(d * QUERIES), g_turned(d * QUERIES);
-        std::vector<float> scores(QUERIES * capacity), d_weights(QUERIES * capacity), block(QUERIES * d), dk(d * capacity), dv(d * capacity);
+        std::vector<BF16> keys(capacity * d), values(capacity * d), key_rows(capacity * d), d_scores(QUERIES * KEYS);
+        std::vector<BF16> p_pairs(QUERIES * KEYS), ds_pairs(QUERIES * KEYS), q_pairs(QUERIES * d), g_pairs(QUERIES * d);
+        std::vector<float> scores(QUERIES * KEYS), d_weights(QUERIES * KEYS), block(QUERIES * d), dk(d * capacity), dv(d * capacity);
 #pragma omp for schedule(dynamic)
         for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
             const int64_t b = each / n_kv_head, g = each % n_kv_head;
@@ -267,51 +271,52 @@ extern "C" void attend_backward(
                 for (int64_t first = 0; first < n_token; first += QUERIES) {
                     const int64_t rows = std::min(QUERIES, n_token - first), even = up_to(rows, 2);
                     const int64_t columns = up_to(first + rows, COLUMNS);
-                    product<false>(qh + first * sq[2], sq[2], keys.data(), capacity, scores.data(), capacity, rows, columns, d / 2);
-                    product<false>(gh + first * sg[2], sg[2], values.data(), capacity, d_weights.data(), capacity, rows, columns, d / 2);
-                    for (int64_t m = 0; m < even; m += 2) {
-                        float own[2] = {0, 0}, of_lse[2] = {0, 0};
-                        for (int64_t i = 0; i < 2 && m + i < rows; ++i) {
-                            const int64_t t = first + m + i;
-                            for (int64_t c = 0; c < d; ++c) own[i] += number(oh[t * so[2] + c]) * number(gh[t * sg[2] + c]);
-                            of_lse[i] = lse[(b * n_head + h) * n_token + t];
-                        }
-                        for (int64_t n = 0; n < columns; n += LANES) {
-                            __m512i p_bits[2], s_bits[2];
-                            for (int64_t i = 0; i < 2; ++i) {
-                                p_bits[i] = s_bits[i] = _mm512_setzero_si512();
-                                if (m + i >= rows) continue;
-                                const int64_t place = (m + i) * capacity + n;
-                                const __mmask16 seen = visible(n, first + m + i);
-                                __m512 s = _mm512_loadu_ps(scores.data() + place), capped;
-                                if (changes) s = modified(s, scoring, h, first + m + i, n, capped);
-                                const __m512 p = _mm512_maskz_mov_ps(
-                                    seen, exponential(_mm512_sub_ps(s, _mm512_set1_ps(of_lse[i]))));
-                                __m512 ds = _mm512_maskz_mul_ps(
-                                    seen, p, _mm512_sub_ps(_mm512_loadu_ps(d_weights.data() + place), _mm512_set1_ps(own[i])));
-                                if (cap > 0)
-                                    ds = _mm512_mul_ps(ds, _mm512_fnmadd_ps(capped, capped, _mm512_set1_ps(1)));
-                                p_bits[i] = rounded(p);
-                                s_bits[i] = rounded(ds);
-                                store(d_scores.data() + place, ds);
-                            }
-                            const int64_t pair = 2 * ((m / 2) * capacity + n);
-                            _mm512_storeu_si512(
-                                p_pairs.data() + pair, _mm512_or_si512(p_bits[1], _mm512_srli_epi32(p_bits[0], 16)));
-                            _mm512_storeu_si512(
-                                ds_pairs.data() + pair, _mm512_or_si512(s_bits[1], _mm512_srli_epi32(s_bits[0], 16)));
-                        }
+                    const float* block_lse = lse + (b * n_head + h) * n_token + first;
+                    float own[QUERIES];
+                    for (int64_t m = 0; m < rows; ++m) {
+                        own[m] = 0;
+                        for (int64_t c = 0; c < d; ++c)
+                            own[m] += number(oh[(first + m) * so[2] + c]) * number(gh[(first + m) * sg[2] + c]);
                     }
-                    product<false>(d_scores.data(), capacity, key_rows.data(), d, block.data(), d, rows, d, columns / 2);
+                    pack(qh + first * sq[2], sq[2], rows, d, QUERIES, q_pairs.data());
+                    pack(gh + first * sg[2], sg[2], rows, d, QUERIES, g_pairs.data());
+                    std::fill(block.begin(), block.end(), 0.0f);
+                    for (int64_t start = 0; start < columns; start += KEYS) {
+                        product<false>({qh + first * sq[2], sq[2]}, keys.data() + 2 * start, capacity, scores.data(), KEYS, rows, KEYS, d / 2);
+                        product<false>({gh + first * sg[2], sg[2]}, values.data() + 2 * start, capacity, d_weights.data(), KEYS, rows, KEYS, d / 2);
+                        for (int64_t m = 0; m < even; m += 2)
+                            for (int64_t n = 0; n < KEYS; n += LANES) {
+                                __m512 p[2], ds[2];
+                                for (int64_t i = 0; i < 2; ++i) {
+                                    p[i] = ds[i] = _mm512_setzero_ps();
+                                    if (m + i >= rows) continue;
+                                    const int64_t place = (m + i) * KEYS + n;
+                                    const __mmask16 seen = visible(start + n, first + m + i);
+                                    __m512 s = _mm512_loadu_ps(scores.data() + place), capped;
+                                    if (changes) s = modified(s, scoring, h, first + m + i, start + n, capped);
+                                    p[i] = _mm512_maskz_mov_ps(
+                                        seen, exponential(_mm512_sub_ps(s, _mm512_set1_ps(block_lse[m + i]))));
+                                    ds[i] = _mm512_maskz_mul_ps(
+                                        seen, p[i], _mm512_sub_ps(_mm512_loadu_ps(d_weights.data() + place), _mm512_set1_ps(own[m + i])));
+                                    if (cap > 0)
+                                        ds[i] = _mm512_mul_ps(ds[i], _mm512_fnmadd_ps(capped, capped, _mm512_set1_ps(1)));
+                                }
+                                const int64_t place = m * KEYS + n, pair = 2 * ((m / 2) * KEYS + n);
+                                const __m512i of_p = rounded(p[0], p[1]), of_ds = rounded(ds[0], ds[1]);
+                                _mm512_storeu_si512(p_pairs.data() + pair, interleaved(of_p));
+                                _mm512_storeu_si512(ds_pairs.data() + pair, interleaved(of_ds));
+                                _mm256_storeu_si256((__m256i*)(d_scores.data() + place), _mm512_castsi512_si256(of_ds));
+                                _mm256_storeu_si256((__m256i*)(d_scores.data() + place + KEYS), _mm512_extracti64x4_epi64(of_ds, 1));
+                            }
+                        product<true>({d_scores.data(), KEYS}, key_rows.data() + start * d, d, block.data(), d, rows, d, KEYS / 2);
+                        product<true>({q_pairs.data(), 2, 2 * d}, ds_pairs.data(), KEYS, dk.data() + start, capacity, d, KEYS, even / 2);
+                        product<true>({g_pairs.data(), 2, 2 * d}, p_pairs.data(), KEYS, dv.data() + start, capacity, d, KEYS, even / 2);
+                    }
                     for (int64_t m = 0; m < rows; ++m)
                         for (int64_t c = 0; c < d; c += LANES)
                             store(
                                 d_q + b * sdq[0] + h * sdq[1] + (first + m) * sdq[2] + c,
                                 _mm512_loadu_ps(block.data() + m * d + c));
-                    transpose(qh + first * sq[2], sq[2], rows, d, QUERIES, q_turned.data());
-                    transpose(gh + first * sg[2], sg[2], rows, d, QUERIES, g_turned.data());
-                    product<true>(q_turned.data(), QUERIES, ds_pairs.data(), capacity, dk.data(), capacity, d, columns, even / 2);
-                    product<true>(g_turned.data(), QUERIES, p_pairs.data(), capacity, dv.data(), capacity, d, columns, even / 2);
                 }
             }
             for (int64_t t = 0; t < n_token; ++t)

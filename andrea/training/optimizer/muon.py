@@ -113,5 +113,6 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        x = A * x + torch.baddbmm(B * gram, gram, gram, beta=1.0, alpha=C) @ x
+        # A X + (B X Xᵀ + C (X Xᵀ)²) X, each sum together with its product.
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x if is_wide else x.mT
