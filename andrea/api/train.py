@@ -75,6 +75,7 @@ def process_settings_restored() -> Iterator[None]:
     threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
             yield
@@ -82,4 +83,5 @@ def process_settings_restored() -> Iterator[None]:
         torch.set_grad_enabled(gradients)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
         return_freed_memory()

@@ -38,6 +38,7 @@ def settings() -> tuple:
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
         signal.getsignal(signal.SIGINT),
         signal.getsignal(signal.SIGTERM),
         torch.get_rng_state().tolist(),
@@ -55,6 +56,20 @@ def test_the_process_is_as_it_was_before(tmp_path: Path, notes: Path, gradients:
         with pytest.raises(andrea.UserError):
             andrea.train(*tiny_words(tmp_path, notes), *SHORT, "device=cuda:99")
         assert settings() == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_memory_is_read_before_it_is_written(
+    tmp_path: Path, notes: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch fills new tensors with NaN, which a run switches off, the figures are the same."""
+    words = [*tiny_words(tmp_path, notes), *SHORT, f"precision={precision}", "model.d_model=32", "model.n_head=2"]
+    plain = andrea.train(*words, "name=plain")
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    monkeypatch.setattr(torch._C, "_set_deterministic_fill_uninitialized_memory", lambda on: None)
+    filled = andrea.train(*words, "name=filled")
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert figures_of(filled.folder) == figures_of(plain.folder) != []
 
 
 def test_it_trains_outside_the_main_thread(tmp_path: Path, notes: Path) -> None:
