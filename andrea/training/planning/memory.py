@@ -153,17 +153,20 @@ def optimizer_step_bytes(stacks: Counter[tuple[int, int]], precision: str, ranks
 
     The memory of a stack has two peaks; the larger one counts. At the first peak three fp32 copies of the stack
     exist: gradient, new momentum and update. At the second peak one fp32 copy exists, and the following tensors exist
-    in the precision of the products: the normalised matrices, three terms of a Newton–Schulz step and the Gram
-    matrices. With several ranks each rank works on its share of the matrices. It then holds four more copies of this
-    share: as sent, as received, gathered, and as sent back.
+    in the precision of the products: the normalised matrices, those before and after a Newton–Schulz step, and two
+    times the Gram matrices. With several ranks each rank works on its share of the matrices. It then holds four more
+    copies of this share: as sent, as received, gathered, and as sent back.
+
+    Where rates are transferred to another depth, the output matrices are updated apart. They are counted with the others
+    of their shape, so that the figure is an upper bound.
     """
     product = (torch.bfloat16 if precision == "bf16" else torch.float32).itemsize
     most = 0
     for (rows, columns), n in stacks.items():
         kept, whole = n * rows * columns // ranks, -(-n // ranks) * rows * columns
-        in_product = (5 if precision == "bf16" else 4) + (4 if ranks > 1 else 0)  # in fp32 the gradient serves as one
+        in_product = (3 if precision == "bf16" else 2) + (4 if ranks > 1 else 0)  # in fp32 the gradient serves as one
         gram = whole // max(rows, columns) * min(rows, columns)
-        most = max(most, 12 * kept, 4 * kept + product * (in_product * whole + gram))
+        most = max(most, 12 * kept, 4 * kept + product * (in_product * whole + 2 * gram))
     return most
 
 

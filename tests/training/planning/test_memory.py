@@ -30,11 +30,11 @@ def tiny_run(*words: str) -> RunConfig:
     ("precision", "ranks", "expected"),
     [
         # Three matrices of 5 × 7, so 105 numbers; each has a Gram matrix of 5 × 5, so 75 numbers.
-        ("bf16", 1, 4 * 105 + 2 * (5 * 105 + 75)),
-        ("fp32", 1, 4 * 105 + 4 * (4 * 105 + 75)),
+        ("bf16", 1, 4 * 105 + 2 * (3 * 105 + 2 * 75)),
+        ("fp32", 1, 4 * 105 + 4 * (2 * 105 + 2 * 75)),
         # Two ranks keep 52 numbers each and work on two matrices, one of them padding on the second rank: 70 and 50.
-        ("bf16", 2, 4 * 52 + 2 * (9 * 70 + 50)),
-        ("fp32", 2, 4 * 52 + 4 * (8 * 70 + 50)),
+        ("bf16", 2, 4 * 52 + 2 * (7 * 70 + 2 * 50)),
+        ("fp32", 2, 4 * 52 + 4 * (6 * 70 + 2 * 50)),
     ],
 )
 def test_the_memory_of_a_muon_step_is_that_of_its_largest_stack(precision: str, ranks: int, expected: int) -> None:
