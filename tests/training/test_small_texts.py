@@ -51,7 +51,9 @@ def memorised_once(small_text: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A run that was evaluated and saved every ten steps, and ends far above its best validation loss."""
     place, said = tmp_path_factory.mktemp("memorised"), io.StringIO()
     words = ["name=small", "train.steps=120", "train.eval_every=10", "train.save_every=10"]
-    words += ["optimizer.learning_rate=0.05", "optimizer.matrix_learning_rate=0.1", "optimizer.weight_decay=0.1"]
+    # With these, it ends 0.6 to 1.3 bits per byte above its best on each of four seeds.
+    words += ["optimizer.learning_rate=0.05", "optimizer.matrix_learning_rate=0.1"]
+    words += ["optimizer.weight_decay=0", "optimizer.muon_rows=equal"]
     with contextlib.redirect_stdout(said):
         assert main(["train", *tiny_words(place, small_text, *words)]) == 0
     return Memorised(place / "runs" / "small", small_text, said.getvalue().splitlines())
