@@ -194,13 +194,20 @@ def test_activations_are_what_the_allocator_really_hands_out(precision, recomput
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_muons_temporaries_are_what_the_allocator_really_hands_out(precision, mlp, d_mlp):
     run = configure(RunConfig, "train", ["model.d_model=96", f"model.d_mlp={d_mlp}", f"model.mlp={mlp}"])
-    model = GPT(run.model, ATTENTION, V)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=precision == "bf16")
-    real = allocated_at_most(lambda: optimizer.muon.step(1.0, torch.tensor(True)))
-    plan = plan_memory(run.model, ATTENTION, V, micro_batch=1, precision=precision, optimizer="muon")
-    assert plan.optimizer_step == pytest.approx(real, rel=0.15)
+
+    def planned_and_real(config):
+        model = GPT(config, ATTENTION, V)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=precision == "bf16")
+        plan = plan_memory(config, ATTENTION, V, micro_batch=1, precision=precision, optimizer="muon")
+        return plan.optimizer_step, allocated_at_most(lambda: optimizer.muon.step(1.0, torch.tensor(True)))
+
+    planned, real = planned_and_real(run.model)
+    assert planned == pytest.approx(real, rel=0.15)
+    # At another depth, output matrices have a rate of their own: the plan is an upper bound, but for the room of a product.
+    planned, real = planned_and_real(replace(run.model, n_layer=run.model.n_layer + 1))
+    assert planned >= 0.95 * real
 
 
 def test_activations_grow_with_the_batch_and_shrink_with_precision_and_with_recomputation():
