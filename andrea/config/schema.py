@@ -145,6 +145,7 @@ class DataConfig:
     include: list[Text] = dataclasses.field(default_factory=list)
     exclude: list[Text] = dataclasses.field(default_factory=list)
     field: Text | None = None
+    shuffle_documents: bool = False  # of a configuration saved before this key: false
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 One integer is therefore enough to resume a run, and ranks need not communicate. T = sequence_length. A stream of N
 tokens is cut into ceil((N-1)/T) windows of T tokens; the targets of a window are the same tokens shifted by one. An
-epoch contains every window of every source once. Each epoch has its own order.
+epoch contains every window of every source once. Each epoch has its own order of the windows and, from the second on, of
+the documents from which they are cut, so that windows begin at other places when a text is read again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from andrea.text.shards import TokenStream
+from andrea.text.shards import READ_TOKENS, TokenStream
 
 IGNORED_TARGET = -100  # target of the padding after a stream's end; torch's default ignore_index
 BLOCK = 1024  # in each block of this many samples the sources have exactly their shares, rounded to 1/BLOCK
@@ -36,14 +37,21 @@ class TrainingSource(Protocol):
 class Loader:
     """Training batches from one source or a mixture. The loader stores no position, so many readers can share it.
 
+    end_of_text: the token that begins each document, to shuffle whole documents in each epoch after the first; None: the
+    documents keep their order.
+
     Without weights, an epoch is all windows of all sources. With weights, each block of BLOCK samples contains the
     sources in proportion to their shares, and each source has its own epochs. Sources with weight None divide the rest
     in proportion to their sizes.
     """
 
-    def __init__(self, sources: Sequence[TrainingSource], sequence_length: int, seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[TrainingSource], sequence_length: int, seed: int, end_of_text: int | None = None
+    ) -> None:
         self.streams = [source.train for source in sources]
-        self.sequence_length, self.seed = sequence_length, seed
+        self.sequence_length, self.seed, self.end_of_text = sequence_length, seed, end_of_text
+        self.begins: dict[int, np.ndarray] = {}  # source -> the first token of each document, once it is needed
+        self.reordered: dict[int, tuple[int, ReorderedStream]] = {}  # source -> the epoch read last, and its order
         self.windows = np.array([count_windows(stream, sequence_length) for stream in self.streams])
         assert self.windows.all(), "a prepared source has at least one window"
         self.tokens_per_epoch = sum(len(stream) - 1 for stream in self.streams)
@@ -56,14 +64,16 @@ class Loader:
             empty = torch.empty(0, self.sequence_length, dtype=torch.int64)
             return empty, empty.clone()
         samples = np.arange(first_sample, first_sample + count)
-        which, window = self.locate(samples)
-        rows = [read_window(self.streams[s], w, self.sequence_length) for s, w in zip(which, window, strict=True)]
+        rows = [
+            read_window(self.stream_in(epoch, source), window, self.sequence_length)
+            for source, window, epoch in zip(*self.locate(samples), strict=True)
+        ]
         tokens, targets = (np.stack(column) for column in zip(*rows, strict=True))
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def count_targets(self, first_sample: int, count: int) -> int:
         """The number of targets in samples first_sample … first_sample + count - 1. No token is read."""
-        which, window = self.locate(np.arange(first_sample, first_sample + count))
+        which, window, _ = self.locate(np.arange(first_sample, first_sample + count))
         lengths = np.array([len(stream) for stream in self.streams])
         return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())
 
@@ -79,19 +89,32 @@ class Loader:
             return self.windows / self.windows.sum()
         return np.bincount(self.slots, minlength=len(self.windows)) / BLOCK
 
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Global sample indices (count,) -> source of each sample (count,) and window within the source (count,)."""
+    def stream_in(self, epoch: int, source: int) -> TokenStream | ReorderedStream:
+        """The tokens of a source in the order in which `epoch` reads its documents."""
+        stream = self.streams[source]
+        if epoch == 0 or self.end_of_text is None:
+            return stream
+        if source not in self.begins:
+            self.begins[source] = document_begins(stream, self.end_of_text)
+        if source not in self.reordered or self.reordered[source][0] != epoch:
+            n = len(self.begins[source])
+            order = permute(np.arange(n), n, f"{self.seed} documents of source {source} epoch {epoch}")
+            self.reordered[source] = epoch, ReorderedStream(stream, self.begins[source], order)
+        return self.reordered[source][1]
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Global sample indices (count,) -> each sample's source, window within the source, and epoch; (count,) each."""
         if self.slots is None:
             ends = np.cumsum(self.windows)
             window = self.shuffled(samples, int(ends[-1]), "all")
             which = np.searchsorted(ends, window, side="right")
-            return which, window - (ends - self.windows)[which]
+            return which, window - (ends - self.windows)[which], samples // ends[-1]
         which, nth = self.interleave(samples)
         window = np.empty_like(nth)
         for source in np.unique(which):
             here = which == source
             window[here] = self.shuffled(nth[here], int(self.windows[source]), f"source {source}")
-        return which, window
+        return which, window, nth // self.windows[which]
 
     def shuffled(self, samples: np.ndarray, size: int, purpose: str) -> np.ndarray:
         """The window (count,) of each sample. An epoch is `size` consecutive samples, with all `size` windows permuted."""
@@ -118,6 +141,41 @@ class Loader:
             which[here] = order[position]
             nth[here] = block * quota[order[position]] + before[position]
         return which, nth
+
+
+class ReorderedStream:
+    """A token stream with its documents in another order: `len(stream)`, and `stream[start:stop]` as int64 (stop - start,).
+
+    Nothing is copied: documents are read where they are.
+    """
+
+    def __init__(self, stream: TokenStream, begins: np.ndarray, order: np.ndarray) -> None:
+        """begins (documents,): the first token of each document. order (documents,): the document to read at each place."""
+        self.stream, self.begins = stream, begins[order]
+        self.ends = np.concatenate([[0], np.cumsum(np.diff(begins, append=len(stream))[order])])
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, step = span.indices(len(self))
+        assert step == 1, "a token stream supports only slices with step 1"
+        place, parts = int(np.searchsorted(self.ends, start, side="right")) - 1, [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            end = min(stop, int(self.ends[place + 1]))
+            shift = int(self.begins[place] - self.ends[place])
+            parts.append(self.stream[start + shift : end + shift])
+            start, place = end, place + 1
+        return np.concatenate(parts)
+
+
+def document_begins(stream: TokenStream, end_of_text: int) -> np.ndarray:
+    """(documents,) int64: the first token of each document. What precedes the first end_of_text counts as a document."""
+    found = [
+        start + np.flatnonzero(stream[start : start + READ_TOKENS] == end_of_text)
+        for start in range(0, len(stream), READ_TOKENS)
+    ]
+    return np.union1d([0], np.concatenate(found))
 
 
 def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
@@ -178,7 +236,9 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
     return -(-max(0, len(stream) - 1) // sequence_length)
 
 
-def read_window(stream: TokenStream, window: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+def read_window(
+    stream: TokenStream | ReorderedStream, window: int, sequence_length: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets of one window, (T,) int64 each. After the stream's end they are 0 and IGNORED_TARGET."""
     start = int(window) * sequence_length
     read = stream[start : start + sequence_length + 1]

@@ -58,8 +58,8 @@ from andrea.training.records.run_folder import read_lines
 # Keys that a resumed run may not change: with other values it would be a different run. The paths of the text may change,
 # because text is recognised by its fingerprint: a run may continue on a machine where the same text has another path.
 FIXED = ("model", "attention.compatibility", "attention.score_softcap", "attention.sink", "data.kind", "data.sources",
-         "data.files", "data.include", "data.exclude", "data.field", "tokenizer", "seed", "optimizer.kind",
-         "optimizer.muon_rows", "optimizer.average_half_life", "train.tokens_per_step")  # fmt: skip
+         "data.files", "data.include", "data.exclude", "data.field", "data.shuffle_documents", "tokenizer", "seed",
+         "optimizer.kind", "optimizer.muon_rows", "optimizer.average_half_life", "train.tokens_per_step")  # fmt: skip
 # Settings of the command, not of the run: never taken from the saved configuration.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
 # Settings that depend on the number of ranks: taken from the command line if this number changes.
@@ -289,8 +289,8 @@ def merge(
     for key in sorted(changed):
         if is_fixed(key):
             raise UserError(
-                f"{key}={after[key]} cannot replace {key}={before.get(key)} of the run to resume; leave {key} out, "
-                f"or start a new run from its weights with init_from=…"
+                f"{key}={as_typed(after[key])} cannot replace {key}={as_typed(before.get(key))} of the run to resume; "
+                f"leave {key} out, or start a new run from its weights with init_from=…"
             )
     told = sorted(changed - {key for key in INTERVALS if key in again})  # show_resume has a line for the intervals
     return merged, [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]

@@ -184,7 +184,8 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
         console.say(length)
     if budget:
         console.seconds_left = budget.seconds_left
-    loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
+    end_of_text = corpus.tokenizer.end_of_text if config.data.shuffle_documents else None
+    loader = Loader(corpus.sources, config.model.sequence_length, config.seed, end_of_text)
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))

@@ -66,8 +66,14 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
 @pytest.mark.parametrize(
     "option", [ALL_KINDS, *(pytest.param(option, marks=pytest.mark.slow) for option in HEAD_OPTIONS)]
 )
-def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, tiny_run, tmp_path: Path) -> None:
-    words = ["model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=equal"]
+def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(
+    option: str, tiny_run, notes: Path, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    short.mkdir()
+    for note in notes.iterdir():
+        (short / note.name).write_bytes(note.read_bytes()[:100])
+    words = [f"data.path={short}", "model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=equal"]
     words += ["optimizer.average_half_life=3", *words_of(option)]
     words += [*words_of(SCORES), *words_of("bigrams"), "attention.window=[8, null]", "train.half_batch_steps=9"]
     tiny_run("name=whole", *words)
@@ -76,6 +82,7 @@ def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, t
 
         def interrupted(self: TrainingStep, step: int) -> list[Batch]:
             if step == 6:
+                assert self.loader.reordered  # the text is read again, with its documents in another order
                 os.kill(os.getpid(), signal.SIGTERM)
             return batches(self, step)
 
@@ -83,7 +90,7 @@ def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(option: str, t
         assert tiny_run("name=parts", *words) == 143
     assert checkpoints_of(tmp_path / "runs" / "parts")[-1].name == "step-00000007"
     assert metrics(tmp_path / "runs" / "parts")[-1]["event"] == "interrupted"
-    assert tiny_run("name=parts", "resume=auto") == 0
+    assert tiny_run("name=parts", "resume=auto", f"data.path={short}") == 0
     whole, parts = (newest_whole(tmp_path / "runs" / name) for name in ("whole", "parts"))
     assert tensors_equal(whole.model_tensors(), parts.model_tensors())
     assert tensors_equal(whole.optimizer_tensors(), parts.optimizer_tensors())

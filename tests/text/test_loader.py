@@ -15,6 +15,7 @@ from andrea.text.loader import (
     IGNORED_TARGET,
     Loader,
     count_windows,
+    document_begins,
     permute,
     shares,
     slots_of,
@@ -121,6 +122,98 @@ def test_a_block_has_every_source_and_no_other_size(weights: list[float]) -> Non
     quota = np.bincount(slots_of(share), minlength=len(share))
     assert quota.sum() == BLOCK and quota.min() >= 1
     assert np.all(np.abs(quota - share * BLOCK) <= len(share) + 1)
+
+
+# ------------------------------------------------------------------------------------------------- whole documents
+
+END = 65_535
+
+
+def documents(name: str, lengths: list[int], weight: float | None = None, first: int = 0) -> Made:
+    """A source of documents: each is END and then its other tokens, which count on from `first` through the whole source."""
+    tokens = np.arange(first, first + sum(lengths), dtype=np.uint16)
+    tokens[np.cumsum([0, *lengths[:-1]])] = END
+    middle = len(tokens) // 2  # in two shards
+    return Made(name, weight, TokenStream([tokens[:middle], tokens[middle:]]))
+
+
+def read_epoch(loader: Loader, epoch: int) -> np.ndarray:
+    """The tokens of one source in the order in which the epoch has them: its windows put in order."""
+    n = int(loader.windows[0])
+    which = loader.locate(np.arange(epoch * n, (epoch + 1) * n))[1]
+    tokens, targets = (rows.numpy()[np.argsort(which)].reshape(-1) for rows in loader.batch(epoch * n, n))
+    return np.concatenate([tokens[:1], targets[targets != IGNORED_TARGET]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=12), length=st.integers(1, 13), epoch=st.integers(0, 5)
+)
+def test_each_epoch_reads_every_document_whole(lengths: list[int], length: int, epoch: int) -> None:
+    lengths = [max(2, lengths[0]), *lengths[1:]]
+    loader = Loader([documents("one", lengths)], length, seed=1, end_of_text=END)
+    read, written = read_epoch(loader, epoch), loader.streams[0][:]
+    pieces = [np.split(tokens, np.flatnonzero(tokens == END)[1:]) for tokens in (read, written)]
+    found, expected = (sorted(map(tuple, piece)) for piece in pieces)
+    assert found == expected and len(found) == len(lengths)
+    if epoch == 0 or len(lengths) == 1:
+        assert read.tolist() == written.tolist()
+    assert loader.count_targets(epoch * int(loader.windows[0]), int(loader.windows[0])) == len(written) - 1
+
+
+def test_documents_change_places_in_each_epoch_after_the_first() -> None:
+    """Runs resume on other machines and with other versions, so the order must be this one for good."""
+    source = documents("one", [5, 3, 8, 2, 6, 4, 7])
+    loader = Loader([source], 4, seed=1337, end_of_text=END)
+    begins = document_begins(source.train, END).tolist()
+    orders = []
+    for epoch in range(4):
+        read = read_epoch(loader, epoch)
+        places = np.flatnonzero(read == END)
+        orders.append([begins.index(int(read[place + 1]) - 1) for place in places])
+    assert orders == DOCUMENTS
+    kept = Loader([source], 4, seed=1337)
+    assert all(read_epoch(kept, epoch).tolist() == source.train[:].tolist() for epoch in range(4))
+
+
+DOCUMENTS = [[0, 1, 2, 3, 4, 5, 6], [1, 0, 4, 6, 2, 3, 5], [1, 5, 2, 6, 4, 3, 0], [1, 3, 5, 2, 0, 6, 4]]
+
+
+@pytest.mark.parametrize("weights", [(None, None), (0.7, None)])
+def test_shuffled_documents_are_a_pure_function_of_the_index(weights: tuple[float | None, float | None]) -> None:
+    """A resumed run, or another rank, begins to read anywhere. Each source of a weighted mixture has its own epochs."""
+    sources = [documents("a", [9, 4, 12, 3, 7, 5], weights[0]), documents("b", [30, 17, 8], weights[1], first=500)]
+    whole = Loader(sources, 5, seed=1, end_of_text=END)
+    tokens, targets = whole.batch(0, 120)
+    for first in (90, 0, 30, 60):
+        for loader in (whole, Loader(sources, 5, seed=1, end_of_text=END)):
+            part = loader.batch(first, 30)
+            assert torch.equal(part[0], tokens[first : first + 30]) and torch.equal(
+                part[1], targets[first : first + 30]
+            )
+    kept = Loader(sources, 5, seed=1).batch(0, 120)
+    which, _, epoch = whole.locate(np.arange(120))
+    assert torch.equal(tokens[epoch == 0], kept[0][epoch == 0])
+    for source in (0, 1):
+        later = (which == source) & (epoch > 0)
+        assert later.any() and not torch.equal(tokens[later], kept[0][later])
+    assert (epoch[which == 0].max() != epoch[which == 1].max()) == (weights[0] is not None)
+
+
+def test_what_precedes_the_first_document_is_kept_and_long_streams_are_searched_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = np.array([7, 8, END, 1, 2, END, END, 5], dtype=np.uint16)
+    for at_once in (1, 3, 100):
+        monkeypatch.setattr("andrea.text.loader.READ_TOKENS", at_once)
+        assert document_begins(TokenStream([tokens]), END).tolist() == [0, 2, 5, 6]
+        assert document_begins(TokenStream([tokens]), 9).tolist() == [0]
+    loader = Loader([Made("cut", None, TokenStream([tokens]))], 3, seed=1, end_of_text=END)
+    for epoch in range(5):
+        assert sorted(read_epoch(loader, epoch).tolist()) == sorted(tokens.tolist())
+
+
+# ------------------------------------------------------------------------------------------------------- validation
 
 
 @pytest.mark.parametrize("tokens", [2, 6, 7, 30, 31, 32])

@@ -67,10 +67,13 @@ def test_a_key_that_the_saved_configuration_lacks_keeps_its_meaning_if_the_group
     """A run that an earlier version began chose files by their endings; data=text now chooses them by content."""
     text = {"kind": "text", "path": "notes", "sources": {}, "sample_prompt": ""}
     composed = COMPOSED | {"data": text | {"files": "by_content", "include": [], "exclude": [], "field": None}}
+    composed["data"]["shuffle_documents"] = True
     merged, changes = merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.path": "notes"})
-    assert merged["data"] == text and changes == []  # the parser adds files=by_ending
+    assert merged["data"] == text and changes == []  # the parser adds files=by_ending, shuffle_documents=false
     with pytest.raises(UserError, match="data.files=by_content cannot replace data.files=by_ending"):
         merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.files": "by_content"})
+    with pytest.raises(UserError, match="data.shuffle_documents=true cannot replace data.shuffle_documents=false"):
+        merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.shuffle_documents": "true"})
     now = SAVED | {"data": composed["data"]}
     assert merge(now, composed, {"data": "text"}, {})[0]["data"]["files"] == "by_content"
 
@@ -83,7 +86,7 @@ def test_a_mixture_typed_again_is_no_change_but_for_what_differs() -> None:
         composed = COMPOSED | {"data": mixture | {"sources": {"a": source}}}
         typed = {"data": "mixture"}, {"data.sources": {"a": source}}
         if changed:
-            with pytest.raises(UserError, match=r"data.sources.a.include=\['\*.md'\] cannot replace"):
+            with pytest.raises(UserError, match=r"data.sources.a.include=\[\*.md\] cannot replace"):
                 merge(saved, composed, *typed)
         else:
             assert merge(saved, composed, *typed)[1] == []
@@ -100,7 +103,7 @@ def test_what_becomes_of_scores_cannot_change_and_is_absent_from_old_checkpoints
     (key,) = [key for key in value if value[key]]
     words = {f"attention.{key}": value[key]}
     for saved in ({"sink": False, "score_softcap": None, "compatibility": "dot"}, {"compatibility": "dot"}):
-        with pytest.raises(UserError, match=f"attention.{key}=.* cannot replace attention.{key}=(False|None)"):
+        with pytest.raises(UserError, match=f"attention.{key}=.* cannot replace attention.{key}=(false|null)"):
             merge(SAVED | {"attention": saved}, COMPOSED | {"attention": {"compatibility": "dot"} | value}, {}, words)
 
 
