@@ -21,6 +21,7 @@ from andrea.config.schema import (
     HealthConfig,
     ImportConfig,
     LensConfig,
+    LoggerConfig,
     OptimizerConfig,
     RunConfig,
     SampleConfig,
@@ -32,6 +33,7 @@ RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Py
     SampleConfig: {"guess": "lookahead"},
 }
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
+    LoggerConfig: {"csv": False},
     OptimizerConfig: {"orthogonalisation": "quintic", "cautious_decay": False, "weight_decay_power": 1.0},
 }
 

@@ -196,7 +196,6 @@ class LoggerConfig:
     group: str | None
     tags: list[str]
     tensorboard: bool = False
-    csv: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
-from andrea.training.records.csv_file import CsvFile
 from andrea.training.records.logger import Logger
 from andrea.training.records.run_folder import RunFolder, plain_text
 from andrea.training.records.run_log import RunLog
@@ -147,8 +146,6 @@ def open_loggers(
     if config.logger.tensorboard:
         loggers.append(TensorBoard(folder, checkpoint.step + 1 if checkpoint else 0))
         console.say(f"tensorboard: on; `tensorboard --logdir {config.runs_dir}` shows all runs")
-    if config.logger.csv:
-        loggers.append(CsvFile(folder))
     return loggers
 
 

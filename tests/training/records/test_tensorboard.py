@@ -57,7 +57,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
 
 def test_a_missing_package_is_named_before_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # its import now fails
-    check_loggers(group_config("logger", "csv"))
+    check_loggers(group_config("logger", "none"))
     with pytest.raises(
         UserError, match=r"logger=tensorboard needs tensorboard; .*pip install -e \"\.\[tensorboard\]\""
     ):
