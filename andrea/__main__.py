@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from andrea.cli.command_line import run
-from andrea.cli.commands import average, compare, consolidate, dashboard, evaluate, export, import_, lens, prepare, runs
+from andrea.cli.commands import compare, consolidate, dashboard, evaluate, export, import_, lens, prepare, runs
 from andrea.cli.help import help_text
 from andrea.cli.sample import sample
 from andrea.cli.train import train
@@ -32,7 +32,6 @@ COMMANDS = {
     "runs": Command(runs, "runs", "runs_dir=runs"),
     "compare": Command(compare, "compare", "runs/"),
     "consolidate": Command(consolidate, "consolidate", "checkpoint=runs/NAME"),
-    "average": Command(average, "average", "runs/NAME last=3"),
     "export": Command(export, "export", "checkpoint=NAME to=hf out=my-model"),
     "import": Command(import_, "import", "from=FOLDER out=my-checkpoint"),
     "evaluate": Command(evaluate, "evaluate", "checkpoint=NAME tasks=bpb text=notes.txt"),

@@ -13,7 +13,6 @@ COMMANDS = {
     "runs": "python -m andrea runs",
     "compare": "python -m andrea compare",
     "consolidate": "python -m andrea consolidate",
-    "average": "python -m andrea average",
     "export": "python -m andrea export",
     "import": "python -m andrea import",
     "evaluate": "python -m andrea evaluate",

@@ -23,7 +23,6 @@ import torch
 from hypothesis import settings
 
 from andrea.config import (
-    AverageConfig,
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
@@ -54,7 +53,6 @@ CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it i
     "runs": RunsConfig,
     "compare": CompareConfig,
     "consolidate": ConsolidateConfig,
-    "average": AverageConfig,
     "export": ExportConfig,
     "import": ImportConfig,
     "evaluate": EvaluateConfig,

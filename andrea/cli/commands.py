@@ -7,7 +7,6 @@ from pathlib import Path
 from andrea.cli.command_line import configure
 from andrea.cli.key_value import to_key_value
 from andrea.config import (
-    AverageConfig,
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
@@ -18,7 +17,7 @@ from andrea.config import (
     RunConfig,
     RunsConfig,
 )
-from andrea.runtime.program import typed_command, typed_words
+from andrea.runtime.program import typed_words
 
 
 def prepare(argv: list[str]) -> int:
@@ -50,22 +49,6 @@ def consolidate(argv: list[str]) -> int:
     print(
         f"{checkpoint.path} {'now has' if checkpoint.is_sharded else 'already had'} one file of weights and one of optimizer state"
     )
-    return 0
-
-
-def average(argv: list[str]) -> int:
-    """Write the mean of the weights of a run's last checkpoints as a new checkpoint."""
-    config = configure(AverageConfig, "average", to_key_value(argv, positional="checkpoints"))
-
-    from andrea.checkpoint.average import average
-
-    folder, sources = average(config)
-    steps = ", ".join(str(source.step) for source in sources)
-    print(f"{folder} holds the mean of the weights of {len(sources)} checkpoints (steps {steps})")
-    print(
-        "its validation loss is not known: it was not evaluated, and may be better or worse than that of each checkpoint"
-    )
-    print(f"next: {typed_command('sample')} {typed_words(checkpoint=folder)}")
     return 0
 
 

@@ -10,7 +10,6 @@ from andrea.config.parse import as_typed, parse, to_plain
 from andrea.config.schema import (
     ON_LARGE_TEXT,
     AttentionConfig,
-    AverageConfig,
     CompareConfig,
     ConsolidateConfig,
     DashboardConfig,
@@ -40,7 +39,6 @@ __all__ = [
     "ON_LARGE_TEXT",
     "AttentionConfig",
     "CompareConfig",
-    "AverageConfig",
     "ConsolidateConfig",
     "DashboardConfig",
     "DataConfig",

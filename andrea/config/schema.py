@@ -345,16 +345,6 @@ class ConsolidateConfig:
 
 
 @dataclass(frozen=True)
-class AverageConfig:
-    """Everything that `average` needs (configs/average.yaml)."""
-
-    checkpoints: list[PathText]
-    last: PositiveInteger
-    runs_dir: PathText
-    out: PathText | None
-
-
-@dataclass(frozen=True)
 class ExportConfig:
     """Everything that `export` needs (configs/export.yaml)."""
 

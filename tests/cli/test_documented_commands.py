@@ -26,7 +26,7 @@ COMMAND = re.compile(
 )
 KINDS = CONFIGS_OF_COMMANDS | {"prepare": RunConfig}
 
-POSITIONAL = {"average": "checkpoints", "compare": "runs", "runs": "runs_dir", "dashboard": None}
+POSITIONAL = {"compare": "runs", "runs": "runs_dir", "dashboard": None}
 
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
