@@ -1,4 +1,4 @@
-"""Makes the data of the three tasks from modules of Python's standard library: python -m andrea.evaluation.tasks.generate FOLDER.
+"""Makes the data of the three tasks from modules of Python's standard library: python bench/make_tasks.py FOLDER.
 
 Only modules that the default text (data=pystdlib) holds out are read. A module is held out by the hash of its name, so
 a run of the default text has seen none of them, whatever the version of Python. The data are shipped, and not made when
@@ -21,6 +21,10 @@ import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from common import ROOT
+
+sys.path.insert(0, str(ROOT))
 
 from andrea.text.sources import Source
 
