@@ -1,7 +1,7 @@
 """What each variant of a recipe is worth: bits per byte at equal tokens and at equal time, over seeds.
 
     python bench/study.py --shape nano-280 --threads 1 --parallel 2
-    python bench/study.py --shape nano-280 --only "half the batch" --plan
+    python bench/study.py --shape nano-280 --only "value embeddings" --plan
     python bench/study.py --shape nano-280 --speed
     python bench/study.py --shape nano-280 --equal-time --threads 1 --parallel 2
     python bench/study.py --shape nano-280 --table

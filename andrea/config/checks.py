@@ -239,12 +239,6 @@ def check_run(config: RunConfig, path: str) -> None:
             f"train.tokens_per_step={config.tokens_per_step} is not a multiple of model.sequence_length={length}; "
             f"try train.tokens_per_step={near}"
         )
-    if config.train.half_batch_steps and config.sequences_per_step % 2:
-        raise UserError(
-            f"train.half_batch_steps={config.train.half_batch_steps} halves the sequences of a step, but train.tokens_per_step="
-            f"{config.tokens_per_step} holds {config.sequences_per_step} of model.sequence_length={length}; "
-            f"try train.tokens_per_step={config.tokens_per_step + length}"
-        )
 
 
 def check_sample(config: SampleConfig, path: str) -> None:

@@ -25,6 +25,7 @@ from andrea.config.schema import (
     OptimizerConfig,
     RunConfig,
     SampleConfig,
+    TrainConfig,
 )
 
 RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Python cannot have: name of the field}
@@ -35,6 +36,7 @@ RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Py
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
     LoggerConfig: {"csv": False},
     OptimizerConfig: {"orthogonalisation": "quintic", "cautious_decay": False, "weight_decay_power": 1.0},
+    TrainConfig: {"half_batch_steps": 0},
 }
 
 # Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not

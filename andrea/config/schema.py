@@ -219,7 +219,6 @@ class TrainConfig:
     patience: PositiveInteger | None = None
     sample_temperature: NonNegativeNumber = 0.8  # of the runs that were begun before this key
     sample_repetition_penalty: PositiveNumber = 1.0  # likewise
-    half_batch_steps: NonNegativeInteger = 0
     teachers: list[PathText] = dataclasses.field(default_factory=list)
     teacher_share: Share = 0.5
 
@@ -302,11 +301,6 @@ class RunConfig:
     @property
     def sequences_per_step(self) -> int:
         return self.tokens_per_step // self.model.sequence_length
-
-    @property
-    def sequences_per_update(self) -> int:
-        """The fewest sequences from which an update of the run is made."""
-        return self.sequences_per_step // 2 if self.train.half_batch_steps else self.sequences_per_step
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """One training step: forward and backward over micro-batches, then the optimizer.
 
-A step is one update from all of its sequences, or in the first train.half_batch_steps steps two updates from half of them
-each. N sequences of T tokens in an update: n of them on this rank, B in a micro-batch. L layers, H heads.
+N sequences of T tokens in a step: n of them on this rank, B in a micro-batch. L layers, H heads.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from andrea.training.records.console import Console
 
 
 class Batch(NamedTuple):
-    """This rank's share of an update's sequences; n_target counts the targets in the rows of all ranks."""
+    """This rank's share of a step's sequences; n_target counts the targets in the rows of all ranks."""
 
     tokens: Tensor  # (n, T) int64
     targets: Tensor  # (n, T) int64
@@ -41,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Results of one update over all ranks, as tensors on the device; the host has not waited for them."""
+    """Results of one step over all ranks, as tensors on the device; the host has not waited for them."""
 
     loss: Tensor  # nats per token, 0-dim
     gradient_norm: Tensor  # before clipping, 0-dim
@@ -55,16 +54,10 @@ class Update(NamedTuple):
         """What the host reads of every step, 0-dim each."""
         return [self.loss, self.gradient_norm, self.finite, *self.stop_flags]
 
-    def after(self, earlier: Update) -> Update:
-        """The results of a step of two updates from equally many sequences, of which this one is the second."""
-        both_heads = self.heads.merged(earlier.heads) if self.heads and earlier.heads else None
-        loss, finite = (earlier.loss + self.loss) / 2, earlier.finite & self.finite
-        return self._replace(loss=loss, finite=finite, heads=both_heads)
-
 
 @dataclass
 class TrainingStep:
-    """One step over all ranks: `run(batches(step), rate)`.
+    """One step over all ranks: `run(batch(step), rate)`.
 
     loss_sum: tokens and targets (B, T), seeds of dropout (B,) -> loss in nats, 0-dim, and the heads' statistics if every step
     measures them.
@@ -84,53 +77,34 @@ class TrainingStep:
         self.ranks = self.parallel.ranks
         self.micro_batch = self.config.train.micro_batch  # halved where memory runs out
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since they were last read
-        self.prefetched: tuple[int, list[Batch]] | None = None  # a number of steps, and the batches that follow them
+        self.prefetched: tuple[int, Batch] | None = None  # a number of steps, and the batch that follows them
 
-    def batches(self, step: int) -> list[Batch]:
-        """This rank's sequences of the step that follows `step` earlier steps: a batch for each of its updates."""
-        (prefetched_step, batches), self.prefetched = self.prefetched or (None, None), None
-        return batches if batches is not None and prefetched_step == step else self.read_batches(step)
+    def batch(self, step: int) -> Batch:
+        """This rank's sequences of the step that follows `step` earlier steps."""
+        (prefetched_step, batch), self.prefetched = self.prefetched or (None, None), None
+        return batch if batch is not None and prefetched_step == step else self.read_batch(step)
 
-    def read_batches(self, step: int) -> list[Batch]:
-        n_update = 2 if step < self.config.train.half_batch_steps else 1
-        n, first = self.config.sequences_per_step // n_update, step * self.config.sequences_per_step
-        return [self.read_batch(first + index * n, n) for index in range(n_update)]
-
-    def read_batch(self, first_sample: int, n: int) -> Batch:
-        """This rank's share of n samples, of which `first_sample` is the first."""
+    def read_batch(self, step: int) -> Batch:
+        n = self.config.sequences_per_step
         first, count, most_rows = self.ranks.local_rows(n)
-        tokens, targets = self.loader.batch(first_sample + first, count)
-        seeds = self.loader.sample_seeds(first_sample + first, count)
-        return Batch(tokens, targets, self.loader.count_targets(first_sample, n), seeds, most_rows)
+        tokens, targets = self.loader.batch(step * n + first, count)
+        seeds = self.loader.sample_seeds(step * n + first, count)
+        return Batch(tokens, targets, self.loader.count_targets(step * n, n), seeds, most_rows)
 
     def prefetch(self, step: int) -> None:
-        """On a GPU: read the batches that follow `step` steps now, while the GPU computes the step before them.
+        """On a GPU: read the batch that follows `step` steps now, while the GPU computes the step before them.
 
         Data that cannot be read are reported when the batch is needed, after all that is due before it.
         """
         if host_copy.runs_ahead(self.device):
             with contextlib.suppress(DataLost):
-                self.prefetched = step, self.read_batches(step)
+                self.prefetched = step, self.read_batch(step)
 
-    def run(
-        self, batches: list[Batch], rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool
-    ) -> Update:
-        """One step at `rate` times the peak learning rates: an update from each batch.
+    def run(self, batch: Batch, rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool) -> Update:
+        """One step at `rate` times the peak learning rates: forward pass, backward pass, and the optimizer step.
 
-        stop_flags: StopRequests.flags, called as late as possible. measure_size: also measure the size of the weights'
-        change, in the last update.
-        """
-        *halves, last = batches
-        # A gradient from half as many sequences has twice the variance; the rate falls with the root of the batch.
-        rate *= len(batches) ** -0.5
-        earlier = [self.update(batch, rate, stop_flags=list, measure_size=False) for batch in halves]
-        update = self.update(last, rate, stop_flags, measure_size)
-        return update.after(*earlier) if earlier else update
-
-    def update(self, batch: Batch, rate: float, stop_flags: Callable[[], list[Tensor]], measure_size: bool) -> Update:
-        """Forward pass, backward pass, and the optimizer step. See `run`.
-
-        The weights change only if loss and gradient are finite on all ranks.
+        The weights change only if loss and gradient are finite on all ranks. stop_flags: StopRequests.flags, called as late as
+        possible. measure_size: also measure the size of the weights' change.
         """
         nats, heads = self.accumulate(batch)
         nats, *summed_flags = self.ranks.sum(torch.stack([nats, *stop_flags()])).unbind()

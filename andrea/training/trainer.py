@@ -97,8 +97,8 @@ class Trainer:
             due = due_after(progress.step + 1, self.planned)
             rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
             rate = rewarmed(rate, progress.step, progress, config.optimizer.rewarm_steps)
-            batches = self.step.batches(progress.step)
-            update = self.step.run(batches, rate, self.requests, measure_size=due.evaluation)
+            batch = self.step.batch(progress.step)
+            update = self.step.run(batch, rate, self.requests, measure_size=due.evaluation)
             progress.step += 1
             progress.tokens += config.tokens_per_step
             progress.flops += config.tokens_per_step * self.throughput.flops_per_token

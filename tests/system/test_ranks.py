@@ -36,7 +36,6 @@ STEPS = [
 ]  # fmt: skip
 SHORT = ["train.steps=10", "train.eval_every=5", "train.save_every=5"]
 SHORT += ["attention.qk_clip=null", "attention.score_softcap=2"]  # one excludes the other
-SHORT += ["train.half_batch_steps=4"]  # updates from five sequences, three of them on the first of two ranks
 # The first gradient of a row of a table moves each of its elements by a whole learning rate, in Adam, however small it is.
 # Element (123, 25) of one table got 2e-8 at step 17, a thousandth of its later gradients: its sum nearly cancels, so the last
 # bits decide the sign, and the element keeps a difference of 5e-4 from there on. All others differ by 1e-4 at most.

@@ -75,18 +75,18 @@ def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(
         (short / note.name).write_bytes(note.read_bytes()[:100])
     words = [f"data.path={short}", "model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=equal"]
     words += ["optimizer.average_half_life=3", *words_of(option)]
-    words += [*words_of(SCORES), *words_of("bigrams"), "attention.window=[8, null]", "train.half_batch_steps=9"]
+    words += [*words_of(SCORES), *words_of("bigrams"), "attention.window=[8, null]"]
     tiny_run("name=whole", *words)
     with pytest.MonkeyPatch.context() as patch:
-        batches = TrainingStep.batches
+        batch = TrainingStep.batch
 
-        def interrupted(self: TrainingStep, step: int) -> list[Batch]:
+        def interrupted(self: TrainingStep, step: int) -> Batch:
             if step == 6:
                 assert self.loader.reordered  # the text is read again, with its documents in another order
                 os.kill(os.getpid(), signal.SIGTERM)
-            return batches(self, step)
+            return batch(self, step)
 
-        patch.setattr(TrainingStep, "batches", interrupted)
+        patch.setattr(TrainingStep, "batch", interrupted)
         assert tiny_run("name=parts", *words) == 143
     assert checkpoints_of(tmp_path / "runs" / "parts")[-1].name == "step-00000007"
     assert metrics(tmp_path / "runs" / "parts")[-1]["event"] == "interrupted"
@@ -218,11 +218,11 @@ def test_what_is_not_finite_never_reaches_the_weights(
     where: str, precision: str, tiny_run, tmp_path: Path, capsys
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        batches, accumulate, seen = TrainingStep.batches, TrainingStep.accumulate, {}
+        batch, accumulate, seen = TrainingStep.batch, TrainingStep.accumulate, {}
 
-        def numbered(self: TrainingStep, step: int) -> list[Batch]:
+        def numbered(self: TrainingStep, step: int) -> Batch:
             seen["step"] = step
-            return batches(self, step)
+            return batch(self, step)
 
         def poisoned(self: TrainingStep, of_step: Batch) -> tuple:
             if seen["step"] == 5 and where == "weight":
@@ -235,7 +235,7 @@ def test_what_is_not_finite_never_reaches_the_weights(
             seen["parallel"] = self.parallel
             return summed
 
-        patch.setattr(TrainingStep, "batches", numbered)
+        patch.setattr(TrainingStep, "batch", numbered)
         patch.setattr(TrainingStep, "accumulate", poisoned)
         assert tiny_run("name=a", f"precision={precision}") == 3
     after = seen["parallel"].model.state_dict()
@@ -265,14 +265,14 @@ def test_what_is_not_finite_never_reaches_the_weights(
 def test_what_is_not_finite_in_the_optimizer_is_never_saved(step: int, tiny_run, tmp_path: Path, capsys) -> None:
     """It reaches the weights with the next update: found by the loss of the step after, or when it comes to saving."""
     with pytest.MonkeyPatch.context() as patch:
-        batches = TrainingStep.batches
+        batch = TrainingStep.batch
 
-        def poisoned(self: TrainingStep, steps_before: int) -> list[Batch]:
+        def poisoned(self: TrainingStep, steps_before: int) -> Batch:
             if steps_before + 1 == step:
                 self.optimizer.state_tensors()["blocks.1.mlp.up.weight/momentum"][0, 0] = float("nan")
-            return batches(self, steps_before)
+            return batch(self, steps_before)
 
-        patch.setattr(TrainingStep, "batches", poisoned)
+        patch.setattr(TrainingStep, "batch", poisoned)
         assert tiny_run("name=a") == 3
     out = capsys.readouterr().out
     assert f"error: step {step + 1 if step % 4 else step}:" in out and "not finite" in out and "step-00000004" in out
@@ -608,14 +608,14 @@ def test_a_run_folder_that_vanishes_is_named_and_not_made_again(
     words: list[str], tmp_path: Path, notes: Path, script, capsys, monkeypatch
 ) -> None:
     run, away = tmp_path / "runs" / "a", tmp_path / "away"
-    batches = TrainingStep.batches
+    batch = TrainingStep.batch
 
-    def with_the_folder_renamed(self: TrainingStep, step: int) -> list[Batch]:
+    def with_the_folder_renamed(self: TrainingStep, step: int) -> Batch:
         if step == 6:
             run.rename(away)
-        return batches(self, step)
+        return batch(self, step)
 
-    monkeypatch.setattr(TrainingStep, "batches", with_the_folder_renamed)
+    monkeypatch.setattr(TrainingStep, "batch", with_the_folder_renamed)
     words = tiny_words(tmp_path, notes, "name=a", "train.sample_tokens=0", *words)
     code, _, said = run_script(script("train"), words, capsys)
     assert code == 5 and said.count("\n") == 1 and "free some space" not in said

@@ -64,7 +64,7 @@ def test_between_steps_the_host_waits_for_no_more_than_the_step_before_the_last(
     monkeypatch.setattr(host_copy, "pinned_like", torch.empty_like)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(TrainingStep, "run", queue.marking("update", TrainingStep.run))
-    monkeypatch.setattr(TrainingStep, "read_batches", queue.marking("read", TrainingStep.read_batches))
+    monkeypatch.setattr(TrainingStep, "read_batch", queue.marking("read", TrainingStep.read_batch))
     with queue:
         assert tiny_run("name=ahead", *words) == 0
 
@@ -98,20 +98,20 @@ def test_data_that_cannot_be_read_ahead_are_reported_when_they_are_needed(monkey
 
     step = object.__new__(TrainingStep)
     step.prefetched, step.device, step.loader = None, torch.device("cpu"), Lost()
-    step.read_batches = lambda number: [step.loader.batch(number, 1)]
+    step.read_batch = lambda number: step.loader.batch(number, 1)
     monkeypatch.setattr(host_copy, "runs_ahead", lambda device: True)
     step.prefetch(3)
     with pytest.raises(DataLost):
-        step.batches(3)
+        step.batch(3)
 
 
 def test_a_prefetched_batch_serves_its_own_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     step = object.__new__(TrainingStep)
     step.prefetched, step.device = None, torch.device("cpu")
-    step.read_batches = lambda number: [("batch", number)]
+    step.read_batch = lambda number: ("batch", number)
     monkeypatch.setattr(host_copy, "runs_ahead", lambda device: True)
     step.prefetch(3)
-    assert step.batches(5) == [("batch", 5)] and step.batches(3) == [("batch", 3)]
+    assert step.batch(5) == ("batch", 5) and step.batch(3) == ("batch", 3)
 
 
 def test_numbers_of_any_type_are_read_as_they_are_on_the_host() -> None:

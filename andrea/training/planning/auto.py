@@ -120,7 +120,7 @@ def with_origin(choice: Choice, configured: str, is_left_auto: bool) -> Choice:
 
 def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placement: Placement) -> int:
     """Sequences in one pass of a rank: the configured number or, for `auto`, the most that the memory plan allows."""
-    most = machine.ranks.local_rows(config.sequences_per_update)[2]
+    most = machine.ranks.local_rows(config.sequences_per_step)[2]
     if config.train.micro_batch != "auto":
         return min(config.train.micro_batch, most)
     capacity = USABLE_SHARE * machine.free_bytes

@@ -44,8 +44,8 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
 
 
 def micro_batches_that_fit(config: RunConfig, n_vocab: int, placement: Placement, capacity_bytes: float) -> list[int]:
-    """The divisors of a rank's sequences per update that the memory plan allows, largest first. Always includes 1."""
-    sequences = -(-config.sequences_per_update // placement.ranks)
+    """The divisors of a rank's sequences per step that the memory plan allows, largest first. Always includes 1."""
+    sequences = -(-config.sequences_per_step // placement.ranks)
     most = sequences
     if placement.device.type == "cpu":
         most = max(1, min(most, TOKENS_IN_PASS_ON_CPU // config.model.sequence_length))
