@@ -136,8 +136,6 @@ class State:
     left_auto: list[str] | None = None
     groups: dict[str, str] | None = None
     planned_steps: Step = 0  # 0: as config.train.steps says
-    rewarm_step: Step | None = None
-    rewarm_rate: Annotated[float, Between(0, 1)] = 0.0
     follows_recipe: bool = True
     format_version: int = 1
 

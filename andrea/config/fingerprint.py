@@ -14,7 +14,7 @@ from andrea.config.schema import ON_LARGE_TEXT, RunConfig
 NOT_LEARNED = {
     "model": "name recipe_steps recipe_tokens_per_step",
     "attention": "implementation",
-    "optimizer": "rewarm_steps",
+    "optimizer": "",
     "tokenizer": "",
     "train": """steps tokens_per_parameter flops tokens_per_step max_minutes micro_batch activation_checkpointing keep
         log_every eval_every eval_tokens save_every sample_every sample_tokens sample_temperature

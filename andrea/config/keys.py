@@ -35,7 +35,12 @@ RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Py
 }
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
     LoggerConfig: {"csv": False},
-    OptimizerConfig: {"orthogonalisation": "quintic", "cautious_decay": False, "weight_decay_power": 1.0},
+    OptimizerConfig: {
+        "orthogonalisation": "quintic",
+        "cautious_decay": False,
+        "weight_decay_power": 1.0,
+        "rewarm_steps": 0,
+    },
     TrainConfig: {"half_batch_steps": 0},
 }
 

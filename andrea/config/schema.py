@@ -173,7 +173,6 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInteger
     decay_fraction: float | None
     final_fraction: Share
-    rewarm_steps: NonNegativeInteger = 0
     muon_rows: Literal["none", "equal", "auto"] = "none"
     average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None

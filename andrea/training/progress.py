@@ -29,8 +29,6 @@ class Progress:
     best_bpb: float | None = None  # the lowest compared_bpb of a saved step
     evaluations_since_best: int = 0  # or since the learning rate began to fall because of train.patience
     planned_steps: int = 0  # length of the whole run, as planned now; set when a process starts
-    rewarm_step: int | None = None  # at which the run was extended with optimizer.rewarm_steps
-    rewarm_rate: float = 0.0  # the learning rate before it, as a share of the peak
     follows_recipe: bool = True  # since its first step, from random weights: only such a run has an expected curve
 
     def axes(self) -> dict[str, float]:

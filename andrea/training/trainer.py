@@ -17,7 +17,7 @@ from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
 from andrea.training.heads import scalars
-from andrea.training.optimizer.schedule import may_change, rate_at, relength, rewarmed
+from andrea.training.optimizer.schedule import may_change, rate_at, relength
 from andrea.training.planning.pace.time_budget import is_estimated
 from andrea.training.planning.settle import as_planned
 from andrea.training.progress import Progress
@@ -96,7 +96,6 @@ class Trainer:
             self.records.watchdog.at(progress.step + 1, "training step")
             due = due_after(progress.step + 1, self.planned)
             rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
-            rate = rewarmed(rate, progress.step, progress, config.optimizer.rewarm_steps)
             batch = self.step.batch(progress.step)
             update = self.step.run(batch, rate, self.requests, measure_size=due.evaluation)
             progress.step += 1

@@ -17,6 +17,7 @@ from andrea.cli.help import help_text, read_commented
 from andrea.config import (
     CONFIGS,
     HealthConfig,
+    OptimizerConfig,
     RunConfig,
     UserError,
     group_config,
@@ -25,6 +26,7 @@ from andrea.config import (
     to_plain,
 )
 from andrea.config.group_files import choices
+from andrea.config.keys import REMOVED
 
 pytestmark = pytest.mark.untraced
 
@@ -115,7 +117,7 @@ def test_the_recipe_of_november_2026_has_the_values_of_its_last_commit() -> None
     for choice in (choice for group, choice in CHOICES if group == "model" and OLD.fullmatch(choice)):
         config = to_plain(configure(RunConfig, "train", [f"model={choice}"]))
         kept = {
-            f"{group}.{key}": config[group][key]
+            f"{group}.{key}": config[group].get(key, REMOVED[OptimizerConfig].get(key))
             for group, keys in KEYS_OF_9A97185.items()
             for key in keys.split()
             if key != "name"

@@ -10,7 +10,6 @@ import math
 from bisect import bisect_left
 
 from andrea.config import OptimizerConfig
-from andrea.training.progress import Progress
 
 
 def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -58,14 +57,3 @@ def relength(step: int, steps: int, wanted: int, config: OptimizerConfig) -> int
         return steps
     shortest = bisect_left(range(steps + 1), step, key=lambda length: decay_start(length, config))
     return max(wanted, shortest, step + 1)
-
-
-def rewarmed(rate: float, step: int, progress: Progress, rewarm_steps: int) -> float:
-    """The learning rate of the update after `step` steps: `rate`, or after an extension a value on the line to it.
-
-    The line begins at the last rate before the extension and reaches the schedule after `rewarm_steps` steps.
-    """
-    if progress.rewarm_step is None or not 0 <= step - progress.rewarm_step < rewarm_steps:
-        return rate
-    done = (step - progress.rewarm_step + 1) / rewarm_steps
-    return progress.rewarm_rate + (rate - progress.rewarm_rate) * done

@@ -15,7 +15,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device
-from andrea.training.optimizer.schedule import rate_at, rewarmed
+from andrea.training.optimizer.schedule import rate_at
 from andrea.training.planning.auto import QUARTERS, with_intervals
 from andrea.training.progress import Progress
 
@@ -104,30 +104,16 @@ def asked_length(config: RunConfig, left_auto: Collection[str]) -> tuple[float |
     return steps, config.train.flops, config.train.tokens_per_parameter
 
 
-def last_rate(progress: Progress, saved: RunConfig) -> float:
-    """The learning rate of the checkpoint's last step, as a share of its peak; 0 before the first step."""
-    step = progress.step - 1
-    if step < 0:
-        return 0.0
-    return rewarmed(
-        rate_at(step, progress.planned_steps, saved.optimizer), step, progress, saved.optimizer.rewarm_steps
-    )
-
-
 def with_length(
     progress: Progress, saved: RunConfig, saved_auto: Collection[str], config: RunConfig, left_auto: Collection[str]
 ) -> Progress:
     """The progress of a resumed run with its length: the planned length, unless the user now asks for another length.
 
-    With optimizer.rewarm_steps, the rate warms up again after a change of length. saved_auto, left_auto: the keys that
-    were left `auto` in the checkpoint's run, and in this process.
+    saved_auto, left_auto: the keys that were left `auto` in the checkpoint's run, and in this process.
     """
     if asked_length(saved, saved_auto) == asked_length(config, left_auto) or progress.planned_steps == config.steps:
         return progress
-    longer = dataclasses.replace(progress, planned_steps=config.steps)
-    if not config.optimizer.rewarm_steps:
-        return longer
-    return dataclasses.replace(longer, rewarm_step=progress.step, rewarm_rate=last_rate(progress, saved))
+    return dataclasses.replace(progress, planned_steps=config.steps)
 
 
 def describe_rate(before: Progress, saved: RunConfig, now: Progress, config: RunConfig) -> str | None:
@@ -138,16 +124,10 @@ def describe_rate(before: Progress, saved: RunConfig, now: Progress, config: Run
     step, steps = now.step, now.planned_steps
     if steps == before.planned_steps or not 0 < step < min(steps, before.planned_steps + 1):
         return None
-    last, after = last_rate(before, saved), rate_at(step, steps, config.optimizer)
+    last, after = rate_at(step - 1, before.planned_steps, saved.optimizer), rate_at(step, steps, config.optimizer)
     if abs(after - last) < NOTICED_JUMP:
         return None
-    if config.optimizer.rewarm_steps:
-        return (
-            f"learning rate: goes from {last:.0%} to {after:.0%} of its peak "
-            f"in {config.optimizer.rewarm_steps} steps (optimizer.rewarm_steps)"
-        )
     return (
         f"learning rate: jumps from {last:.0%} to {after:.0%} of its peak, the value of "
-        f"optimizer.schedule={config.optimizer.schedule} at step {step + 1} of {steps}; "
-        f"to change it over N steps, set optimizer.rewarm_steps=N"
+        f"optimizer.schedule={config.optimizer.schedule} at step {step + 1} of {steps}"
     )

@@ -14,8 +14,7 @@ from conftest import tiny_words
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.checkpoint.folder import Checkpoint
 from andrea.cli.command_line import configure
-from andrea.config import RunConfig, group_config
-from andrea.training.optimizer.schedule import rate_at, rewarmed
+from andrea.config import RunConfig
 from andrea.training.planning.settle import describe_rate, remembered_auto, settle_again
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import read_lines
@@ -144,7 +143,7 @@ def test_the_jump_of_the_rate_is_said(train, tmp_path: Path, capsys) -> None:
     train("train.steps=16", resumed=True)
     before, after = rates(tmp_path / "runs" / "a")[8], rates(tmp_path / "runs" / "a")[9]
     line = next(line for line in capsys.readouterr().out.splitlines() if "learning rate: jumps" in line)
-    assert f"jumps from {before:.0%} to {after:.0%} of its peak" in line and "optimizer.rewarm_steps=N" in line
+    assert f"jumps from {before:.0%} to {after:.0%} of its peak" in line
 
 
 @pytest.mark.parametrize(("step", "is_said"), [(20, False), (40, False), (70, True)])
@@ -154,28 +153,3 @@ def test_only_a_jump_of_the_rate_is_said(step: int, is_said: bool) -> None:
     before, now = Progress(step=step, planned_steps=100), Progress(step=step, planned_steps=200)
     assert (describe_rate(before, saved, now, longer) is not None) == is_said
     assert describe_rate(before, saved, before, saved) is None  # no other length
-
-
-def test_the_rate_is_warmed_up_again_where_asked_for_and_an_interruption_changes_nothing(
-    train, tmp_path: Path, capsys
-) -> None:
-    train("optimizer.warmup_steps=0")
-    run = tmp_path / "runs" / "a"
-    last = rates(run)[8]
-    train("train.steps=16", "optimizer.rewarm_steps=4", "train.save_every=2", "train.keep=9", resumed=True)
-    assert "in 4 steps (optimizer.rewarm_steps)" in capsys.readouterr().out
-    optimizer = group_config("optimizer", "muon", warmup_steps=0)
-    expected = [rate_at(step, 16, optimizer) for step in range(8, 16)]
-    found = rates(run)
-    for number, rate in enumerate(expected):
-        warmed = last + (rate - last) * min(1.0, (number + 1) / 4)
-        assert found[9 + number] == pytest.approx(warmed)
-    train(f"resume={run / 'checkpoints' / 'step-00000010'}", resumed=True)  # in the middle of the warm-up
-    assert rates(run) == found
-    assert "learning rate" not in capsys.readouterr().out.split("resuming")[-1].split("model:")[0]
-
-
-def test_rewarming_ends_at_the_schedule() -> None:
-    progress = Progress(rewarm_step=10, rewarm_rate=0.1)
-    assert [rewarmed(0.5, step, progress, 4) for step in (9, 10, 13, 14)] == pytest.approx([0.5, 0.2, 0.5, 0.5])
-    assert rewarmed(0.5, 11, Progress(), 4) == 0.5
