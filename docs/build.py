@@ -1,10 +1,24 @@
-"""mkdocs hook: the configuration page's tables, made from the comments of configs/ when the site is built."""
+"""Builds the documentation site with zensical, from a copy of docs/ whose configuration page has its tables.
+
+    pip install -e ".[docs]" && python docs/build.py    # writes site/index.html
+    python docs/build.py FOLDER                         # writes FOLDER/index.html
+
+The tables come from the comments of configs/. They are filled in before the build, because zensical ignores the hooks of
+mkdocs without a word. A broken link ends the build with exit code 1.
+"""
 
 from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 from andrea.cli.help import CommentedFile, Key, read_commented
 from andrea.config import group_files
 
+ROOT = Path(__file__).resolve().parent.parent
 PLACEHOLDER = "<!-- configuration -->"
 COMMANDS = {
     "train": "python train.py",
@@ -20,8 +34,18 @@ COMMANDS = {
 }
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    return markdown.replace(PLACEHOLDER, reference()) if PLACEHOLDER in markdown else markdown
+def main() -> int:
+    site = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").resolve()
+    with tempfile.TemporaryDirectory() as copied:
+        root = Path(copied)
+        shutil.copy(ROOT / "mkdocs.yml", root)
+        shutil.copytree(ROOT / "docs", root / "docs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        page = root / "docs" / "configuration.md"
+        page.write_text(page.read_text(encoding="utf-8").replace(PLACEHOLDER, reference()), encoding="utf-8")
+        code = subprocess.run(["zensical", "build", "--strict", "-f", "mkdocs.yml"], cwd=root).returncode
+        if code == 0:
+            shutil.copytree(root / "site", site, dirs_exist_ok=True)
+    return code
 
 
 def reference() -> str:
@@ -52,3 +76,7 @@ def choice_line(name: str, file: CommentedFile, is_default: bool) -> str:
 def table(keys: list[Key]) -> str:
     rows = [f"| `{key.name}` | `{key.value}` | {key.comment.replace('|', chr(92) + '|')} |" for key in keys]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
