@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, parse
-from andrea.config.keys import current_key, key_types, not_key_value, type_of_key
+from andrea.config.keys import key_types, not_key_value, type_of_key
 from andrea.runtime import shared_cores, torchrun
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.out_of_memory import is_out_of_memory
@@ -107,7 +107,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     """Split words of the form key=value and check every key against the dataclass `kind`. Raises UserError."""
     groups: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for word in with_current_names(kind, argv):
+    for word in argv:
         key, equals, value = word.partition("=")
         if not equals:
             raise not_key_value(kind, word, hint_for_text(kind, word))
@@ -133,19 +133,6 @@ def hint_for_text(kind: type, word: str) -> str:
     if "prompt" in keys:
         return "; a text is given as prompt=…, a run as checkpoint=…"
     return "; your own text is given as data=text data.path=…" if "data" in keys and os.path.exists(word) else ""
-
-
-def with_current_names(kind: type, argv: list[str]) -> list[str]:
-    """Replace renamed keys in argv by their current names. Rank 0 prints one line for each on standard error."""
-    words, renamed = [], {}
-    for word in argv:
-        key, equals, value = word.partition("=")
-        words.append(current_key(kind, key) + equals + value)
-        renamed[key] = current_key(kind, key)
-    for old, new in renamed.items():
-        if old != new and torchrun.is_rank_0():
-            print(f"{old} is now called {new}", file=sys.stderr)
-    return words
 
 
 def compose(config_name: str, line: CommandLine) -> dict:

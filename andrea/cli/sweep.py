@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import hydra_errors, with_current_names
+from andrea.cli.command_line import hydra_errors
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
 from andrea.config.keys import not_key_value, type_of_key
@@ -72,7 +72,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the values of this package's keys, and the words for Hydra. Raises UserError for an unknown key."""
     typed: dict[str, str] = {}
     for_hydra = []
-    for word in with_current_names(RunConfig, argv):
+    for word in argv:
         key, equals, value = word.partition("=")
         if word in SWITCHES:
             continue

@@ -52,7 +52,6 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.planning.settle import keys_left_auto, remembered_auto
     from andrea.training.records.recognise import run_folder_of
-    from andrea.training.saved_groups import groups_to_replace, kept_values, saved_choices
     from andrea.training.start import start
 
     check_source(typed)
@@ -64,8 +63,9 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             other_ranks = checkpoint.state.get("ranks", 1) != ranks.size
             saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
             left_auto = ranks.from_rank_0(lambda: remembered_auto(checkpoint, saved))
-            known = ranks.from_rank_0(lambda: saved_choices(checkpoint))
-            replaced, groups = groups_to_replace(line.groups, known), known | line.groups
+            known = checkpoint.state.get("groups", {})
+            replaced = {group: choice for group, choice in line.groups.items() if known.get(group) != choice}
+            groups = known | line.groups
             merged, changes = resume.merge(
                 checkpoint.state["config"], to_plain(typed), replaced, line.values, other_ranks, left_auto
             )
@@ -77,8 +77,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
                 ranks.from_rank_0(lambda: resume.show_done(checkpoint, progress.planned_steps))
                 return FinishedRun(0, run_folder_of(checkpoint) or checkpoint.path)
             if not done:
-                kept = kept_values(line.groups, known, line.values, config)
-                ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config, kept))
+                ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config))
         elif config.resume:
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
         if config.dry_run:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from andrea.config.keys import key_types, nearest
 from andrea.config.parse import parse
 from andrea.config.schema import RunConfig
 
-DATED = re.compile(r"(?P<name>.*)-\d{4}-\d{2}")  # choices of an earlier recipe
 # A folder inside the installed package; in a clone, a link to configs/.
 CONFIGS = Path(str(importlib.resources.files("andrea"))) / "configs"
 
@@ -81,24 +79,6 @@ def choices_of_model(model: str) -> dict[str, str]:
         elif entry != "_self_":
             chosen = choices_of_model(entry) | chosen
     return chosen
-
-
-def choices_named(group: str, saved: Mapping[str, Any]) -> set[str]:
-    """The names under which a run of an older version, which saved no names, may have chosen the values `saved`.
-
-    A model's name is among its values. Of another group, the values are compared with those of earlier recipes
-    (muon-2026-11 was once `muon`), because only their files have not changed since. A key that is `auto` in the file may
-    have any value.
-    """
-    if group == "model":
-        return {str(saved.get("name"))} & set(choices(group))
-    dated = [DATED.fullmatch(choice) for choice in choices(group)]
-    named = {match["name"]: group_values(group, match[0]) for match in dated if match}
-    return {
-        name
-        for name, values in named.items()
-        if all(saved.get(key) == value for key, value in values.items() if value != "auto" and key in saved)
-    }
 
 
 def group_config(group: str, choice: str, **changes: Any) -> Any:

@@ -1,9 +1,4 @@
-"""The dotted keys of a configuration (train.steps): their types, their old names, and their names in other programs.
-
-The old name of a renamed key stays valid forever. When it is typed on the command line, one line says its new name. In
-a saved configuration (a checkpoint or a config.yaml) it is accepted silently. A key that was removed is left out of a saved
-configuration if it changed nothing there.
-"""
+"""The dotted keys of a configuration (train.steps): their types, their old names, and their names in other programs."""
 
 from __future__ import annotations
 
@@ -28,11 +23,8 @@ from andrea.config.schema import (
     TrainConfig,
 )
 
-RENAMED: dict[Any, dict[str, str]] = {  # dataclass -> {old name, or one that Python cannot have: name of the field}
-    ImportConfig: {"from": "source"},
-    HealthConfig: {"showing": "failing_share"},
-    SampleConfig: {"guess": "lookahead"},
-}
+# dataclass -> {old name of a key in a saved configuration (a checkpoint or a config.yaml): name of the field}
+RENAMED: dict[Any, dict[str, str]] = {HealthConfig: {"showing": "failing_share"}}
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
     LoggerConfig: {"csv": False},
     OptimizerConfig: {
@@ -258,36 +250,16 @@ def type_of_key(kind: type, key: str) -> Any:
     return hint
 
 
-def current_key(kind: type, key: str) -> str:
-    """The dotted key of the dataclass `kind` under its current name: health.showing becomes health.failing_share."""
-    hint: Any = kind
-    names = []
-    for old in key.split("."):
-        names.append(RENAMED.get(hint, {}).get(old, old))
-        hint = member_type(hint, names[-1])
-    return ".".join(names)
-
-
 def with_current_keys(hint: Any, values: Any) -> Any:
     """Replace old keys of `values`, at any depth, by their current names; drop removed keys. hint: type of `values`.
 
-    Raises UserError if a key is set under both names, or if a removed key changed something.
+    A removed key that changed something stays, and is refused as unknown.
     """
     if hint is None or not isinstance(values, dict):
         return values
-    new_names, removed, renamed = RENAMED.get(hint, {}), REMOVED.get(hint, {}), {}
-    for key, value in values.items():
-        if key in removed:
-            if value != removed[key]:
-                raise UserError(
-                    f"{key}={value} was removed, as it did not help; read this with the version that wrote it"
-                )
-            continue
-        new = new_names.get(key, key)
-        if new != key and new in values:
-            raise UserError(f"{key} is now called {new}, and both are set; leave {key} out")
-        renamed[new] = with_current_keys(member_type(hint, new), value)
-    return renamed
+    names, removed = RENAMED.get(hint, {}), REMOVED.get(hint, {})
+    current = {names.get(key, key): value for key, value in values.items() if value != removed.get(key, ...)}
+    return {key: with_current_keys(member_type(hint, key), value) for key, value in current.items()}
 
 
 def with_missing_keys(hint: Any, values: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -156,21 +156,14 @@ def show_done(checkpoint: Checkpoint, steps: int) -> None:
 
 
 def show_resume(
-    checkpoint: Checkpoint,
-    changes: list[str],
-    saved: RunConfig,
-    progress: Progress,
-    config: RunConfig,
-    kept: Sequence[str] = (),
+    checkpoint: Checkpoint, changes: list[str], saved: RunConfig, progress: Progress, config: RunConfig
 ) -> None:
-    """changes: of `merge`. kept: of `kept_values`. saved: of `saved_run`. progress: of `resumed_progress`."""
+    """changes: of `merge`. saved: of `saved_run`. progress: of `resumed_progress`."""
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
     for source in data_sources(config):
         print(f"  data: {source}")
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
-    for line in kept:
-        print(f"  {line}")
     if intervals := settled_intervals(config):
         print(f"  recomputed for {config.steps} steps, because they are set to auto: {intervals}")
     if line := describe_rate(progress_of(checkpoint, saved), saved, progress, config):
@@ -259,10 +252,10 @@ def merge(
 ) -> tuple[dict, list[str]]:
     """The saved configuration, overridden by the typed values, and one line for each changed key.
 
-    typed_groups: without those that the run has already chosen by the same name (`groups_to_replace`), whose saved values
-    stay. A typed group replaces the saved group key by key, with two exceptions. If a key is `auto` in the typed group, the
-    saved value stays. If the saved configuration is older than a key, that key gets the value that matches the old
-    behaviour. An interval that becomes `auto` again gets no line, because show_resume prints its new value.
+    typed_groups: without those that the run has already chosen by the same name, whose saved values stay. A typed group
+    replaces the saved group key by key, with two exceptions. If a key is `auto` in the typed group, the saved value stays.
+    If the saved configuration is older than a key, that key gets the value that matches the old behaviour. An interval that
+    becomes `auto` again gets no line, because show_resume prints its new value.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     left_auto: keys that become `auto` again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.

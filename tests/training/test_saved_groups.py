@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
-from test_resume import edit_state
 
 from andrea.checkpoint import read_checkpoint
-from andrea.cli.command_line import configure
-from andrea.config import CONFIGS, RunConfig, UserError, chosen_groups, to_plain
-from andrea.training.saved_groups import groups_to_replace, saved_choices
+from andrea.config import CONFIGS, UserError, chosen_groups
 
 
 @pytest.fixture
@@ -41,16 +37,7 @@ def test_the_choices_of_a_run_are_the_defaults_the_typed_and_those_that_its_mode
     assert (old["optimizer"], old["attention"]) == ("muon-2026-11", "cosine")
 
 
-def test_a_group_is_replaced_unless_it_is_the_run_s() -> None:
-    saved = {"model": "andrea-nano", "optimizer": "muon"}
-    assert groups_to_replace({"model": "andrea-nano", "optimizer": "adamw", "data": "text"}, saved) == {
-        "optimizer": "adamw",
-        "data": "text",
-    }
-
-
-@pytest.mark.parametrize("older", [False, True], ids=["this version", "a version that saved no names"])
-def test_a_run_of_a_changed_preset_goes_on_with_its_values(older: bool, configs, tmp_path, tiny_run, capsys) -> None:
+def test_a_run_of_a_changed_preset_goes_on_with_its_values(configs, tmp_path, tiny_run, capsys) -> None:
     recipe = ["model=andrea-nano", "optimizer=muon"]
     assert tiny_run("name=a", *recipe, "train.steps=4") == 0
     before = resumed_config(tmp_path)
@@ -58,16 +45,12 @@ def test_a_run_of_a_changed_preset_goes_on_with_its_values(older: bool, configs,
     assert read_checkpoint(checkpoint).state["groups"] == chosen_groups(
         {"data": "text", "tokenizer": "byte", "logger": "none"}
     )
-    if older:
-        edit_state(checkpoint, "groups", ...)
     change(configs / "model" / "andrea-nano.yaml", value_residual=False, norm_epsilon=1e-5)
     change(configs / "optimizer" / "muon.yaml", weight_decay=0.2)
     capsys.readouterr()
     assert tiny_run("name=a", "resume=auto", *recipe, "train.steps=8", "optimizer.beta2=0.9") == 0
     said = capsys.readouterr().out
     assert "  changed optimizer.beta2: 0.95 → 0.9\n" in said and "weight_decay: " not in said
-    assert "  model=andrea-nano keeps the run's values: norm_epsilon=1e-06 (the file has 1e-05), " in said
-    assert "  optimizer=muon keeps the run's values: weight_decay=0.1 (the file has 0.2)\n" in said
     after = resumed_config(tmp_path)
     assert after["model"] == before["model"] and after["optimizer"] == before["optimizer"] | {"beta2": 0.9}
 
@@ -82,17 +65,3 @@ def test_another_group_is_judged_as_before_and_becomes_the_run_s(configs, tmp_pa
     assert resumed_config(tmp_path)["attention"]["window"] == 16
     with pytest.raises(UserError, match=r"optimizer.kind=adamw cannot replace optimizer.kind=muon"):
         tiny_run("name=a", "resume=auto", "train.steps=10", "optimizer=adamw")
-
-
-def test_the_choices_of_an_older_run_are_known_by_its_model_s_name_and_by_values_that_have_not_changed() -> None:
-    def known(*words: str) -> dict:
-        config = to_plain(configure(RunConfig, "train", list(words)))
-        return dict(saved_choices(SimpleNamespace(state={"config": config})))
-
-    decay = "optimizer.weight_decay=0.1"  # which is `auto` today
-    assert known(decay) == {"model": "andrea-nano", "attention": "scaled_dot", "optimizer": "muon"}
-    assert known("model=gpt2", "attention.implementation=sdpa", "optimizer.weight_decay=0") == {
-        "model": "gpt2",
-        "attention": "scaled_dot",
-    }
-    assert "model" not in known("model.name=mine")
