@@ -12,7 +12,7 @@ from andrea.checkpoint.folder import Checkpoint, read_checkpoint
 from andrea.checkpoint.state import STEP_NAME
 from andrea.config import UserError, nearest
 from andrea.config.limits import LONGEST_NAME_BYTES
-from andrea.runtime.program import typed_command
+from andrea.runtime.program import typed_command, typed_words
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -123,7 +123,8 @@ def locate(
         run = newest_run(runs_dir)
         if run is None:
             raise UserError(
-                f"no checkpoint under runs_dir={runs_dir}; train one with `{typed_command('train')}`, or name one with {key}=…"
+                f"no checkpoint under runs_dir={runs_dir}; train one with `{typed_command('train')} "
+                f"{typed_words(runs_dir=runs_dir)}`, or name one with {key}=…"
             )
     else:
         run = next(filter(None, map(folder_named_by, (Path(requested).expanduser(), Path(runs_dir) / requested))), None)

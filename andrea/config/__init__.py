@@ -3,7 +3,7 @@
 from andrea.config.checks import LARGEST_VOCABULARY, MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
 from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
-from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values
+from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values, settings_of_runs
 from andrea.config.keys import lay_over, nearest, with_current_keys, with_missing_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
 from andrea.config.parse import as_typed, parse, to_plain
@@ -72,6 +72,7 @@ __all__ = [
     "readable_path",
     "recipe_fingerprint",
     "recipe_values",
+    "settings_of_runs",
     "to_plain",
     "with_current_keys",
     "with_missing_keys",

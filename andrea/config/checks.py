@@ -273,7 +273,7 @@ def check_lens(config: LensConfig, path: str) -> None:
 
 def check_compare(config: CompareConfig, path: str) -> None:
     if not config.runs:
-        raise UserError("no run given; name runs, or a folder that contains runs: python -m andrea compare runs/")
+        raise UserError("no run given; name runs, or a folder that contains runs, such as runs/")
     if not config.out.endswith(".html"):
         raise UserError(f"out={config.out} must end in .html: it is a page; its picture is written next to it as .png")
     width, cross, height = config.size.partition("x")

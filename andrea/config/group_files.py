@@ -60,11 +60,16 @@ def parents_of(own: dict[str, Any]) -> list[str]:
     return [parent for parent in own.get("defaults", ["_self_"]) if isinstance(parent, str)]
 
 
-def chosen_groups(typed: Mapping[str, str]) -> dict[str, str]:
-    """The choice of each group of configs/train.yaml, where the groups `typed` are typed: {"model": "andrea-nano", …}."""
+def settings_of_runs() -> dict[str, Any]:
+    """The content of configs/train.yaml: the default of each key outside the groups, and the `defaults` of the groups."""
     import yaml
 
-    listed = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))["defaults"]
+    return yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
+
+
+def chosen_groups(typed: Mapping[str, str]) -> dict[str, str]:
+    """The choice of each group of configs/train.yaml, where the groups `typed` are typed: {"model": "andrea-nano", …}."""
+    listed = settings_of_runs()["defaults"]
     defaults = {group: choice for entry in listed if isinstance(entry, dict) for group, choice in entry.items()}
     return defaults | choices_of_model((defaults | dict(typed))["model"]) | dict(typed)
 

@@ -14,7 +14,7 @@ from andrea.config import RunsConfig, UserError
 from andrea.insight.compare.runs import NOT_RUNS, is_number, result_of, stored_numbers
 from andrea.insight.compare.table import NO_FIGURE, terminal_table
 from andrea.runtime.files import is_locked
-from andrea.runtime.program import typed_command
+from andrea.runtime.program import typed_command, typed_words
 from andrea.runtime.streams import printable
 from andrea.training.records.format import format_number
 from andrea.training.records.recognise import config_of, is_run_folder
@@ -54,14 +54,14 @@ class RunRow:
 
 def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
     """Print the table; `say` takes each line. Returns the exit code. Raises UserError if the folder holds no run."""
-    folder = Path(config.runs_dir)
+    folder, train = Path(config.runs_dir), f"{typed_command('train')} {typed_words(runs_dir=config.runs_dir)}"
     if not folder.is_dir():
-        raise UserError(f"runs_dir={folder} is not a folder; train a run with `{typed_command('train')}` first")
+        raise UserError(f"runs_dir={folder} is not a folder; train a run with `{train}` first")
     inside = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in NOT_RUNS)
     runs = [path for path in inside if is_run_folder(path)]
     others = [path.name for path in inside if path not in runs]
     if not runs:
-        raise UserError(f"runs_dir={folder} holds no run; train one with `{typed_command('train')}`")
+        raise UserError(f"runs_dir={folder} holds no run; train one with `{train}`")
     rows = []
     for run in runs:
         try:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from andrea.checkpoint import checkpoints_of, result_path, step_of
-from andrea.config import RunConfig
+from andrea.config import RunConfig, settings_of_runs
 from andrea.runtime.device import peak_memory_bytes
+from andrea.runtime.files import StorageFailed
 from andrea.runtime.own_parts import is_own
-from andrea.runtime.program import typed_command, typed_words
+from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.health.check import optimizer_remedy, remedy_settings
@@ -63,17 +66,10 @@ class Endings:
         )
         if step.ranks.is_rank_0:
             self.show_result(result)
-        train = typed_command("train", "torchrun …" if step.ranks.started_by_torchrun else "python")
-        resume = f"{train} {typed_words(name=checkpoints.folder.name, resume='auto', **self.trust())}"
-        sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **self.trust())}"
+        sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **trust(self.config))}"
         is_ended = done or self.stopping.is_out_of_patience
-        console.say(f"next: {sample}" if is_ended else f"continue with: {resume}")
+        console.say(f"next: {sample}" if is_ended else f"continue with: {continuing(checkpoints.folder, self.config)}")
         return 0 if done else self.stopping.exit_code
-
-    def trust(self) -> dict[str, str]:
-        """The word that a command needs to import the user's own classes that this run uses."""
-        named = self.config.attention.compatibility, self.config.model.mlp
-        return {"trust": "true"} if any(map(is_own, named)) else {}
 
     def reason(self, done: bool) -> str:
         """The words on train.max_minutes or train.patience in the run's last line; empty if neither decided its end."""
@@ -116,7 +112,8 @@ class Endings:
         self.records.console.say(
             f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}"
             f"{checkpoints.damaged or ': not finite, update not applied'}. Last good checkpoint: "
-            f"{saved[-1] if saved else 'none'}. To continue with resume=auto, {' or '.join(remedies)}"
+            f"{saved[-1] if saved else 'none'}. To continue with {continuing(checkpoints.folder, self.config)}, "
+            f"{' or '.join(remedies)}"
         )
         return 3
 
@@ -129,6 +126,28 @@ class Endings:
         self.records.log({"event": "failed", "health/failed": names, "val/bpb": progress.val_bpb, "checkpoint": path})
         console.stop()
         console.say(f"error: stopped at step {progress.step} of {progress.planned_steps}: {names} · {path}")
-        words = typed_words(name=checkpoints.folder.name, resume="auto", **self.trust())
-        console.say(f"continue anyway: {typed_command('train')} {words} health.on_failure=warn")
+        console.say(f"continue anyway: {continuing(checkpoints.folder, self.config)} health.on_failure=warn")
         return 4
+
+
+def continuing(folder: Path, config: RunConfig) -> str:
+    """The command that continues the run in `folder`, with the keys that a checkpoint does not keep. Type it in this folder."""
+    usual, places = settings_of_runs(), {"runs_dir": folder.parent, "data_dir": Path(config.data_dir)}
+    others = {key: place for key, place in places.items() if place != Path(usual[key])}
+    words = typed_words(name=folder.name, resume="auto", **others, **trust(config))
+    return f"{typed_command('train', torchrun_command())} {words}"
+
+
+@contextlib.contextmanager
+def advising_to_continue(folder: Path, config: RunConfig) -> Iterator[None]:
+    """Context in which the advice of a StorageFailed names the command that continues the run."""
+    try:
+        yield
+    except StorageFailed as error:
+        error.advice = error.advice.replace("resume=auto", continuing(folder, config))
+        raise
+
+
+def trust(config: RunConfig) -> dict[str, str]:
+    """The word that a command needs to import the user's own classes that this run uses."""
+    return {"trust": "true"} if any(map(is_own, (config.attention.compatibility, config.model.mlp))) else {}

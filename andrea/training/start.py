@@ -22,6 +22,7 @@ from andrea.runtime.shared_cores import MACHINE, TAKES_TURNS
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
+from andrea.training.endings import advising_to_continue
 from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
@@ -143,10 +144,11 @@ def start(
         config, parallel, loss = make_model_and_loss(setup, source, teachers)
         trainer = make_trainer(setup, config, parallel, loss)
         code = 1
-        try:
-            code = trainer.train()
-        finally:
-            trainer.records.finish(code)
+        with advising_to_continue(folder, config):
+            try:
+                code = trainer.train()
+            finally:
+                trainer.records.finish(code)
         return FinishedRun(code, folder)
 
 

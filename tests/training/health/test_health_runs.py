@@ -45,7 +45,7 @@ def test_on_failure_stop_saves_and_exits_with_4_and_the_run_can_be_resumed(tiny_
     last = read_lines(run / "metrics.jsonl")[-1]
     assert last["event"] == "failed" and "loss_above_uniform" in last["health/failed"]
     out = capsys.readouterr().out
-    assert "stopped at step 10 of 30" in out and "resume=auto health.on_failure=warn" in out
+    assert "stopped at step 10 of 30" in out and "resume=auto" in out and out.endswith(" health.on_failure=warn\n")
     assert tiny_run("name=a", "resume=auto", "health.on_failure=warn", *FAILING) == 0
     assert newest_whole(run).step == 30
     again = [alert for alert in read_lines(run / "health.jsonl") if alert["finding"] == "loss_above_uniform"]
