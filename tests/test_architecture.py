@@ -157,6 +157,16 @@ def test_the_scripts_are_shells() -> None:
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 60
 
 
+def test_the_files_that_the_pages_for_developers_name_exist() -> None:
+    """CAPITALS in a path stand for a name that the reader chooses."""
+    for page in ("AGENTS.md", "CONTRIBUTING.md"):
+        named = re.findall(
+            r"`((?:andrea|bench|configs|docs|tests)/[^`\s]*)`", (ROOT / page).read_text(encoding="utf-8")
+        )
+        missing = [name for name in named if not re.search("[A-Z]{2}", Path(name).stem) and not (ROOT / name).exists()]
+        assert len(named) > 5 and not missing, f"{page} names {missing}"
+
+
 def test_the_answers_of_where_is_are_files() -> None:
     answers = re.findall(r"\| `([^`]+)` \|$", (ROOT / "docs" / "where-is.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(answers) == 20 and all((ROOT / answer).is_file() for answer in answers)
