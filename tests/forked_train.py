@@ -19,7 +19,7 @@ class ForkedTrain:
     """The process of `train.py WORDS`, in a session of its own, without the interpreter's start and end.
 
     The process that forks must run one thread only. The names are those of subprocess.Popen. stdout, stderr: open files
-    or descriptors. environment: is added to that of this process. prepare: is called in the fork first.
+    or descriptors. environment: is added to that of this process. prepare: is called in the fork first. main: the command, if it is another.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class ForkedTrain:
         stderr: int | IO[Any],
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
+        main: Callable[[list[str]], int] = train,
     ) -> None:
         self.returncode: int | None = None
         for stream in (sys.stdout, sys.stderr):
@@ -43,7 +44,7 @@ class ForkedTrain:
             sys.argv, tempfile.tempdir = ["train.py", *words], None
             if prepare:
                 prepare()
-            run_and_leave(words)
+            run_and_leave(main, words)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -61,11 +62,11 @@ class ForkedTrain:
             os.kill(self.pid, number)
 
 
-def run_and_leave(words: list[str]) -> None:
+def run_and_leave(main: Callable[[list[str]], int], words: list[str]) -> None:
     """What train.py does, in the fork, which must not go on with the program of its parent."""
     code: Any = 1
     try:
-        command_line.run(train, words)
+        command_line.run(main, words)
     except SystemExit as left:
         code = left.code
     except BaseException:
