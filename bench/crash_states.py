@@ -65,7 +65,7 @@ RUN = [
 ]  # fmt: skip
 MOST_UNSYNCED = 8
 OPTIONAL = ("runs/a/lens", "runs/a/run.html", "runs/a/run.log")  # a run goes on without them, and says so
-NO_RESULT = (".lock", "run.log")
+NO_RESULT = (".lock", "run.log", "verified.json")  # verified.json: times at which the shards were read
 State = dict[str, bytes | None]  # path -> content; None for a folder
 
 
@@ -274,24 +274,25 @@ def read_state(disk: Path) -> State:
 
 
 def outcome(state: State) -> dict[str, Any]:
-    """What must be equal: all files, without times and without the random id of the run."""
+    """What must be equal: all files, without times, the random id of the run, and files that no reader opens."""
     return {path: without_times(Path(path), content) for path, content in state.items()
-            if content is not None and Path(path).name not in NO_RESULT}  # fmt: skip
+            if content is not None and Path(path).name not in NO_RESULT and not is_unfinished(Path(path))}  # fmt: skip
 
 
 def without_times(path: Path, content: bytes) -> Any:
     if path.suffix == ".jsonl":
-        return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS - {"checkpoint"}} for line in content.splitlines()]
+        return [
+            {k: v for k, v in json.loads(line).items() if k not in TIMINGS - {"checkpoint"}}
+            for line in content.splitlines()
+        ]
     if path.name == "run.html":
         head, tail = content.decode().split('{"title"', 1)
         data, end = json.JSONDecoder().raw_decode('{"title"' + tail)
         rows = [row[:6] + row[9:] for row in data["rows"]]  # without speed, memory and time
         return [head, without_keys(data | {"rows": rows}, {"seconds"}), ('{"title"' + tail)[end:]]
-    if path.name in ("state.json", "manifest.json", "run.json", "verified.json", "README.md", "proof.json"):
+    if path.name in ("state.json", "manifest.json", "run.json"):
         with contextlib.suppress(ValueError):
             loaded = json.loads(content)
-            if path.name == "verified.json":
-                return sorted(loaded)
             changing = {"seconds", "run"} if path.name != "manifest.json" else {"state.json"}
             return without_keys(loaded, changing)
     return content
@@ -363,6 +364,8 @@ def resumed(setting: Setting, name: str, state: State, disk: Path) -> dict[str, 
     write_state(state, disk)
     code, _, errors = setting.run_alone(disk)
     row: dict[str, Any] = {"state": name}
+    if any(is_unfinished(path) for path in disk.rglob("*")):
+        row["left_over"] = True
     if not (code == 0 or (code == 2 and setting.done and setting.done in errors)):
         row["ended"] = f"exit code {code}: {errors[-600:]}"
     if different := differing(outcome_on(disk), setting.reference):
@@ -437,7 +440,9 @@ def failed(setting: Setting, number: int, error: int, disk: Path) -> dict[str, A
 
 def text_state() -> State:
     stdlib, state = Path(sysconfig.get_paths()["stdlib"]), {"text": None}
-    return state | {f"text/{name}": (stdlib / name).read_bytes()[:1500] for name in ("bisect.py", "heapq.py", "copy.py")}
+    return state | {
+        f"text/{name}": (stdlib / name).read_bytes()[:1500] for name in ("bisect.py", "heapq.py", "copy.py")
+    }
 
 
 def settings(disk: Path, only: list[str]) -> Iterator[Setting]:
@@ -462,7 +467,9 @@ def settings(disk: Path, only: list[str]) -> Iterator[Setting]:
         if setting.name == "import":
             write_state(finished, disk)
             Setting("", export, {}, andrea_main).run_alone(disk)
-            setting.before = {path: content for path, content in read_state(disk).items() if path.startswith("exported")}
+            setting.before = {
+                path: content for path, content in read_state(disk).items() if path.startswith("exported")
+            }
         if setting is not run:
             enumerated(setting, disk)
         yield setting
@@ -498,7 +505,7 @@ def all_of(jobs: list[tuple[Callable, tuple]], processes: int) -> list[dict[str,
             if len(rows) % 100 == 0:
                 print(f"{len(rows)} of {len(jobs)}", flush=True)
             if {"ended", "different", "resumed"} & row.keys():
-                print(json.dumps(row, ensure_ascii=False)[:1500], flush=True)
+                print(json.dumps(row, ensure_ascii=False)[:300], flush=True)
         pool.close()
         pool.join()
     return rows
@@ -512,7 +519,7 @@ def judged_number(number: int) -> dict[str, Any]:
 
 
 def counts_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    counts = {key: sum(key in row for row in rows) for key in ("ended", "different", "resumed", "without")}
+    counts = {key: sum(key in row for row in rows) for key in ("ended", "different", "resumed", "without", "left_over")}
     counts["tracebacks"] = sum("Traceback" in row.get("ended", "") for row in rows)
     return {"commands": len(rows), **counts, "exit_codes": dict(Counter(str(row.get("exit_code")) for row in rows))}
 
@@ -539,12 +546,17 @@ def main() -> None:
             if not chosen.no_states:
                 jobs = [(resumed, (setting, *each)) for each in states[: chosen.at_most]]
                 rows = all_of(jobs, chosen.jobs)
-                record["resumed"] = counts_of(rows) | {"findings": [row for row in rows if len(row) > 1]}
+                record["resumed"] = counts_of(rows) | {
+                    "findings": [row for row in rows if {"ended", "different"} & row.keys()]
+                }
             if not chosen.no_failures:
                 jobs = [(failed, (setting, *each)) for each in failures[: chosen.at_most]]
                 rows = all_of(jobs, chosen.jobs)
                 bad = [row for row in rows if {"ended", "different", "resumed"} & row.keys()]
-                record["failed"] = counts_of(rows) | {"errnos": dict(Counter(row["errno"] for row in rows)), "findings": bad}
+                record["failed"] = counts_of(rows) | {
+                    "errnos": dict(Counter(row["errno"] for row in rows)),
+                    "findings": bad,
+                }
             records[setting.name] = record
             write_record(chosen.output, "crash-states", "cpu", {"rows": records})
             print(setting.name, json.dumps({k: {a: b for a, b in v.items() if a != "findings"} if isinstance(v, dict) else v

@@ -36,7 +36,17 @@ NAMES = {number: (name, kinds) for name, (number, kinds) in CALLS.items()}
 SAME = {"creat": "open", "openat": "open", "mkdirat": "mkdir", "renameat": "rename", "renameat2": "rename",
         "linkat": "link", "fdatasync": "fsync", "ftruncate": "truncate", "newfstatat": "stat", "lstat": "stat",
         "statx": "stat", "faccessat": "access", "faccessat2": "access", "readlinkat": "readlink"}  # fmt: skip
-NOT_KNOWN = {"sendfile", "symlink", "symlinkat", "fallocate", "copy_file_range", "pwritev", "pwritev2", "openat2", "link"}
+NOT_KNOWN = {
+    "sendfile",
+    "symlink",
+    "symlinkat",
+    "fallocate",
+    "copy_file_range",
+    "pwritev",
+    "pwritev2",
+    "openat2",
+    "link",
+}
 ALLOW, NOTIFY = 0x7FFF0000, 0x7FC00000
 NOTICE_BYTES, RECEIVE, ANSWER = 80, 0xC0502100, 0xC0182101  # <linux/seccomp.h>: struct seccomp_notif and its ioctls
 LONGEST_S = 120.0  # of one command: longer is a hang
@@ -141,7 +151,9 @@ def with_details(pid: int, name: str, paths: list[str], arguments: tuple[int, ..
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC if name == "creat" else arguments[1 + (name == "openat")]
         return Call(plain, path, flags=flags, changes=bool(flags & (os.O_CREAT | os.O_TRUNC)))
     if plain == "mmap":
-        assert not (arguments[2] & 2 and arguments[3] & 1), f"{path} is mapped for writing: replaying it is not written yet"
+        assert not (arguments[2] & 2 and arguments[3] & 1), (
+            f"{path} is mapped for writing: replaying it is not written yet"
+        )
     if plain in ("write", "pwrite64", "writev"):
         at = ctypes.c_int64(arguments[3]).value if plain == "pwrite64" else position(pid, arguments[0])
         if name == "writev":

@@ -19,7 +19,8 @@ class ForkedTrain:
     """The process of `train.py WORDS`, in a session of its own, without the interpreter's start and end.
 
     The process that forks must run one thread only. The names are those of subprocess.Popen. stdout, stderr: open files
-    or descriptors. environment: is added to that of this process. prepare: is called in the fork first. main: the command, if it is another.
+    or descriptors. environment: is added to that of this process. prepare: is called in the fork first.
+    main: the command.
     """
 
     def __init__(

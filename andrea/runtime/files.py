@@ -126,6 +126,12 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def flush_files_of(folder: Path) -> None:
+    """Flush the files in `folder`, which has no folders in it, and the list of their names. Raises OSError."""
+    for path in (*folder.iterdir(), folder):
+        flush_to_disk(path)
+
+
 def read_plain_file(path: Path, most_bytes: int) -> bytes:
     """The content of a small file that may come from somebody else.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
-from andrea.runtime.files import from_json, read_plain_file, replace_text
+from andrea.runtime.files import from_json, read_plain_file
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
 from andrea.text.listing import Selection
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
@@ -291,7 +291,7 @@ def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
             )
     if stamps != known:
         with contextlib.suppress(OSError):  # in a read-only folder every start verifies the shards again
-            replace_text(verified_file, json.dumps(stamps, indent=1))
+            verified_file.write_text(json.dumps(stamps, indent=1))  # half of it, after a crash, is like none
 
 
 def stamp_of(path: Path) -> list[int]:

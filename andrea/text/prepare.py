@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from andrea.config import TokenizerConfig, UserError
-from andrea.runtime.files import exclusive_lock, remove_unfinished, replace_text, size_words
+from andrea.runtime.files import (
+    exclusive_lock,
+    flush_files_of,
+    flush_to_disk,
+    remove_unfinished,
+    replace_text,
+    size_words,
+)
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
 from andrea.text.shards import ShardSource, ShardWriter, open_shard, split_shards
 from andrea.text.sources import Piece, Report, Source, Split
@@ -137,6 +144,7 @@ def encode_source(
                     last_report = time.monotonic()
                     encoded_bytes = shard_bytes + sum(splits[other]["bytes"] for other in SPLITS)
                     report(f"{source.name}: encoded {size_words(encoded_bytes)} of {size_words(total_bytes)}")
+            flush_files_of(folder)  # first: what progress.json lists must survive a loss of power
             replace_text(progress_file, json.dumps(splits, indent=1))
     for split in SPLITS:
         if sum(shard["tokens"] for shard in splits[split]["shards"]) < 2:
@@ -250,7 +258,9 @@ def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], rep
     fingerprint = fingerprint_of(tokenizer.identity, meta)
     head = {"format_version": FORMAT_VERSION, "source": folder.source.name, "tokenizer": tokenizer.identity}
     replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
+    flush_files_of(folder.partial)
     os.replace(folder.partial, folder.path)
+    flush_to_disk(folder.path.parent)
     train_size, val_size = (size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
     report(
         f"{folder.source.name}: prepared {train_size} of training text and {val_size} of validation text in "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, step_name
-from andrea.runtime.files import from_json, read_plain_file, replace_text, storing
+from andrea.runtime.files import flush_to_disk, from_json, read_plain_file, replace_text, storing
 
 MARK = "run.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
@@ -52,6 +52,8 @@ def mark(folder: Path, run_id: str | None) -> str:
         found = run_id or secrets.token_hex(8)
         with storing(folder / MARK):
             replace_text(folder / MARK, json.dumps({"run": found}) + "\n")
+            for changed in (folder, folder.parent):  # without its mark, the folder would be a stranger's
+                flush_to_disk(changed)
     return found
 
 
