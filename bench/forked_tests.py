@@ -32,9 +32,6 @@ import torch.distributed.checkpoint  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 from mutations import ROOT
 
-with contextlib.suppress(ImportError):  # an extra
-    import torchao.float8  # noqa: F401
-
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 WAITING = 5
 MEMORY_BYTES, FILE_BYTES = 12 << 30, 4 << 30  # of one process, which a mutant may ask for without end

@@ -270,20 +270,13 @@ def parse() -> argparse.Namespace:
     return chosen
 
 
-def find_gpu(driver: Driver) -> bool:
-    """Names the GPU in the log. Returns whether it multiplies in 8 bits, and torchao is there; says why not."""
+def find_gpu(driver: Driver) -> None:
+    """Names the GPU in the log."""
     found = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if found.returncode:
         raise SystemExit(found.stderr.strip().rpartition("\n")[2])
     name, capability, torch_version = json.loads(found.stdout.strip().rpartition("\n")[2])
     driver.say(f"{name}, compute capability {capability[0]}.{capability[1]}, torch {torch_version}")
-    if tuple(capability) < (8, 9):
-        driver.say("products in 8 bits are left out: they need compute capability 8.9 or higher")
-        return False
-    if importlib.util.find_spec("torchao") is None:
-        driver.say("products in 8 bits are left out: torchao is not installed (see --needs)")
-        return False
-    return True
 
 
 def main() -> int:
@@ -292,14 +285,14 @@ def main() -> int:
         print("\n".join(needs() if chosen.needs else summary(chosen.summary)))
         return 0
     scratch = chosen.scratch or Path(tempfile.mkdtemp(prefix="andrea-gpu-"))
-    call = Call(scratch.resolve(), chosen.rehearse, False, chosen.shards and chosen.shards.resolve())
+    call = Call(scratch.resolve(), chosen.rehearse, chosen.shards and chosen.shards.resolve())
     driver = Driver(chosen, call)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, raise_stopped)
     code = 0
     try:
-        float8 = importlib.util.find_spec("torchao") is not None if chosen.rehearse else find_gpu(driver)
-        driver.call = Call(call.scratch, call.rehearsal, float8, call.shards)
+        if not chosen.rehearse:
+            find_gpu(driver)
         for name, part in PARTS.items():
             if not chosen.parts or name in chosen.parts:
                 driver.run_part(name, part)

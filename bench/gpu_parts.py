@@ -15,11 +15,10 @@ LIKE_ITS_PEER = "--model andrea-12m --vocabulary 20000"  # small, and within 2 %
 
 @dataclass(frozen=True)
 class Call:
-    """What the commands depend on. float8: whether products in 8 bits are measured. shards: prepared token shards."""
+    """What the commands depend on. shards: prepared token shards."""
 
     scratch: Path
     rehearsal: bool
-    float8: bool
     shards: Path | None
 
     @property
@@ -76,8 +75,7 @@ def train(call: Call) -> list[Command]:
 
 
 def training(call: Call, words: list[str]) -> list[str]:
-    float8 = ["--float8"] if call.float8 else []
-    return ["bench/train.py", "--device", call.device, "--optimizer", "muon", *float8, *words]
+    return ["bench/train.py", "--device", call.device, "--optimizer", "muon", *words]
 
 
 def checks(call: Call) -> list[Command]:
@@ -184,5 +182,4 @@ WHEELS = {
     "hydra-core": ("hydra", "run memory"),
     "omegaconf": ("omegaconf", "run memory (hydra imports it)"),
     BUILT: ("antlr4", "run memory (omegaconf imports it)"),
-    "torchao": ("torchao", "train sizes, for products in 8 bits; optional"),
 }

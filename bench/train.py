@@ -35,7 +35,6 @@ from andrea.attention import Case, DotProduct, causal
 from andrea.attention.implementations.fastest import measure
 from andrea.config import ModelConfig
 from andrea.runtime.device import WEIGHT_DTYPE, autocast, choose_precision, keep_freed_memory
-from andrea.training.float8 import check_float8, to_float8
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.strategy import SingleProcess
@@ -55,9 +54,6 @@ def main() -> None:
     )
     parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="this project's")
     parser.add_argument("--compile", choices=("on", "blocks", "off"), default="on", help="this project's")
-    parser.add_argument(
-        "--float8", action="store_true", help="this project's once more, its blocks multiplying in 8 bits"
-    )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["fp32"], help="how Hugging Face's model runs")
     parser.add_argument("--attention", default="auto", help="this project's attention.implementation")
     chosen = arguments(parser)
@@ -68,7 +64,6 @@ def main() -> None:
     names.append(
         f"andrea, {chosen.precision}{dict(on=', compiled', blocks=', blocks compiled', off='')[chosen.compile]}, {chosen.optimizer}"
     )
-    names += [f"{names[-1]}, float8"] if chosen.float8 else []
     workers = start_workers(names)
     assert_same_size(worker.facts["parameters"] for worker in workers.values())
     report = Report(
@@ -98,10 +93,6 @@ def contest(chosen: argparse.Namespace) -> None:
     assert precision != "fp16", "fp16 needs a loss scale, which this bench leaves out; use --precision fp32"
     attention = choose_attention(config, precision, chosen)
     andrea = make_andrea(config, chosen.vocabulary, chosen.device, attention)
-    if mode.endswith("float8"):
-        if chosen.device != "cpu":  # where the program alone is tried
-            check_float8(config, torch.device(chosen.device), precision)
-        to_float8(andrea.blocks)
     facts = {"parameters": count_weights(andrea), "precision": precision, "attention": attention, "batch": batch}
     run, warm = andrea_steps(andrea, text, precision, chosen)
     serve(run, chosen.device, warm if chosen.accumulate > 1 else None, **facts)

@@ -34,7 +34,7 @@ def one_product_is_faster(x: Tensor) -> bool:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a call of the layer is a product with its weight and nothing else: no adapter, no fp8, no hook."""
+    """Whether a call of the layer is a product with its weight and nothing else: no adapter, no hook."""
     return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
 
 

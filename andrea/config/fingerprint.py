@@ -29,7 +29,8 @@ def recipe_values(config: RunConfig) -> dict[str, Any]:
     same when a key is added whose default is the old behaviour.
     """
     values: dict[str, Any] = {"train.tokens_per_step": config.tokens_per_step}
-    values |= {key: True for key in ("float8", "bf16_residual") if getattr(config, key)}
+    if config.bf16_residual:
+        values["bf16_residual"] = True
     for group, left_out in NOT_LEARNED.items():
         part = getattr(config, group)
         for field in dataclasses.fields(part):

@@ -285,7 +285,6 @@ class RunConfig:
     health: HealthConfig
     parallel: ParallelConfig
     train: TrainConfig
-    float8: bool = False
     bf16_residual: bool = False
     trust: bool = False
 

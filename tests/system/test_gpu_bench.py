@@ -108,7 +108,7 @@ def test_what_a_bare_machine_needs_is_listed_with_the_one_that_has_no_wheel() ->
     assert done.returncode == 0, done.stderr
     assert "pip wheel --no-deps -w wheels antlr4-python3-runtime==" in done.stdout
     downloaded = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("numpy==")).split()
-    for name in ("hydra-core", "omegaconf", "safetensors", "transformers", "torchao"):
+    for name in ("hydra-core", "omegaconf", "safetensors", "transformers"):
         assert f"  {name} " in done.stdout and any(word.startswith(f"{name}==") for word in downloaded)
     assert not any(word.startswith(("antlr4", "triton")) for word in downloaded)  # no wheel; torch's own version
 

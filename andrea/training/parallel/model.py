@@ -11,7 +11,6 @@ from andrea.model import GPT, initialise
 from andrea.model.transfer import Transfer
 from andrea.runtime.device import WEIGHT_DTYPE
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.float8 import to_float8
 from andrea.training.parallel.ddp import DataParallel
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import Ranks
@@ -33,8 +32,6 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | Non
 
 def blank_model(config: RunConfig, tokenizer: Tokenizer) -> GPT:
     model = GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
-    if config.float8:
-        to_float8(model.blocks)
     model.has_bf16_residual = config.bf16_residual
     return model
 

@@ -17,7 +17,6 @@ from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import WEIGHT_DTYPE, Choice, choose_precision, choose_threads
 from andrea.text.corpus import Corpus
-from andrea.training.float8 import check_float8
 from andrea.training.heads import measures_every_step
 from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
 from andrea.training.planning.micro_batch import micro_batches_that_fit
@@ -61,8 +60,6 @@ def resolve(
     steps = planned_steps or config.steps
     threads = choose_threads(config.threads)
     precision = with_origin(choose_precision(config.precision, device), config.precision, "precision" in left_auto)
-    if config.float8:
-        check_float8(config.model, device, precision.value)
     check_residual(config, precision.value)
     flops = config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
     compile_ = with_origin(choose_compile(config.compile, device, flops), config.compile, "compile" in left_auto)
@@ -94,8 +91,6 @@ def resolve(
         *decay_lines(asked, config, corpus),
         *part_lines(asked, config, corpus),
     ]
-    if config.float8:
-        lines.append("float8: the matrix products of the blocks are computed in 8 bits")
     if config.bf16_residual:
         lines.append("bf16_residual: the sum that each block adds to is kept in bf16")
     if ranks.started_by_torchrun:

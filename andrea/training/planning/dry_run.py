@@ -12,7 +12,6 @@ from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision
 from andrea.training.expected.curves import ExpectedCurves
-from andrea.training.float8 import check_float8
 from andrea.training.planning.auto import check_residual
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, FREE_ON_CARD, USABLE_SHARE, Placement, free_bytes
@@ -34,8 +33,6 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
     n_vocab = checkpoint.tokenizer().n_vocab if checkpoint else planned_vocabulary(config)
     device = choose_device(config.device)
     precision = choose_precision(config.precision, device)
-    if config.float8:
-        check_float8(config.model, device, precision.value)
     check_residual(config, precision.value)
     placement, free = Placement(device, precision.value), free_bytes(device)
     micro_batch = config.train.micro_batch

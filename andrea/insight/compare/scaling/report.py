@@ -22,7 +22,6 @@ MAY_DIFFER = {
     "seed",
     "device",
     "precision",
-    "float8",
     "bf16_residual",
     "compile",
     "deterministic",
