@@ -32,6 +32,7 @@ True
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -39,6 +40,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from andrea.attention.shapes import shared_by_group
 from andrea.config import UserError
 from andrea.runtime.own_parts import is_own, own_class
 
@@ -209,14 +211,16 @@ BUILT_IN = {
 }
 COMPATIBILITIES = tuple(BUILT_IN)
 KEY = "attention.compatibility"
+LARGEST_ROUNDING = 1e-3  # of a score computed in two ways in fp32, relative to the largest score
 
 
-def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
+def make_compatibility(name: str, n_head: int, d_head: int, n_kv_head: int | None = None) -> Compatibility:
     """Build the function `name`: one of COMPATIBILITIES, or the dotted path of a class of the user's own.
 
     It is built for n_head heads whose queries and keys have width d_head. Its constructor may have any of the
-    parameters n_head, d_head, d_query, d_key and n_hidden; the last four are set to d_head.
-    Raises UserError if the class may not be imported, has no `scores`, or requires other arguments.
+    parameters n_head, d_head, d_query, d_key and n_hidden; the last four are set to d_head. n_kv_head: the heads of the
+    keys; n_head if None. Raises UserError if the class may not be imported, has no `scores`, requires other arguments, or
+    fails `check_own`.
     """
     kind = own_class(KEY, name, Compatibility) if is_own(name) else BUILT_IN[name]
     offered = {"n_head": n_head, "d_head": d_head, "d_query": d_head, "d_key": d_head, "n_hidden": d_head}
@@ -233,4 +237,63 @@ def make_compatibility(name: str, n_head: int, d_head: int) -> Compatibility:
         raise UserError(
             f"{KEY}={name} cannot be made: {wanted}; a constructor may have the arguments {', '.join(offered)}"
         )
-    return kind(**{each.name: offered[each.name] for each in parameters if each.name in offered})
+    arguments = {each.name: offered[each.name] for each in parameters if each.name in offered}
+    if is_own(name):
+        check_own(name, kind, tuple(arguments.items()), n_head, d_head, n_kv_head or n_head)
+    return kind(**arguments)
+
+
+@functools.lru_cache
+def check_own(name: str, kind: type[Compatibility], arguments: tuple, n_head: int, d_head: int, n_kv_head: int) -> None:
+    """Try a user's function on random queries and keys, once for each class and shape.
+
+    Raises UserError if its results have wrong shapes, or if `lower` does not give `scores`: training computes `lower`
+    alone, so a mistake there would never show. Parameters often start at 0 or 1, where a forgotten one does not show
+    either; therefore they are compared as they start, and again after a random change.
+    """
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(2, n_head, 3, d_head, generator=generator)
+        key = torch.randn(2, n_kv_head, 5, d_head, generator=generator)
+        function = kind(**dict(arguments)).eval()
+        function.initialise(generator)
+        for _ in range(2):
+            scores = function.scores(query, shared_by_group(key, query))
+            check_shape(name, "scores", scores, (2, n_head, 3, 5), f"(…, {n_head} heads, queries, keys)")
+            if function.lowers:
+                check_same(name, scores, dot_products(name, function.lower(query, key), query, key))
+            for parameter in function.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def dot_products(name: str, lowered: tuple[Tensor, Tensor], query: Tensor, key: Tensor) -> Tensor:
+    """The scores (B, H, T, S) that `lower` stands for. Raises UserError for another result than two fitting tensors."""
+    if not (isinstance(lowered, tuple) and len(lowered) == 2):
+        raise UserError(f"{KEY}={name}: `lower` must return a query and a key, got {type(lowered).__name__}")
+    width = getattr(lowered[0], "shape", (0,))[-1]
+    for part, result, given in zip(("query", "key"), lowered, (query, key), strict=True):
+        *leading, n_row, _ = given.shape
+        check_shape(name, f"lower's {part}", result, (*leading, n_row, width), f"those of its {part}, of one width")
+    return lowered[0] @ shared_by_group(lowered[1], query).mT
+
+
+def check_shape(name: str, what: str, result: object, expected: tuple[int, ...], words: str) -> None:
+    shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    if shape != expected:
+        raise UserError(f"{KEY}={name}: the shape of {what} must be {expected}, {words}, but it is {shape}")
+
+
+def check_same(name: str, scores: Tensor, lowered: Tensor) -> None:
+    """Raises UserError, with the cell that differs most, unless both (B, H, T, S) are the same but for rounding."""
+    finite = scores[scores.isfinite()].abs()
+    tolerance = LARGEST_ROUNDING * (finite.max().item() if len(finite) else 1.0)
+    same = torch.isclose(scores, lowered, rtol=0, atol=tolerance, equal_nan=True)
+    if not same.all():
+        difference = (scores - lowered).abs().nan_to_num(torch.inf).masked_fill(same, -1)
+        cell = tuple(map(int, torch.unravel_index(difference.argmax(), scores.shape)))
+        _, head, i, j = cell
+        raise UserError(
+            f"{KEY}={name}: `lower` and `scores` differ: for query {i}, key {j}, head {head}, `scores` gives "
+            f"{scores[cell]:.5g}, and the dot product of what `lower` returns is {lowered[cell]:.5g}; correct one of them, "
+            f"or remove `lower`"
+        )

@@ -89,7 +89,8 @@ def exit_code_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
         if not is_out_of_memory(error):
             raise
         reason = one_line(str(error).partition("\n")[0])[:200]
-        print(f"error: {torchrun.rank_prefix()}out of memory ({reason}); {MORE_MEMORY}", file=sys.stderr)
+        shown = f"out of memory ({reason})" if reason else "out of memory"  # Python's own MemoryError says nothing
+        print(f"error: {torchrun.rank_prefix()}{shown}; {MORE_MEMORY}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

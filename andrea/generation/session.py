@@ -20,10 +20,11 @@ from andrea.checkpoint import Checkpoint, locate
 from andrea.checkpoint.model import load_model
 from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
-from andrea.generation.kernels.decode_cpp import library
+from andrea.generation.kernels.decode_cpp import SOURCE, library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, lines_of, replace_text, storing
+from andrea.runtime.native import REASONS
 from andrea.runtime.own_parts import allowing
 from andrea.runtime.streams import raise_output_failure
 from andrea.text.tokenizer import Tokenizer
@@ -76,7 +77,9 @@ def make_engine(
 def check_device_offers(precision: str, compile_: str, device: torch.device) -> None:
     """Raise UserError if precision=int8 or compile=on is impossible or useless on this device."""
     if precision == "int8" and device.type == "cpu" and library() is None:
-        raise UserError("precision=int8 needs a C++ compiler on a CPU; install g++, or use precision=bf16")
+        raise UserError(
+            f"precision=int8 needs our C++ kernel on a CPU, and there is none: {REASONS[SOURCE]}; or use precision=bf16"
+        )
     if precision == "int8" and device.type != "cpu" and compile_ == "off":
         raise UserError(
             f"precision=int8 is not faster on {device} without compile=on; add compile=on, or use precision=bf16"

@@ -63,7 +63,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, attention: AttentionConfig, layer: int, n_vocab: int) -> None:
         """layer: the block's number, counted from 0."""
         super().__init__()
-        compatibility = make_compatibility(attention.compatibility, config.n_head, config.head_width)
+        compatibility = make_compatibility(attention.compatibility, config.n_head, config.head_width, config.n_kv_head)
         if config.position == "rotary" and not compatibility.lowers:
             raise UserError(
                 f"attention.compatibility={attention.compatibility} has no method `lower`, which model.position=rotary needs; "

@@ -21,8 +21,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
 def make_mlp(config: ModelConfig) -> nn.Module:
     """The MLP that config.mlp names: a built-in one, or a class of the user's own by its dotted path.
 
-    A class of the user's own is built with (d_model, d_mlp, bias). Raises UserError if it may not be imported, or if a
-    checkpoint could not store it.
+    A class of the user's own is built with (d_model, d_mlp, bias). Raises UserError if it may not be imported, if a
+    checkpoint could not store it, or if its result has another shape than its input.
     """
     if is_own(config.mlp):
         mlp = own_class("model.mlp", config.mlp, nn.Module)(config.d_model, config.d_mlp, config.bias)
@@ -31,10 +31,26 @@ def make_mlp(config: ModelConfig) -> nn.Module:
                 f"model.mlp={config.mlp} has the buffer {min(kept)}, but a checkpoint holds parameters only; register it "
                 f"with persistent=False, or make it a parameter"
             )
+        check_shape(config, mlp)
         return mlp
     if config.mlp == "swiglu":
         return SwiGLU(config.d_model, config.d_mlp, config.bias)
     return MLP(config.d_model, config.d_mlp, config.bias, ACTIVATIONS[config.mlp])
+
+
+def check_shape(config: ModelConfig, mlp: nn.Module) -> None:
+    """Raises UserError unless a user's MLP gives x (B, T, d_model) for such an x."""
+    x = torch.zeros(2, 3, config.d_model)
+    if x.is_meta:  # a model that is only counted; an operation of the user's may know no such tensors
+        return
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        y = mlp.eval()(x)
+    mlp.train()
+    shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+    if shape != tuple(x.shape):
+        raise UserError(
+            f"model.mlp={config.mlp}: for x {tuple(x.shape)} its result must have this shape, but it is {shape}"
+        )
 
 
 class RMSNorm(nn.RMSNorm):

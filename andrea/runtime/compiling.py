@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -46,6 +47,8 @@ def configure_compiler(device: torch.device) -> None:
     functions of their arguments. On a CPU, torch.compile spends about ten seconds on programs that test the vector
     instructions. These tests are skipped, because every recent g++ knows all the instructions that a processor lists.
     """
+    if device.type != "cuda":  # torch builds its CPU code by a module that warns of an unused CUDA compiler
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch._functorch import config as autograd_settings
     from torch._inductor import config as compiler_settings
 

@@ -37,18 +37,26 @@ LONGEST_LOAD_SECONDS = 60
 LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
 
 
+REASONS: dict[Path, str] = {}  # why `compiled_library` has no functions of a file
+
+
 class NotCompiled(Exception):
-    """The compiler refuses the file. The message is its first line."""
+    """The compiler refuses the file. The message is its first error."""
 
 
 @functools.cache
 def compiled_library(source: Path) -> ctypes.CDLL | None:
-    """The functions of a C++ file. None without a compiler; None and a warning if the file cannot be compiled or loaded."""
+    """The functions of a C++ file. None without a compiler; None and a warning if the file cannot be compiled or loaded.
+
+    REASONS then says why.
+    """
     if sys.platform != "linux":
+        REASONS[source] = "our C++ is compiled on Linux only"
         return None
     try:
         compiler = shlex.split(os.environ.get("CXX", "g++")) or [""]
         if shutil.which(compiler[0]) is None:
+            REASONS[source] = f"no C++ compiler is found ({compiler[0] or 'CXX is empty'}); install g++"
             return None
         name, folder = library_name(source, compiler), cache_folder()
         if folder is not None:
@@ -58,7 +66,7 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
             build(Path(temporary) / name, source, compiler)
             return ctypes.CDLL(str(Path(temporary) / name))  # usable after its file is removed
     except (NotCompiled, OSError, ValueError) as error:  # ValueError: a quote in CXX is not closed
-        reason = str(error).partition("\n")[0]
+        reason = REASONS[source] = str(error).partition("\n")[0]
         warnings.warn(f"{source.name} was not compiled; torch's kernels are used instead: {reason}", stacklevel=2)
         return None
 
@@ -94,7 +102,9 @@ def build(path: Path, source: Path, compiler: list[str]) -> None:
     """Compile the file, and load the library in a separate process. Raises NotCompiled, or OSError if loading fails."""
     compiled = subprocess.run([*compiler, *FLAGS, str(source), "-o", path], capture_output=True)
     if compiled.returncode:
-        raise NotCompiled(compiled.stderr.decode(errors="replace").strip().partition("\n")[0])
+        lines = compiled.stderr.decode(errors="replace").strip().split("\n")  # the first may only name a function
+        first_error = next((line for line in lines if "error" in line), lines[0])
+        raise NotCompiled(first_error or f"{compiler[0]} ended with exit code {compiled.returncode}")
     try:
         loaded = subprocess.run(
             [sys.executable, "-I", "-S", "-c", LOAD, str(path)], capture_output=True, timeout=LONGEST_LOAD_SECONDS

@@ -66,6 +66,16 @@ class Buffered(Gated):
         self.register_buffer("mean", torch.zeros(d_model))
 
 
+class Widening(Gated):
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Doubled(Tempered):
+    def lower(self, query, key):
+        return 2 * query, key
+
+
 class Wanting(Compatibility):
     def __init__(self, n_planets):
         super().__init__()
@@ -207,6 +217,8 @@ if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] ==
         ("attention.compatibility=my_module.Compatibility", "cannot be made: it has no method `scores`"),
         ("model.mlp=my_module.not_a_class", "not_a_class is 3; it must be a subclass of torch.nn"),
         ("model.mlp=my_module.Buffered", "has the buffer mean"),
+        ("model.mlp=my_module.Widening", r"its result must have this shape, but it is \(2, 3, \d+\)"),
+        ("attention.compatibility=my_module.Doubled", "`lower` and `scores` differ: for query"),
     ],
 )
 def test_what_is_no_such_class_is_refused_by_name(train, place: Path, word: str, message: str) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
+from torch import nn
 
 from andrea.attention import (
     COMPATIBILITIES,
     Additive,
     Bilinear,
+    Compatibility,
     Cosine,
     DotProduct,
     ScaledDotProduct,
@@ -18,6 +21,8 @@ from andrea.attention import (
     causal,
     make_compatibility,
 )
+from andrea.config import UserError
+from andrea.runtime.own_parts import allowing
 
 
 def test_hand_solved_scores():
@@ -168,3 +173,114 @@ def test_variance_of_random_scores(d_k):
 def test_what_learns_nothing_has_no_parameters():
     learned = {name: sum(p.numel() for p in make_compatibility(name, 3, 7).parameters()) for name in COMPATIBILITIES}
     assert learned == {"scaled_dot": 0, "dot": 0, "bilinear": 3 * 49, "cosine": 3, "additive": 3 * (49 + 49 + 7)}
+
+
+class OfAUser(Compatibility):
+    """The dot product times a factor per head; the subclasses make one mistake each."""
+
+    def __init__(self, n_head):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(n_head))
+
+    def scores(self, query, key):
+        return query @ key.mT * self.factor[:, None, None]
+
+    def lower(self, query, key):
+        return query * self.factor[:, None, None], key
+
+
+class Doubled(OfAUser):
+    def lower(self, query, key):
+        return 2 * query, key
+
+
+class Forgetful(OfAUser):
+    def lower(self, query, key):
+        return query, key  # as long as the factor is 1, this is right
+
+
+class OneCell(OfAUser):
+    def scores(self, query, key):
+        scores = super().scores(query, key)
+        scores[0, 1, 2, 3] += 100
+        return scores
+
+
+class Transposed(OfAUser):
+    def scores(self, query, key):
+        return super().scores(query, key).mT
+
+
+class NoTensor(OfAUser):
+    def scores(self, query, key):
+        return "scores"
+
+
+class OnlyQuery(OfAUser):
+    def lower(self, query, key):
+        return query
+
+
+class ManyKeys(OfAUser):
+    def lower(self, query, key):
+        return query, torch.cat([key, key], dim=-2)
+
+
+class Narrow(OfAUser):
+    def lower(self, query, key):
+        return query, key[..., :-1]
+
+
+class Unbounded(OfAUser):
+    def scores(self, query, key):
+        return (query @ key.mT * self.factor[:, None, None]).log()  # NaN for half of the cells
+
+    lower = Compatibility.lower
+
+
+def made_by_a_user(kind, **shape):
+    path = f"{__name__}.{kind.__name__}"
+    with allowing([path]):
+        return make_compatibility(path, **{"n_head": 2, "d_head": 7, **shape})
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Doubled,
+            r"`lower` and `scores` differ: for query \d, key \d, head \d, `scores` gives (\S+), and .* is (\S+);",
+        ),
+        (Forgetful, "`lower` and `scores` differ"),
+        (OneCell, "for query 2, key 3, head 1, `scores` gives"),
+        (Transposed, r"the shape of scores must be \(2, 2, 3, 5\), .*, but it is \(2, 2, 5, 3\)"),
+        (NoTensor, r"the shape of scores must be \(2, 2, 3, 5\), .*, but it is str"),
+        (OnlyQuery, "`lower` must return a query and a key, got Tensor"),
+        (ManyKeys, r"the shape of lower's key must be \(2, 2, 5, 7\), .*, but it is \(2, 2, 10, 7\)"),
+        (Narrow, r"the shape of lower's key must be \(2, 2, 5, 7\), .*, but it is \(2, 2, 5, 6\)"),
+    ],
+)
+def test_a_user_s_mistake_is_one_line_when_the_function_is_made(kind, message):
+    with pytest.raises(UserError, match=message) as raised:
+        made_by_a_user(kind)
+    assert "\n" not in str(raised.value) and kind.__name__ in str(raised.value)
+    if kind is Doubled:
+        scores, lowered = map(float, re.search(message, str(raised.value)).groups())
+        assert lowered == pytest.approx(2 * scores, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [{}, {"n_head": 6, "n_kv_head": 2}, {"d_head": 1}])
+def test_a_sound_function_of_a_user_is_made_and_random_numbers_stay(shape):
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    assert torch.equal(made_by_a_user(OfAUser, **shape).factor, torch.ones(shape.get("n_head", 2)))
+    assert made_by_a_user(Unbounded, **shape).lowers is False
+    assert torch.equal(torch.rand(()), expected)
+
+
+def test_it_is_tried_where_a_model_is_only_counted_too():
+    with torch.device("meta"):
+        assert made_by_a_user(OfAUser, n_head=3).factor.is_meta
+        with pytest.raises(UserError, match="differ"):
+            made_by_a_user(Doubled, n_head=3)

@@ -17,7 +17,9 @@ from tiny_checkpoint import make_model, write_model
 
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
+from andrea.generation.kernels.decode_cpp import library
 from andrea.generation.session import read_prompt, sample
+from andrea.runtime.native import compiled_library
 from andrea.text.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -78,11 +80,26 @@ def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
         sample(config_of(tmp_path, compile="on"), torch.device("cpu"), torch.float32)
 
 
-def test_8_bits_without_a_compiler_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("/no/such/compiler", "no C.. compiler is found .*; install g"), ("false", "false ended with exit code 1;")],
+)
+@pytest.mark.filterwarnings("ignore:decode.cpp was not compiled")
+def test_8_bits_without_compiled_kernels_are_refused_with_the_reason(tmp_path, monkeypatch, compiler, reason):
     write(tmp_path)
-    monkeypatch.setattr("andrea.generation.session.library", lambda: None)
-    with pytest.raises(UserError, match="precision=int8 needs a C.. compiler on a CPU; install g"):
-        sample(config_of(tmp_path, precision="int8"), torch.device("cpu"), torch.float32)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", compiler)
+    caches = (library, compiled_library)
+    try:
+        for cache in caches:
+            cache.cache_clear()
+        with pytest.raises(
+            UserError, match=f"precision=int8 needs our C.. kernel on a CPU, and there is none: {reason}"
+        ):
+            sample(config_of(tmp_path, precision="int8"), torch.device("cpu"), torch.float32)
+    finally:
+        for cache in caches:
+            cache.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
 from pathlib import Path
 
@@ -41,6 +42,23 @@ def test_the_settings_follow_the_device_and_its_compiler(monkeypatch: pytest.Mon
             configure_compiler(torch.device(kind))
             assert compiler_settings.cpp.vec_isa_ok is expected, (version, kind)
             assert autograd_settings.autograd_cache_allow_custom_autograd_functions
+
+
+def test_compiling_for_a_cpu_says_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path, caplog) -> None:
+    """torch says it when the module is loaded; its search for a CUDA compiler is called again here."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "handlers", [])
+    logger.setLevel(logging.NOTSET)
+    cpp_extension._find_cuda_home()
+    assert "No CUDA runtime is found" in caplog.text
+    caplog.clear()
+    configure_compiler(CPU)
+    assert cpp_extension._find_cuda_home() == str(tmp_path) and not caplog.text
 
 
 def test_a_compiler_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

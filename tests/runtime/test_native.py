@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from andrea.runtime.native import COUNT, address, compiled_library
+from andrea.runtime.native import COUNT, REASONS, address, compiled_library
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="needs g++ on Linux")
 
@@ -68,11 +68,19 @@ def test_the_compiler_s_refusal_is_a_warning(source: Path, tmp_path: Path, monke
     with pytest.warns(UserWarning, match="twice.cpp was not compiled; torch's kernels are used instead: .*no-such-opt"):
         assert compiled_library(source) is None
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert "no-such-opt" in REASONS[source]
+
+
+def test_the_reason_is_the_first_error_not_the_line_that_names_its_function(source: Path) -> None:
+    source.write_text("int one() { return two; }\n")
+    with pytest.warns(UserWarning, match="error: .*two"):
+        assert compiled_library(source) is None
 
 
 def test_without_a_compiler_there_is_no_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     assert compiled_library(source) is None
+    assert REASONS[source] == "no C++ compiler is found (/no/such/compiler); install g++"
 
 
 def test_without_a_cache_to_write_to_it_is_compiled_elsewhere(

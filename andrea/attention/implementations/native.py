@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
-from andrea.attention.kernels.attend_cpp import library, native_attention
+from andrea.attention.kernels.attend_cpp import SOURCE, library, native_attention
 from andrea.attention.mask import Causal
 from andrea.attention.modifiers import alibi_slopes
+from andrea.runtime.native import REASONS
 
 D_STEP = 16  # the width of a head must be a multiple of this number
 
@@ -32,14 +33,14 @@ def refusal(case: Case) -> str | None:
         return "it needs equal numbers of queries and keys, both starting at position 0"
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % D_STEP:
         return f"it needs keys and values of equal width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
-    if not has_native():
-        return "it needs g++ and a processor with bf16 instructions (AVX512-BF16)"
-    return None
+    return reason_without_library()
 
 
 @torch.compiler.assume_constant_result
-def has_native() -> bool:
-    return library() is not None
+def reason_without_library() -> str | None:
+    if library() is not None:
+        return None
+    return REASONS.get(SOURCE, "it needs a processor with bf16 instructions (AVX512-BF16)")
 
 
 def run(case: Case) -> Result:
