@@ -24,7 +24,6 @@ from andrea.text.tokenizer import (
 )
 
 CONFIGS = ("tokenizer_config.json", "generation_config.json", "config.json")  # beside a tokenizer.json elsewhere
-USUAL_FRONT = "<|bos|>"  # which nanochat puts in front of every document; its end-of-text token ends an answer
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sha256 of its content)
     "vocab.bpe": (
@@ -209,8 +208,6 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{file} is not a tokenizer.json of the tokenizers library; copy it again") from None
     end = front_token(content) if file.exists() else None
-    if end is None:
-        end = ids.get(USUAL_FRONT)
     if end is None:
         end = named_end(file.parent, ids)
     if type(end) is not int:

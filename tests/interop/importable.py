@@ -52,7 +52,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", SMALL),  # biases of queries, keys and values alone
     "qwen2, windows": ("Qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "mistral": ("Mistral", SMALL | {"sliding_window": 7}),
-    "nanochat": ("NanoChat", SMALL),
     "qwen3": ("Qwen3", SMALL | {"head_dim": 16, "tie_word_embeddings": True}),  # heads wider than hidden_size / 4
     "qwen3, windows": (
         "Qwen3",

@@ -102,16 +102,6 @@ def test_the_tokenizer_is_the_librarys(models: Folder) -> None:
     assert ours.decode(ours.encode("<|endoftext|>")) == "<|endoftext|>" and 0 not in ours.encode("<|endoftext|>")
 
 
-def test_the_token_in_front_of_documents_is_nanochats_if_there_is_one(copied: Folder) -> None:
-    folder = copied("nanochat")
-    assert load_hf_tokenizer(folder).end_of_text == 0  # eos_token_id of config.json
-    plain = json.loads((folder / "tokenizer.json").read_text())
-    number = len(plain["model"]["vocab"])
-    plain["added_tokens"].append(dict(plain["added_tokens"][0], id=number, content="<|bos|>"))
-    (folder / "tokenizer.json").write_text(json.dumps(plain))
-    assert load_hf_tokenizer(folder).end_of_text == number
-
-
 def test_a_run_begins_with_such_a_folder(models: Folder, tmp_path: Path, short_text: Path, capsys) -> None:
     words = [
         f"init_from={models('llama')}",
@@ -332,8 +322,6 @@ def test_hostile_folders_of_gpt_neox_end_in_one_line(changes, message: str, copi
     ("family", "name"),
     [
         ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight"),
-        ("nanochat", "model.layers.0.self_attn.q_proj.weight"),
-        ("nanochat", "model.embed_tokens.weight"),
         ("qwen2", "model.layers.0.self_attn.o_proj.weight"),
     ],
 )
@@ -387,12 +375,12 @@ def test_what_transformers_and_published_files_hold_is_known(name: str, copied: 
     family, changes = PUBLISHED.get(name, (name, {}))
     folder = copied(family)
     edited(**changes)(folder)
-    assert importing.write_imported(folder, tmp_path / "in", str(folder), "model") == []
+    assert importing.write_imported(folder, tmp_path / "in", str(folder), "model")[1] == []
     assert main(["export", f"checkpoint={tmp_path / 'in'}", f"out={tmp_path / 'out'}"]) == 0
-    assert importing.write_imported(tmp_path / "out", tmp_path / "again", "out", "model") == []
+    assert importing.write_imported(tmp_path / "out", tmp_path / "again", "out", "model")[1] == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "nanochat", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3"])
 def test_an_unknown_setting_needs_a_proof(family: str, copied: Folder, tmp_path: Path, monkeypatch) -> None:
     folder = copied(family)
     edited(head_mixing=2)(folder)
@@ -408,15 +396,51 @@ def test_an_unknown_setting_needs_a_proof(family: str, copied: Folder, tmp_path:
     assert importing.imported_if_foreign(tmp_path / "in", tmp_path / "data") == tmp_path / "in"
 
 
-def test_code_in_the_folder_is_not_run(copied: Folder, tmp_path: Path) -> None:
-    folder = copied()
-    (folder / "modeling_andrea.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
-    edited(
-        model_type="andrea", auto_map={"AutoConfig": "modeling_andrea.A", "AutoModelForCausalLM": "modeling_andrea.B"}
-    )(folder)
-    with pytest.raises(UserError):
-        main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
+@pytest.fixture
+def with_evil_code(tmp_path: Path) -> Callable[[Path], None]:
+    """Puts code that leaves a mark when it is imported wherever a file of transformers can name code."""
+
+    def put(folder: Path) -> None:
+        code = f"open({str(tmp_path / 'run')!r}, 'w')\nclass Evil: pass\n"
+        for place in ("evil.py", "sub/evil.py", "custom_generate/generate.py", "modeling_llama.py", "tokenization.py"):
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_text(code)
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"})
+        )
+        (folder / "generation_config.json").write_text(json.dumps({"custom_generate": str(folder)}))
+        (folder / "adapter_config.json").write_text(json.dumps({"auto_mapping": {"base_model_class": "evil.Evil"}}))
+
+    return put
+
+
+@pytest.mark.parametrize("named", ["evil.Evil", "sub/evil.Evil", "sub.evil.Evil", "FOLDER--evil.Evil"])
+@pytest.mark.parametrize("family", ["llama", "ours"])
+def test_code_in_the_folder_is_not_run(
+    family: str, named: str, models: Folder, copied: Folder, with_evil_code, tmp_path: Path
+) -> None:
+    """Our own modeling_andrea.py lies beside it unchanged."""
+    folder = copied("gpt2")
+    if family == "ours":
+        assert main(["import", f"from={models('gpt_neox')}", f"out={tmp_path / 'first'}"]) == 0
+        folder = tmp_path / "ours"
+        assert main(["export", f"checkpoint={tmp_path / 'first'}", f"out={folder}"]) == 0
+        assert (folder / "modeling_andrea.py").exists()
+    with_evil_code(folder)
+    named = named.replace("FOLDER", str(folder))
+    edited(auto_map={kind: named for kind in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")})(folder)
+    assert main(["import", f"from={folder}", f"out={tmp_path / 'in'}"]) == 0
+    assert json.loads((tmp_path / "in" / "proof.json").read_text())["proven"]
     assert not (tmp_path / "run").exists()
+
+
+def test_the_proof_does_not_obey_how_the_folder_chooses_tokens(copied: Folder, tmp_path: Path) -> None:
+    folder = copied()
+    choosing = {"repetition_penalty": 1.5, "guidance_scale": 2.0, "num_beams": 3, "no_repeat_ngram_size": 1}
+    (folder / "generation_config.json").write_text(json.dumps(choosing | {"do_sample": True, "temperature": 0.01}))
+    edited(**choosing)(folder)
+    assert main(["import", f"from={folder}", f"out={tmp_path / 'in'}"]) == 0
+    assert json.loads((tmp_path / "in" / "proof.json").read_text())["n_greedy_tokens"] == 64
 
 
 def test_without_transformers_it_says_that_it_is_not_proven(

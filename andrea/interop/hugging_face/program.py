@@ -8,7 +8,7 @@ import tempfile
 from abc import ABC
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ def code_cache() -> tempfile.TemporaryDirectory:
 
 
 class LoadedByTransformers(OtherProgram, ABC):
-    """A model of a folder, loaded in fp32 with eager attention. Raises ImportError without transformers.
+    """A model in fp32 with eager attention, which a subclass loads. Raises ImportError without transformers."""
 
-    trusted: whether code in the folder may be run. loading: further options of from_pretrained.
-    """
+    LOADING: ClassVar[dict[str, Any]] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model: Any
 
-    def __init__(self, folder: Path, trusted: bool, **loading: Any) -> None:
+    def __init__(self) -> None:
         os.environ.setdefault("HF_MODULES_CACHE", code_cache().name)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import transformers
@@ -39,9 +39,6 @@ class LoadedByTransformers(OtherProgram, ABC):
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # it warns of texts that are longer than a window
         self.name, self.transformers = f"transformers {transformers.__version__}", transformers
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted, **loading
-        ).eval()
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -58,7 +55,9 @@ class Transformers(LoadedByTransformers):
     """A model of an exported folder, and its tokenizer. The folder's code is a copy of ours."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, trusted=True)
+        super().__init__()
+        kind = self.transformers.AutoModelForCausalLM
+        self.model = kind.from_pretrained(folder, trust_remote_code=True, **self.LOADING).eval()
         self.tokenizer = self.transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -64,6 +64,10 @@ class ReadSettings(Mapping[str, Any]):
         """The keys with a value that nobody has asked for, and that may change what the model computes."""
         return sorted(key for key, value in self.plain.items() if value is not None and key not in self.asked | INERT)
 
+    def effective(self) -> dict[str, Any]:
+        """What may change what the model computes: asked for, or unknown."""
+        return {key: value for key, value in self.plain.items() if key in self.asked or key not in INERT}
+
 
 class Settings:
     """A config.json. Each method raises UserError that names the key.

@@ -19,7 +19,6 @@ from andrea.interop.importing.llama import (
     qwen2_unbiased,
     qwen3_configs,
 )
-from andrea.interop.importing.nanochat import nanochat_configs, nanochat_weights
 from andrea.interop.importing.own import own_configs
 
 Configs = tuple[ModelConfig, AttentionConfig]
@@ -44,7 +43,6 @@ FAMILIES = {
     "gpt_neox": Family(gpt_neox_configs, gpt_neox_weights, gpt_neox_unbiased),
     "llama": Family(llama_configs, llama_weights, llama_unbiased),
     "mistral": Family(llama_configs, llama_weights, llama_unbiased),
-    "nanochat": Family(nanochat_configs, nanochat_weights),
     "qwen2": Family(qwen2_configs, llama_weights, qwen2_unbiased),
     "qwen3": Family(qwen3_configs, llama_weights),
 }
@@ -58,4 +56,6 @@ def family_of(plain: Mapping[str, Any]) -> Family:
         raise UserError(
             f"model_type={kind!r:.60} of config.json cannot be imported; importable: {', '.join(FAMILIES)}{hint}"
         )
+    if plain.get("quantization_config") is not None:
+        raise UserError("quantization_config of config.json has no counterpart here: import the model's files in 16 or 32 bits")
     return FAMILIES[kind]

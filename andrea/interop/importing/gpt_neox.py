@@ -25,7 +25,6 @@ TABLES = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 def gpt_neox_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Raises UserError for a setting that has no counterpart here."""
     settings = Settings(plain, {"layer_norm_eps": 1e-5, "rope_theta": plain.get("rotary_emb_base", 10000.0)})
-    settings.demand({"quantization_config": None})
     sizes = settings.sizes(SIZES)
     positions = settings.rotary() | {"rotary_share": rotary_share(plain, sizes)}
     # As our exports have them; other files have neither.

@@ -48,8 +48,8 @@ def import_model(config: ImportConfig) -> int:
     read_text(text)  # raises before anything is computed
     staging = staging_path(out)
     try:
-        unknown = write_imported(folder, staging, config.source, name)
-        record = proof_of(folder, staging, text)
+        settings, unknown = write_imported(folder, staging, config.source, name)
+        record = proof_of(folder, settings, staging, text)
         if record["proven"] is False and "failures" in record:
             print(
                 f"error: transformers computes something else: {'; '.join(record['failures'])}; {out} was not written; please "
@@ -97,15 +97,18 @@ def in_words(unknown: list[str]) -> str:
     return f"config.json has settings that are not known here ({', '.join(unknown):.200})"
 
 
-def write_imported(folder: Path, out: Path, named: str, name: str, with_unknown: bool = True) -> list[str]:
+def write_imported(
+    folder: Path, out: Path, named: str, name: str, with_unknown: bool = True
+) -> tuple[dict[str, Any], list[str]]:
     """Write the folder's model as a checkpoint without training state. Raises UserError, Damaged or StorageFailed.
 
-    Returns the keys of config.json that are not known here: the checkpoint may compute something else, unless it is proven.
+    Returns the settings of config.json that may change what the model computes, and the keys among them that are not known
+    here: the checkpoint may compute something else, unless it is proven.
     with_unknown: if False, such keys are refused before anything is written.
     """
     if is_ckpt(folder):
         write_nanogpt(folder, out, named, name)
-        return []
+        return {}, []
     plain = ReadSettings(read_config(folder))
     family = family_of(plain)
     model, attention = family.configs(plain, name)
@@ -127,7 +130,7 @@ def write_imported(folder: Path, out: Path, named: str, name: str, with_unknown:
     theirs = with_zero_biases(tensors_of(reader), unbiased)
     weights = family.weights(theirs, model, attention, n_vocab)
     write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
-    return unknown
+    return plain.effective(), unknown
 
 
 def write_nanogpt(path: Path, out: Path, named: str, name: str) -> None:
@@ -154,8 +157,8 @@ def write_converted(
     write_weights(out, state, {name: weight.to(torch.float32) for name, weight in weights.items()}, tokenizer)
 
 
-def proof_of(folder: Path, imported: Path, text: Path | None) -> dict[str, Any]:
-    """What transformers, which loads the source folder, computes for the same text, as a record for people and programs."""
+def proof_of(folder: Path, settings: dict[str, Any], imported: Path, text: Path | None) -> dict[str, Any]:
+    """What transformers computes for the same text with the folder's settings and weights, as a record for people and programs."""
     if is_ckpt(folder):
         print(
             "not proven: transformers does not read files of nanoGPT; an export of the new checkpoint is proven (to=hf)"
@@ -163,7 +166,7 @@ def proof_of(folder: Path, imported: Path, text: Path | None) -> dict[str, Any]:
         return {"proven": False, "reason": "transformers does not read files of nanoGPT"}
     trained = load_trained(read_checkpoint(imported))
     try:
-        other = ImportedByTransformers(folder, trained.tokenizer.end_of_text)
+        other = ImportedByTransformers(settings, tensors_of(open_weights(folder)), trained.tokenizer)
     except ImportError as error:
         print(f"not proven: transformers cannot be imported ({error}); run: pip install transformers")
         return {"proven": False, "reason": f"transformers cannot be imported ({error})"}
@@ -171,7 +174,7 @@ def proof_of(folder: Path, imported: Path, text: Path | None) -> dict[str, Any]:
     proof: Proof = prove(trained, trained.gpt, other, TOLERANCE, LEAST_TOLERANCE, compared)
     if proof.failures:
         return proof.as_json() | {"failures": proof.failures}
-    print(f"proven by {proof.program}, which loaded the same folder:")
+    print(f"proven by {proof.program}, with the same settings and weights:")
     for line in proof.lines:
         print(f"  {line}")
     return proof.as_json()

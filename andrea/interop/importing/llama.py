@@ -35,7 +35,6 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 # Settings of descendants that compute something else. Files of Llama, Mistral and Qwen lack them, or have these values.
 PLAIN = {
     "hidden_act": "silu",
-    "quantization_config": None,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "use_mrope": False,

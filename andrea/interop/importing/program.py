@@ -1,31 +1,46 @@
-"""transformers as the other program of an import's proof: it loads the source folder."""
+"""transformers as the other program of an import's proof: its own class, with the settings and weights of the source folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
 
 from andrea.interop.hugging_face.program import LoadedByTransformers
-
-OWN_CODE = Path(__file__).parent.parent / "hugging_face" / "modeling_andrea.py"
+from andrea.text.hf_tokenizer import HfTokenizer
 
 
 @final
 class ImportedByTransformers(LoadedByTransformers):
-    """A model of a folder, and its tokenizer. Code in the folder is not run, unless it is our modeling_andrea.py to the letter."""
+    """A model of transformers' own class or of ours, and the tokenizer.
 
-    def __init__(self, folder: Path, end_of_text: int) -> None:
-        super().__init__(folder, trusted=is_our_code(folder), use_safetensors=True, local_files_only=True)
-        self.end_of_text = end_of_text
-        self.tokenizer = self.transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    transformers gets values and tensors, never the folder: nothing in a folder can name code that runs, and no
+    generation_config.json changes which token is chosen.
+
+    settings: of config.json that may change what the model computes, with model_type. weights: as in the folder.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor], tokenizer: HfTokenizer) -> None:
+        super().__init__()
+        values = dict(settings)
+        kind, config = self.class_and_config(values.pop("model_type"), values)
+        self.model = kind.from_pretrained(None, config=config, state_dict=dict(weights), **self.LOADING).eval()
+        self.model.generation_config = self.transformers.GenerationConfig()
+        self.end_of_text = tokenizer.end_of_text
+        self.tokenizer = self.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.library)
+
+    def class_and_config(self, model_type: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
+        if model_type == "andrea":
+            from andrea.interop.hugging_face.modeling_andrea import AndreaConfig, AndreaForCausalLM
+
+            return AndreaForCausalLM, AndreaConfig(**values)
+        config = self.transformers.AutoConfig.for_model(model_type, **values)
+        with torch.device("meta"):
+            return type(self.transformers.AutoModelForCausalLM.from_config(config)), config
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """With end-of-text in front, which some models have in front of every text, and others between texts."""
         found = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [[self.end_of_text, *ids] for ids in found]
-
-
-def is_our_code(folder: Path) -> bool:
-    code = sorted(folder.glob("*.py"))
-    return [path.name for path in code] == [OWN_CODE.name] and code[0].read_bytes() == OWN_CODE.read_bytes()
