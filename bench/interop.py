@@ -88,7 +88,6 @@ FACTORS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "exclusive": ({}, {"exclusive": "learned"}),
     },
 }
-NEOX = LAYERNORM | {"mlp": "gelu", "parallel_residual": True, "rotary_share": 0.5}
 ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama": ({"n_kv_head": 2}, {}),
     "Llama with biases": ({"bias": True}, {}),
@@ -97,12 +96,6 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3, wide heads": ({"qk_norm": "learned", "d_head": 32, "n_kv_head": 2}, {}),
     "Qwen3 with windows": ({"qk_norm": True}, {"window": (9, None)}),
     "GPT-2": (LAYERNORM | {"position": "learned", "mlp": "gelu"}, {}),
-    "GPT-NeoX": (NEOX | {"tied_head": False}, {}),
-    "GPT-NeoX, exact GELU": (NEOX | {"mlp": "gelu_exact"}, {}),
-    "Arcee": ({"mlp": "relu2"}, {}),
-    "Apertus": ({"mlp": "relu2", "qk_norm": True}, {}),
-    "Starcoder2": (LAYERNORM | {"mlp": "gelu"}, {}),
-    "VaultGemma": ({"logit_softcap": 15.0}, {"score_softcap": 4.0}),
 }
 
 

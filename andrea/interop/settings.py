@@ -97,10 +97,6 @@ def differences(trained: Trained, allowed: dict[str, Allowed]) -> list[str]:
     return found
 
 
-def is_positive(value: float) -> bool:
-    return value > 0
-
-
 def is_one_width(window: Any) -> bool:
     """Whether all layers with a window have the same."""
     widths = window if isinstance(window, tuple) else (window,)

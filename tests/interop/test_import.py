@@ -249,7 +249,7 @@ HOSTILE = {
         edited(sliding_window=[4], layer_types=["full_attention"] + ["sliding_attention"] * 2),
         "window",
     ),
-    "weights in 4 bits": (edited(quantization_config={"bits": 4}), "quantization_config="),
+    "weights in 4 bits": (edited(quantization_config={"bits": 4}), "quantization_config of config.json has no"),
     "capped logits": (edited(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
     "biases of one layer": (without_a_bias, "k_proj.bias is absent in the file"),
     "no biases in attention": (edited(attention_bias=True), "q_proj.bias is absent in the file"),

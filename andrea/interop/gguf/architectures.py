@@ -1,7 +1,7 @@
 """The architectures of llama.cpp that hold our models, and the names and shapes of their weights.
 
-D = d_head. llama.cpp turns neighbouring entries of a query in the architectures llama and arcee, and entries D/2 apart, as we
-do, in the others. The rows of the matrices of queries and keys are reordered for the first kind.
+D = d_head. llama.cpp turns neighbouring entries of a query in the architecture llama, and entries D/2 apart, as we do,
+in the others. The rows of the matrices of queries and keys are reordered for the first kind.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.names import is_qkv, renamed, rotated_first, weights_of, with_repeated_heads
-from andrea.interop.settings import Allowed, Trained, anything, differences, is_positive
+from andrea.interop.hugging_face.names import is_qkv, renamed, weights_of, with_repeated_heads
+from andrea.interop.settings import Allowed, Trained, anything, differences
 from andrea.model.positions import scaled
 
 EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
@@ -42,18 +42,14 @@ NAMES = {
 class Architecture:
     """allowed: the settings that it holds, where they differ from PLAIN. turns_neighbours: see the head of this file.
 
-    has_biases: every norm and matrix has a bias, zeros where ours has none. joins_qkv: queries, keys and values are one matrix.
-    turns_first: the first entries of a head turn, if not all do. has_head: the head is written also if it is the embedding.
+    joins_qkv: queries, keys and values are one matrix, and every norm and matrix has a bias, zeros where ours has none.
     tolerance: the largest difference of logits with weights in fp32, as a share of the largest logit.
     """
 
     name: str
     allowed: dict[str, Allowed]
     turns_neighbours: bool = False
-    has_biases: bool = False
     joins_qkv: bool = False
-    turns_first: bool = False
-    has_head: bool = False
     tolerance: float = EXACT
 
 
@@ -62,38 +58,26 @@ def is_interpolation(scaling: tuple[float, ...] | None) -> bool:
     return scaling is None or len(scaling) == 1
 
 
-INTERPOLATED: dict[str, Allowed] = {"model.rotary_scaling": is_interpolation}
-LAYERNORM_GELU: dict[str, Allowed] = {
-    "model.d_head": {None},  # llama.cpp reads matrices of d_model rows in these architectures
-    "model.norm": {"layernorm"},
-    "model.mlp": {"gelu", "gelu_exact"},  # both by the table
-    "model.bias": {False, True},
-}
 ARCHITECTURES = (
     Architecture("llama", {"model.rotary_scaling": anything}, turns_neighbours=True),
-    Architecture("qwen3", INTERPOLATED | {"model.n_head": anything, "model.qk_norm": {True, "learned"}}),
-    Architecture("arcee", {"model.mlp": {"relu2"}, "model.rotary_scaling": anything}, turns_neighbours=True),
+    Architecture(
+        "qwen3",
+        {
+            "model.n_head": anything,
+            "model.qk_norm": {True, "learned"},
+            "model.rotary_scaling": is_interpolation,
+        },
+    ),
     Architecture(
         "gpt2",
-        LAYERNORM_GELU | {"model.position": {"learned", "none"}},
-        has_biases=True,
-        joins_qkv=True,
-        tolerance=GELU,
-    ),
-    Architecture("starcoder2", LAYERNORM_GELU | INTERPOLATED, has_biases=True, tolerance=GELU),
-    Architecture(
-        "gptneox",
-        LAYERNORM_GELU
-        | INTERPOLATED
-        | {
-            "model.position": {"rotary"},
-            "model.rotary_share": is_positive,
-            "model.parallel_residual": {False, True},
+        {
+            "model.d_head": {None},  # llama.cpp reads matrices of d_model rows in this architecture
+            "model.norm": {"layernorm"},
+            "model.mlp": {"gelu", "gelu_exact"},  # both by the table
+            "model.bias": {False, True},
+            "model.position": {"learned", "none"},
         },
-        has_biases=True,
         joins_qkv=True,
-        turns_first=True,
-        has_head=True,
         tolerance=GELU,
     ),
 )
@@ -118,20 +102,12 @@ def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tenso
     if architecture.turns_neighbours:
         for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
             weights[name] = neighbours_first(weights[name], model.head_width)
-    if architecture.turns_first:
-        order = rotated_first(model.head_width, model.n_rotated)
-        for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
-            weights[name] = weights[name].unflatten(0, (-1, model.head_width))[:, order].flatten(0, 1)
-    if architecture.has_head:
-        weights.setdefault("head.weight", weights["embedding.weight"])
-    if architecture.has_biases:
+    if architecture.joins_qkv:
         for name in [
             name for name in weights if name.endswith(".weight") and name.startswith(("blocks.", "final_norm."))
         ]:
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weights[name])))
-    if architecture.joins_qkv:
-        if model.position != "rotary":
-            weights.setdefault("position.weight", torch.zeros(model.sequence_length, model.d_model))
+        weights.setdefault("position.weight", torch.zeros(model.sequence_length, model.d_model))
         weights = with_joined_qkv(trained, weights)
     renamed_weights = {renamed(name, NAMES): weight for name, weight in weights.items()}
     if model.qk_norm:

@@ -79,8 +79,6 @@ def add_model(writer: Any, trained: Trained, joins_qkv: bool) -> None:
     writer.add_value_length(model.head_width)
     writer.add_rope_dimension_count(model.n_rotated)
     writer.add_rope_freq_base(model.rotary_base)
-    if writer.arch == "gptneox":
-        writer.add_parallel_residual(model.parallel_residual)
     factor = NO_ROTATION if model.position == "none" else None
     if model.position == "rotary" and model.rotary_scaling is not None and len(model.rotary_scaling) == 1:
         (factor,) = model.rotary_scaling

@@ -6,7 +6,6 @@ modeling_andrea.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from andrea.config import UserError
 from andrea.interop.hugging_face import names
-from andrea.interop.settings import Allowed, Trained, anything, differences, is_one_width, is_positive, settings_of
+from andrea.interop.settings import Allowed, Trained, anything, differences, is_one_width, settings_of
 
 NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
-EXACT, FOLDED = 1e-5, 1e-4  # tolerances, as shares of the largest logit; folded: weights were multiplied
+TOLERANCE = 1e-5  # the largest difference of logits, as a share of the largest logit
 REMOTE = "AndreaForCausalLM"
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of rope_type=llama3
 ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gelu"}  # ours -> by transformers' name
@@ -28,7 +27,7 @@ ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gel
 class HuggingFaceClass:
     """A class of transformers. allowed: the settings that it holds, where they differ from PLAIN.
 
-    tolerance: the largest difference of logits, as a share of the largest logit. is_remote: its code is in the export.
+    is_remote: its code is in the export.
     """
 
     name: str
@@ -36,18 +35,14 @@ class HuggingFaceClass:
     allowed: dict[str, Allowed]
     weights: Callable[[Trained], dict[str, Tensor]]
     own_config: Callable[[Trained], dict[str, Any]]
-    tolerance: float = EXACT
     is_remote: bool = False
 
 
-def choose_class(trained: Trained, is_rounded: bool = False) -> tuple[HuggingFaceClass, str]:
-    """The class that holds the model, and why. Raises UserError if none does.
-
-    is_rounded: the weights are stored in fewer than 32 bits; multiplied weights would then be rounded to other numbers.
-    """
+def choose_class(trained: Trained) -> tuple[HuggingFaceClass, str]:
+    """The class that holds the model, and why. Raises UserError if none does."""
     missing = [differences(trained, stock.allowed) for stock in STOCK]
     for stock, different in zip(STOCK, missing, strict=True):
-        if not different and not (is_rounded and stock.tolerance == FOLDED):
+        if not different:
             return stock, f"{stock.name} of transformers computes the same function"
     check_remote(trained)
     fewest = min(missing, key=len)
@@ -102,8 +97,7 @@ def rotary_config(trained: Trained) -> dict[str, Any]:
 
 def llama_config(trained: Trained) -> dict[str, Any]:
     bias = trained.model.bias
-    act = "relu2" if trained.model.mlp == "relu2" else "silu"
-    return rotary_config(trained) | {"hidden_act": act, "attention_bias": bias, "mlp_bias": bias}
+    return rotary_config(trained) | {"hidden_act": "silu", "attention_bias": bias, "mlp_bias": bias}
 
 
 def qwen3_config(trained: Trained) -> dict[str, Any]:
@@ -114,47 +108,6 @@ def qwen3_config(trained: Trained) -> dict[str, Any]:
         "use_sliding_window": bool(widths),
         "sliding_window": widths[0] if widths else None,
         "layer_types": ["full_attention" if width is None else "sliding_attention" for width in trained.windows],
-    }
-
-
-def apertus_config(trained: Trained) -> dict[str, Any]:
-    return rotary_config(trained) | {"hidden_act": "relu2", "attention_bias": False}
-
-
-def starcoder2_config(trained: Trained) -> dict[str, Any]:
-    return rotary_config(trained) | {
-        "hidden_act": ACTIVATIONS[trained.model.mlp],
-        "norm_epsilon": trained.model.norm_epsilon,
-        "use_bias": trained.model.bias,
-        "residual_dropout": 0.0,
-        "embedding_dropout": 0.0,
-    }
-
-
-def vaultgemma_config(trained: Trained) -> dict[str, Any]:
-    return rotary_config(trained) | {
-        "hidden_activation": "silu",
-        "query_pre_attn_scalar": trained.model.head_width,
-        "layer_types": ["full_attention"] * trained.model.n_layer,
-        "sliding_window": trained.model.sequence_length,  # must be a number; no layer uses it
-        "final_logit_softcapping": trained.model.logit_softcap,
-        "attn_logit_softcapping": trained.attention.score_softcap,
-    }
-
-
-def gpt_neox_config(trained: Trained) -> dict[str, Any]:
-    """Its heads turn the first R of D entries, R = int(D · partial_rotary_factor)."""
-    model, n_rotated = trained.model, trained.model.n_rotated
-    share = n_rotated / model.head_width
-    while int(model.head_width * share) < n_rotated:  # the quotient was rounded down
-        share = math.nextafter(share, 2)
-    rope = {"rope_type": "default", "rope_theta": model.rotary_base, "partial_rotary_factor": share}
-    return shared_config(trained) | {
-        "rope_parameters": rope,
-        "layer_norm_eps": model.norm_epsilon,
-        "hidden_act": ACTIVATIONS[model.mlp],
-        "attention_bias": model.bias,
-        "use_parallel_residual": model.parallel_residual,
     }
 
 
@@ -212,8 +165,6 @@ REMOTE_SETTINGS = (
     "attention.sink",
 )
 BOTH = {False, True}
-RELU2, ROUND = {"relu2"}, set(ACTIVATIONS)
-NORMED = {True, "learned"}
 STOCK = (
     HuggingFaceClass(
         "LlamaForCausalLM",
@@ -227,7 +178,7 @@ STOCK = (
         "qwen3",
         {
             "model.n_head": anything,
-            "model.qk_norm": NORMED,
+            "model.qk_norm": {True, "learned"},
             "model.rotary_scaling": anything,
             "attention.window": is_one_width,
         },
@@ -241,51 +192,11 @@ STOCK = (
             "model.d_head": {None},
             "model.position": {"learned", "none"},
             "model.norm": {"layernorm"},
-            "model.mlp": ROUND,
+            "model.mlp": set(ACTIVATIONS),
             "model.bias": BOTH,
         },
         names.gpt2_weights,
         gpt2_config,
     ),
-    HuggingFaceClass(
-        "ArceeForCausalLM", "arcee", {"model.mlp": RELU2, "model.bias": BOTH}, names.llama_weights, llama_config
-    ),
-    HuggingFaceClass(
-        "ApertusForCausalLM",
-        "apertus",
-        {"model.n_head": anything, "model.mlp": RELU2, "model.qk_norm": NORMED},
-        names.apertus_weights,
-        apertus_config,
-    ),
-    HuggingFaceClass(
-        "Starcoder2ForCausalLM",
-        "starcoder2",
-        {"model.n_head": anything, "model.norm": {"layernorm"}, "model.mlp": ROUND, "model.bias": BOTH},
-        names.starcoder2_weights,
-        starcoder2_config,
-    ),
-    HuggingFaceClass(
-        "GPTNeoXForCausalLM",
-        "gpt_neox",
-        {
-            "model.d_head": {None},
-            "model.position": {"rotary"},
-            "model.rotary_share": is_positive,
-            "model.norm": {"layernorm"},
-            "model.mlp": ROUND,
-            "model.bias": BOTH,
-            "model.parallel_residual": BOTH,
-        },
-        names.gpt_neox_weights,
-        gpt_neox_config,
-    ),
-    HuggingFaceClass(
-        "VaultGemmaForCausalLM",
-        "vaultgemma",
-        {"model.position": {"rotary"}, "model.logit_softcap": anything, "attention.score_softcap": anything},
-        names.vaultgemma_weights,
-        vaultgemma_config,
-        FOLDED,
-    ),
 )
-REMOTE_CODE = HuggingFaceClass(REMOTE, "andrea", {}, names.llama_weights, remote_config, EXACT, is_remote=True)
+REMOTE_CODE = HuggingFaceClass(REMOTE, "andrea", {}, names.llama_weights, remote_config, is_remote=True)

@@ -84,32 +84,6 @@ def qwen3_weights(trained: Trained) -> dict[str, Tensor]:
     return weights
 
 
-def apertus_weights(trained: Trained) -> dict[str, Tensor]:
-    names = {".input_layernorm.": ".attention_layernorm.", ".post_attention_layernorm.": ".feedforward_layernorm."}
-    return {renamed(name, names): weight for name, weight in qwen3_weights(trained).items()}
-
-
-def starcoder2_weights(trained: Trained) -> dict[str, Tensor]:
-    """Its norms always have a bias: zeros where ours have none."""
-    names = {".mlp.up_proj.": ".mlp.c_fc.", ".mlp.down_proj.": ".mlp.c_proj."}
-    weights = {renamed(name, names): weight for name, weight in llama_weights(trained).items()}
-    for name in [name for name in weights if name.endswith("norm.weight")]:
-        weights.setdefault(name.replace("weight", "bias"), torch.zeros(trained.model.d_model))
-    return weights
-
-
-def vaultgemma_weights(trained: Trained) -> dict[str, Tensor]:
-    """Its norms multiply by 1 + weight, and its embedding by √d_model. A tied head undoes this in the final norm."""
-    weights, scale = llama_weights(trained), trained.model.d_model**0.5
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] / scale
-    if trained.gpt.head is None:
-        weights["model.norm.weight"] = weights["model.norm.weight"] * scale
-    names = {".post_attention_layernorm.": ".pre_feedforward_layernorm."}
-    return {
-        renamed(name, names): weight - 1 if name.endswith("norm.weight") else weight for name, weight in weights.items()
-    }
-
-
 def gpt2_weights(trained: Trained) -> dict[str, Tensor]:
     """GPT-2 keeps matrices transposed, and queries, keys and values in one matrix, with a bias everywhere.
 
@@ -134,27 +108,6 @@ def gpt2_weights(trained: Trained) -> dict[str, Tensor]:
         if name.endswith(".weight"):
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(weights[name].shape[-1]))
     weights.setdefault("transformer.wpe.weight", torch.zeros(model.sequence_length, model.d_model))
-    return weights
-
-
-def gpt_neox_weights(trained: Trained) -> dict[str, Tensor]:
-    """GPT-NeoX keeps each head's query, key and value below each other in one matrix, and every norm and MLP has biases.
-
-    Its rotary positions turn other entries of a head: the rows of queries and keys are reordered.
-    """
-    ours, model = weights_of(trained), trained.model
-    order = rotated_first(model.head_width, model.n_rotated)
-    weights = {renamed(name, GPT_NEOX_NAMES): weight for name, weight in ours.items() if not is_qkv(name)}
-    for layer in range(model.n_layer):
-        for end in ("weight", "bias") if model.bias else ("weight",):
-            parts = []  # (H, D, …) each
-            for each in ("query", "key", "value"):
-                rows = with_repeated_heads(ours[f"blocks.{layer}.attention.{each}.{end}"], trained, each != "query")
-                rows = rows.unflatten(0, (model.n_head, -1))
-                parts.append(rows if each == "value" else rows[:, order])
-            weights[f"gpt_neox.layers.{layer}.attention.query_key_value.{end}"] = torch.stack(parts, 1).flatten(0, 2)
-    for name in [name for name in weights if name.endswith(".weight") and ("norm." in name or ".mlp." in name)]:
-        weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weights[name])))
     return weights
 
 

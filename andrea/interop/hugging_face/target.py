@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from andrea.interop.hugging_face.classes import choose_class
+from andrea.interop.hugging_face.classes import TOLERANCE, choose_class
 from andrea.interop.hugging_face.folder import DTYPES, INDEX, WEIGHTS, write_folder
 from andrea.interop.hugging_face.program import Transformers
 from andrea.interop.settings import Trained
@@ -33,8 +33,8 @@ class HuggingFace(Target):
     def __init__(self, trained: Trained, dtype: str) -> None:
         """dtype: one of DTYPES. Raises UserError for a model that transformers cannot hold."""
         self.trained, self.dtype = trained, dtype
-        self.chosen, self.why = choose_class(trained, is_rounded=dtype != "f32")
-        self.what, self.share = self.chosen.name, self.chosen.tolerance
+        self.chosen, self.why = choose_class(trained)
+        self.what, self.share = self.chosen.name, TOLERANCE
 
     def write(self, folder: Path) -> None:
         write_folder(folder, self.trained, self.chosen, self.dtype)

@@ -57,5 +57,7 @@ def family_of(plain: Mapping[str, Any]) -> Family:
             f"model_type={kind!r:.60} of config.json cannot be imported; importable: {', '.join(FAMILIES)}{hint}"
         )
     if plain.get("quantization_config") is not None:
-        raise UserError("quantization_config of config.json has no counterpart here: import the model's files in 16 or 32 bits")
+        raise UserError(
+            "quantization_config of config.json has no counterpart here: import the model's files in 16 or 32 bits"
+        )
     return FAMILIES[kind]
