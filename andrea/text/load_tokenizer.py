@@ -6,12 +6,13 @@ import base64
 import binascii
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from andrea.config import LARGEST_VOCABULARY, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file
-from andrea.text.hf_tokenizer import HF_FILE, HfTokenizer
+from andrea.text.hf_tokenizer import HF_FILE, HfTokenizer, what_is_read
 from andrea.text.tokenizer import (
     DESCRIPTION,
     END_OF_TEXT,
@@ -200,14 +201,11 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer:
         raise UserError(
             f"{file} cannot be read ({error.strerror}); name a tokenizer.json, or the folder that holds one"
         ) from None
-    try:
-        plain = from_json(content)
-        added = {each["content"]: each["id"] for each in plain["added_tokens"]}
-        ids = {**plain["model"]["vocab"], **added}
-        largest = max(ids.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library; copy it again") from None
-    end = front_token(content) if file.exists() else None
+    plain = what_is_read(content, file)
+    ids = {**plain["model"]["vocab"], **{each["content"]: each["id"] for each in plain["added_tokens"]}}
+    if not all(type(number) is int for number in ids.values()):
+        raise UserError(f"{file} has tokens whose ids are no numbers; copy it again")
+    end = front_token(content)
     if end is None:
         end = named_end(file.parent, ids)
     if type(end) is not int:
@@ -215,18 +213,17 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer:
             f"{file.parent} names no end-of-text token: neither {', '.join(CONFIGS)} nor a token {', '.join(USUAL_ENDS)}; copy "
             f"the files beside tokenizer.json too"
         )
-    return HfTokenizer(content, end, n_vocab or max(largest, end) + 1, file)
+    return HfTokenizer(content, end, n_vocab or max(ids.values(), default=0) + 1, file)
 
 
 def front_token(content: bytes) -> int | None:
     """The id that the tokenizer puts in front of a text, as the model saw it in training; None if it puts none."""
-    import tokenizers
-
-    try:
-        ids = tokenizers.Tokenizer.from_buffer(content).encode("").ids
-    except Exception:  # the library raises bare exceptions; the caller reads the file again, and says what is wrong
-        return None
-    return ids[0] if ids else None
+    found = from_json(content).get("post_processor")
+    steps = found.get("processors") if isinstance(found, dict) and found.get("type") == "Sequence" else [found]
+    for step in steps if isinstance(steps, list) else []:
+        with suppress(LookupError, TypeError, AttributeError):
+            return step["special_tokens"][step["single"][0]["SpecialToken"]["id"]]["ids"][0]
+    return None
 
 
 def named_end(folder: Path, ids: dict[str, int]) -> int | None:

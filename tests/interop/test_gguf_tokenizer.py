@@ -20,7 +20,6 @@ from andrea.interop.gguf.tokenizer import LLAMA_3, QWEN_2, GgufTokenizer, gguf_t
 from andrea.text.hf_tokenizer import HfTokenizer
 
 N_VOCAB = 1000
-DIGITS = pre_tokenizers.Digits(individual_digits=True)
 
 
 def split(pattern: str, behavior: str = "isolated") -> Any:
@@ -31,10 +30,8 @@ def split(pattern: str, behavior: str = "isolated") -> Any:
 # llama.cpp's name -> the pre-tokenizer as in the tokenizer.json of such models, model.ignore_merges, normalizer
 PRE: dict[str, tuple[Any, bool, Any]] = {
     "gpt-2": (pre_tokenizers.ByteLevel(False), False, None),
-    "smollm": (pre_tokenizers.Sequence([DIGITS, pre_tokenizers.ByteLevel(False)]), False, None),
     "qwen2": (split(QWEN_2), False, normalizers.NFC()),
     "llama-bpe": (split(LLAMA_3), True, None),
-    "dbrx": (split(LLAMA_3), False, None),
 }
 
 
@@ -137,9 +134,10 @@ def changed(path: str, value: Any, name: str = "gpt-2") -> dict[str, Any]:
         ),
         (lambda: tokenizer_json(split(QWEN_2, "merged_with_next")), "no pre-tokenizer like that"),
         (lambda: tokenizer_json(split(QWEN_2), True), "no pre-tokenizer like that"),
+        (lambda: tokenizer_json(split(LLAMA_3)), "no pre-tokenizer like that"),
         (lambda: tokenizer_json(pre_tokenizers.ByteLevel(False), True), "no pre-tokenizer like that"),
         (lambda: tokenizer_json(PRE["gpt-2"][0], normalizer=normalizers.Lowercase()), "does not normalise text"),
-        (lambda: changed("model.dropout", 0.5), "dropout=0.5 of tokenizer.json is unknown to llama.cpp"),
+        (lambda: changed("model.byte_fallback", True), "byte_fallback=True of tokenizer.json is unknown to llama.cpp"),
         (lambda: changed("pre_tokenizer", None), "no pre-tokenizer like that of this tokenizer.json (none)"),
         (lambda: changed("added_tokens.2.lstrip", True), "'<think>' of tokenizer.json has lstrip=true"),
     ],

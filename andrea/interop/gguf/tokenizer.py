@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,11 @@ from andrea.text.tokenizer import Tokenizer
 # The patterns of Llama 3 and of Qwen2 and 3, as tokenizer.json writes them. They differ in how many digits stay together.
 LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
-# Steps of a pre-tokenizer, and model.ignore_merges -> llama.cpp's name. dbrx has Llama 3's pattern, but obeys the merges.
+# Steps of a pre-tokenizer, and model.ignore_merges -> llama.cpp's name.
 NAMES: dict[tuple[tuple[tuple[str, Any], ...], bool], str] = {
     ((("ByteLevel", True),), False): "gpt-2",
-    ((("Digits", True), ("ByteLevel", True)), False): "smollm",
     ((("Split", QWEN_2), ("ByteLevel", False)), False): "qwen2",
     ((("Split", LLAMA_3), ("ByteLevel", False)), True): "llama-bpe",
-    ((("Split", LLAMA_3), ("ByteLevel", False)), False): "dbrx",
 }
 NFC = {"type": "NFC"}
 HINT = "export with to=hf"
@@ -55,20 +52,22 @@ def gguf_tokenizer(tokenizer: Tokenizer) -> GgufTokenizer:
 
 def of_tokenizer_json(tokenizer: HfTokenizer) -> GgufTokenizer:
     """The tokens, kinds and merges of a tokenizer.json; rows of the embedding without a token are unused."""
-    plain = json.loads(tokenizer.content)
+    plain = tokenizer.as_read()
     model = plain["model"]
     pre = pre_name(plain)
     tokens, kinds = [f"[PAD{number}]" for number in range(tokenizer.n_vocab)], ["UNUSED"] * tokenizer.n_vocab
     for token, number in model["vocab"].items():
         tokens[number], kinds[number] = token, "NORMAL"
     for added in plain["added_tokens"]:
-        if not added["special"] and (flags := [key for key in ("lstrip", "rstrip", "single_word") if added.get(key)]):
+        if not added.get("special") and (
+            flags := [key for key in ("lstrip", "rstrip", "single_word") if added.get(key)]
+        ):
             raise UserError(
                 f"to=gguf: the token {added['content']!r:.60} of tokenizer.json has {flags[0]}=true, which a GGUF file cannot say; "
                 f"{HINT}"
             )
         tokens[added["id"]] = added["content"]
-        kinds[added["id"]] = "CONTROL" if added["special"] else "USER_DEFINED"
+        kinds[added["id"]] = "CONTROL" if added.get("special") else "USER_DEFINED"
     kinds[tokenizer.end_of_text] = "CONTROL"
     merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
     normaliser = tokenizer.library.normalizer
@@ -78,12 +77,10 @@ def of_tokenizer_json(tokenizer: HfTokenizer) -> GgufTokenizer:
 def pre_name(plain: dict[str, Any]) -> str:
     """llama.cpp's name of what a tokenizer.json does before its merges. Raises UserError if it has none."""
     model, normalizer = plain["model"], plain.get("normalizer")
-    unlike = [
-        key for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)
-    ]
-    if model.get("type", "BPE") != "BPE" or unlike or model.get("byte_fallback"):
-        what = "type" if model.get("type", "BPE") != "BPE" else (*unlike, "byte_fallback")[0]
-        raise UserError(f"to=gguf: {what}={model[what]!r:.60} of tokenizer.json is unknown to llama.cpp; {HINT}")
+    if unlike := [key for key in ("unk_token", "byte_fallback") if model.get(key)]:
+        raise UserError(
+            f"to=gguf: {unlike[0]}={model[unlike[0]]!r:.60} of tokenizer.json is unknown to llama.cpp; {HINT}"
+        )
     if normalizer not in (None, NFC):
         raise UserError(
             f"to=gguf: llama.cpp does not normalise text, as this tokenizer.json does ({normalizer.get('type')}); {HINT}"
@@ -94,7 +91,7 @@ def pre_name(plain: dict[str, Any]) -> str:
         listed = ", ".join(f"{kind} {what}" for kind, what in steps) or "none"
         raise UserError(
             f"to=gguf: llama.cpp has no pre-tokenizer like that of this tokenizer.json ({listed:.200}); known are those of GPT-2, "
-            f"Llama 3, Qwen2 and SmolLM; {HINT}"
+            f"Llama 3 and Qwen2; {HINT}"
         )
     return name
 
@@ -110,8 +107,6 @@ def step_of(step: dict[str, Any]) -> tuple[str, Any]:
     kind = step.get("type")
     if kind == "ByteLevel" and not step.get("add_prefix_space", True):
         return kind, step.get("use_regex", True)
-    if kind == "Digits":
-        return kind, step.get("individual_digits", False)
     if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
         return kind, step.get("pattern", {}).get("Regex")
     return str(kind), repr({key: value for key, value in step.items() if key != "type"})

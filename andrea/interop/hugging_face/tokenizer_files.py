@@ -51,8 +51,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def with_front_token(tokenizer: HfTokenizer) -> dict[str, Any]:
-    """The tokenizer.json that was read, which now puts end-of-text in front of a text; some models' files do not."""
-    return json.loads(tokenizer.content) | {"post_processor": in_front(tokenizer.end_name, tokenizer.end_of_text)}
+    """What was read of a tokenizer.json, which now puts end-of-text in front of a text; some models' files do not."""
+    return tokenizer.as_read() | {"post_processor": in_front(tokenizer.end_name, tokenizer.end_of_text)}
 
 
 def in_front(name: str, token: int) -> dict[str, Any]:
