@@ -1,19 +1,19 @@
-"""Two processes on one machine: does each go half as fast as alone?
+"""A process that computes on all cores, beside others: what share of its speed alone is left?
 
-    python bench/two_processes.py                                # as they come from torch, with 40,000 spins, with turns
-    python bench/two_processes.py --settings default 1000+turns  # GOMP_SPINCOUNT=1000, and the processes take turns
+    python bench/two_processes.py                    # with and without the watch, at 40,000 spins
+    python bench/two_processes.py --settings 1000 40000 40000+watch --rounds 5
 
-A waiting thread first spins, which keeps its core from the other process, and then sleeps. `+turns`: the processes take
-turns (andrea/runtime/shared_cores.py). There are two workers for each setting; in a round each measures the first alone,
-two runs at once, a run and a sample at once. Shown are ratios within a round, medians over rounds: the speed alone over
-that of the first setting (1 = as fast), and the speed at once over the speed alone (0.5 = a fair half).
+A waiting thread first spins, which keeps its core from others, and then sleeps. A setting is the number of spins
+(GOMP_SPINCOUNT); `+watch`: threads spin less while other programs compute (andrea/runtime/shared_cores.py). There are two
+workers for each setting; in a round each measures the first alone, beside one and two programs that only count, beside
+the second, and the first training while the second generates. Shown are medians over rounds of the speed over that of the
+first setting alone, in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -26,11 +26,21 @@ from pathlib import Path
 from common import RESULTS, NumberTokenizer, make_andrea, model_config, write_record
 
 from andrea.generation import Engine, Request, Sampling
-from andrea.runtime.device import keep_freed_memory
-from andrea.runtime.shared_cores import MACHINE, SPINS, VARIABLES, usable_cores
+from andrea.runtime.device import choose_precision, keep_freed_memory
+from andrea.runtime.shared_cores import PERIOD_S, QUIET_PERIODS, SPINS, VARIABLES, share_cores
 from train import andrea_steps
 
-KINDS = {"run": ("run",), "sample": ("sample",), "two runs": ("run", "run"), "run and sample": ("run", "sample")}
+COUNT = "while True: pass"
+# What works at the same time: programs that only count, and what each worker does.
+CASES = {
+    "run": (0, ["run"]),
+    "run, one busy program": (1, ["run"]),
+    "run, two busy programs": (2, ["run"]),
+    "two runs": (0, ["run", "run"]),
+    "sample": (0, ["sample"]),
+    "sample, one busy program": (1, ["sample"]),
+    "run and sample": (0, ["run", "sample"]),
+}
 
 
 class Worker:
@@ -38,8 +48,7 @@ class Worker:
 
     def __init__(self, setting: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        if setting != "default":
-            environment["GOMP_SPINCOUNT"] = setting.removesuffix("+turns")
+        environment["GOMP_SPINCOUNT"] = setting.removesuffix("+watch")
         self.process = subprocess.Popen(
             [sys.executable, *sys.argv, "--worker", setting],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -57,91 +66,89 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--settings", nargs="+", default=["default", f"{SPINS}", f"{SPINS}+turns"], help="GOMP_SPINCOUNT[+turns]"
-    )
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
-    parser.add_argument("--compile", choices=("on", "blocks", "off"), default="blocks")
-    parser.add_argument("--sequences", type=int, default=16, help="in a micro-batch of a run")
+    parser.add_argument("--settings", nargs="+", default=[f"{SPINS}", f"{SPINS}+watch"], help="GOMP_SPINCOUNT[+watch]")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--seconds", type=float, default=3.0, help="that are measured")
+    parser.add_argument("--compile", choices=("on", "blocks", "off"), default="off")
+    parser.add_argument("--sequences", type=int, default=8, help="in a micro-batch of a run")
     parser.add_argument("--model", default="andrea-nano", help="a file of configs/model, without .yaml")
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens in the vocabulary")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS / "two-processes-cpu.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
         work(chosen)
         return
-    workers = {setting: (Worker(setting), Worker(setting)) for setting in chosen.settings}
-    for pair in workers.values():  # compile, and load what is compiled
-        for worker in pair:
-            for kind in ("run", "sample"):
-                worker.ask(kind, 0.1)
-                worker.answer()
+    workers = {setting: [Worker(setting), Worker(setting)] for setting in chosen.settings}
+    for worker in sum(workers.values(), []):  # compile, and load what is compiled
+        for kind in ("run", "sample"):
+            worker.ask(kind, 0.1)
+            worker.answer()
     settings = {key: value for key, value in vars(chosen).items() if key not in ("output", "worker")}
     rounds: list[dict] = []
     for number in range(chosen.rounds):
-        rounds.append({name: {} for name in KINDS if name in chosen.kinds})
-        for name, setting in itertools.product(rounds[-1], order(chosen.settings, number)):
-            rounds[-1][name][setting] = turn(workers[setting], KINDS[name], chosen.seconds)
-        rows = summary(rounds, chosen.settings)
-        print(f"\nround {number + 1} of {chosen.rounds}")
-        show(rows, chosen.settings)
+        rounds.append({name: {} for name in CASES if name in chosen.cases})
+        for name, figures in rounds[-1].items():
+            for setting in chosen.settings[:: 1 if number % 2 == 0 else -1]:
+                figures[setting] = measured(workers[setting], *CASES[name], chosen.seconds)
+        rows = summary(rounds, chosen.settings[0])
+        show(rows, f"\nround {number + 1} of {chosen.rounds}", chosen.settings)
         write_record(chosen.output, "two-processes", "cpu", {"settings": settings, "results": rows, "rounds": rounds})
 
 
-def order(settings: list[str], number: int) -> list[str]:
-    return settings if number % 2 == 0 else settings[::-1]
+def measured(pair: list[Worker], n_busy: int, kinds: list[str], seconds: float) -> list[float]:
+    """The tokens per second of each worker that takes part."""
+    busy = [subprocess.Popen([sys.executable, "-c", COUNT]) for _ in range(n_busy)]
+    try:
+        for worker, kind in zip(pair, kinds, strict=False):
+            worker.ask(kind, seconds)
+        return [worker.answer() for worker, _ in zip(pair, kinds, strict=False)]
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
 
 
-def turn(pair: tuple[Worker, Worker], kinds: tuple[str, ...], seconds: float) -> list[float]:
-    """The tokens per second of each process that takes part."""
-    working = list(zip(pair, kinds, strict=False))
-    for worker, kind in working:
-        worker.ask(kind, seconds)
-    return [worker.answer() for worker, _ in working]
-
-
-def summary(rounds: list[dict], settings: list[str]) -> dict[str, dict[str, list[float]]]:
+def summary(rounds: list[dict], first: str) -> dict[str, dict[str, list[float]]]:
     """Ratios [median, lowest, highest] by name of row and setting."""
     rows: dict[str, dict[str, list[float]]] = {}
-    for setting in settings:
-        for name, kinds in KINDS.items():
-            if name not in rounds[0]:
+    for name, by_setting in rounds[0].items():
+        for place, kind in enumerate(CASES[name][1]):
+            if kind not in rounds[0]:
                 continue
-            for place, kind in enumerate(kinds):
-                if len(kinds) == 1:
-                    label = f"{kind} alone, over {settings[0]}"
-                    ratios = [each[name][setting][0] / each[name][settings[0]][0] for each in rounds]
-                else:
-                    label = f"{name}: {kind} {place + 1}, over alone"
-                    ratios = [each[name][setting][place] / each[kind][setting][0] for each in rounds]
-                rows.setdefault(label, {})[setting] = [statistics.median(ratios), min(ratios), max(ratios)]
+            for setting in by_setting:
+                ratios = [each[name][setting][place] / each[kind][first][0] for each in rounds]
+                row = rows.setdefault(f"{name}: {kind} {place + 1}", {})
+                row[setting] = [statistics.median(ratios), min(ratios), max(ratios)]
     return rows
 
 
-def show(rows: dict[str, dict[str, list[float]]], settings: list[str]) -> None:
-    print(f"{'GOMP_SPINCOUNT':36}" + "".join(f"{setting:>22}" for setting in settings))
+def show(rows: dict[str, dict[str, list[float]]], title: str, settings: list[str]) -> None:
+    print(f"{title:36}" + "".join(f"{setting:>22}" for setting in settings))
     for label, row in rows.items():
-        cells = (f"{middle:.3f} ({low:.2f} to {high:.2f})" for middle, low, high in row.values())
-        print(f"{label:36}" + "".join(f"{cell:>22}" for cell in cells))
+        cells = (f"{row[setting][0]:.3f} ({row[setting][1]:.2f} to {row[setting][2]:.2f})" for setting in settings)
+        print(f"{label:36}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 def work(chosen: argparse.Namespace) -> None:
-    """What a worker's process does."""
+    """What a worker's process does. Before it measures, it works until the watch has seen what computes beside it."""
     keep_freed_memory()
-    if chosen.worker.endswith("+turns"):
-        MACHINE.join(usable_cores(), on_wait=lambda: None)
+    if chosen.worker.endswith("+watch"):
+        share_cores()
     for line in sys.stdin:
         kind, seconds = json.loads(line)
         once = one_of(kind, chosen.model, chosen.vocabulary, chosen.sequences, chosen.compile)
-        start, tokens = time.perf_counter(), 0
-        with MACHINE.taken():
-            while (passed := time.perf_counter() - start) < seconds:
-                MACHINE.pass_on()
-                tokens += once()
-        print(json.dumps(tokens / passed), flush=True)
+        speed(once, min(seconds, (QUIET_PERIODS + 2) * PERIOD_S))
+        print(json.dumps(speed(once, seconds)), flush=True)
+
+
+def speed(once: Callable[[], int], seconds: float) -> float:
+    """Tokens per second."""
+    start, tokens = time.perf_counter(), 0
+    while (passed := time.perf_counter() - start) < seconds:
+        tokens += once()
+    return tokens / passed
 
 
 @functools.cache
@@ -158,9 +165,10 @@ def one_of(kind: str, model: str, n_vocab: int, sequences: int, compile_: str) -
         def once() -> int:
             return sum(1 for _ in engine.stream([1], request))
     else:
+        precision = choose_precision("auto", torch.device("cpu")).value
         chosen = argparse.Namespace(optimizer="muon", steps=1, compile=compile_)
-        text = torch.randint(n_vocab, (sequences, config.sequence_length + 1))
-        once = andrea_steps(gpt, text, "bf16", chosen)
+        text = torch.randint(n_vocab, (1, sequences, config.sequence_length + 1))
+        once, _ = andrea_steps(gpt, text, precision, chosen)
     once()
     return once
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from andrea.config import UserError
 from andrea.model.gpt import GPT
-from andrea.runtime.shared_cores import MACHINE
 
 LARGEST_LOGITS = 1 << 25  # numbers that are computed at once: 128 MiB
 FEWEST_SHARED = 32  # tokens of a context that are worth a cache
@@ -76,14 +75,13 @@ class Scorer:
             row = self.row(index, context, continuation)
             by_context[row.context].append(row)
         alone: list[Row] = []
-        with MACHINE.taken():
-            for context, rows in by_context.items():
-                if len(rows) > 1 and len(context) >= FEWEST_SHARED:
-                    self.keep(scores, self.passes_after_shared(rows), report)
-                else:
-                    alone += rows
-            alone.sort(key=lambda row: len(row.tokens), reverse=True)  # rows of one pass have similar lengths
-            self.keep(scores, self.passes(alone), report)
+        for context, rows in by_context.items():
+            if len(rows) > 1 and len(context) >= FEWEST_SHARED:
+                self.keep(scores, self.passes_after_shared(rows), report)
+            else:
+                alone += rows
+        alone.sort(key=lambda row: len(row.tokens), reverse=True)  # rows of one pass have similar lengths
+        self.keep(scores, self.passes(alone), report)
         return [scores[index] for index in range(len(requests))]
 
     def row(self, index: int, context: list[int], continuation: list[int]) -> Row:
@@ -104,7 +102,6 @@ class Scorer:
             for row, vectors in zip(rows, hidden, strict=True):
                 scores[row.index] = self.score_of(vectors, torch.tensor(row.continuation, device=self.device))
             report(len(rows))
-            MACHINE.pass_on()
 
     def passes(self, rows: list[Row]) -> Iterator[Pass]:
         """Reads the rows in batches. Padding follows each row, where no token of the row sees it."""

@@ -32,7 +32,6 @@ from andrea.generation.text_stream import TextStream
 from andrea.generation.token_healing import SPACE, TokenHealing
 from andrea.model.gpt import GPT
 from andrea.runtime.compiling import compile_graph
-from andrea.runtime.shared_cores import MACHINE
 
 if TYPE_CHECKING:
     from andrea.text.tokenizer import Tokenizer
@@ -172,10 +171,6 @@ class Engine:
 
         Yields each token as soon as it is chosen. Raises UserError if the model's scores are not finite.
         """
-        with MACHINE.taken():
-            yield from self.stream_tokens(prompts, request)
-
-    def stream_tokens(self, prompts: list[list[int]], request: Request) -> Iterator[GeneratedToken]:
         healed = [self.healing.heal(prompt) for prompt in prompts]
         prompts = [prompt for prompt, _ in healed]
         texts = [GrowingText(sample, *of_one, self.tokenizer, request) for sample, of_one in enumerate(healed)]
@@ -184,7 +179,6 @@ class Engine:
         shape = len(texts), ragged, request.lookahead
         window = self.take_window(*shape)
         while not all(text.has_ended for text in texts):
-            MACHINE.pass_on()
             logits, lookaheads = window.next_logits(
                 [text.tokens for text in texts], [text.lookahead(request.lookahead) for text in texts]
             )

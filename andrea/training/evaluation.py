@@ -17,7 +17,6 @@ from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.device import large_blocks_apart
-from andrea.runtime.shared_cores import MACHINE
 from andrea.text.corpus import Corpus
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 from andrea.text.tokenizer import Tokenizer
@@ -278,7 +277,6 @@ def sums_over(
     """
     nats, n_target, n_byte = [], 0, 0
     for tokens, targets in batches:
-        MACHINE.pass_on()
         scored = targets[targets != IGNORED_TARGET]
         nats.append(nats_of(tokens.to(device), targets.to(device)).detach())  # read at the end: no wait for the GPU
         n_target += scored.numel()

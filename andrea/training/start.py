@@ -18,7 +18,6 @@ from andrea.config import RunConfig, Text
 from andrea.model.size import flops_per_token
 from andrea.runtime import torchrun
 from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops
-from andrea.runtime.shared_cores import MACHINE, TAKES_TURNS
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
@@ -125,7 +124,7 @@ def start(
     resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus, left_auto, planned_steps))
     for line in resolved.lines:
         console.say(line)
-    set_up_process(resolved.config, machine, console)
+    set_up_process(resolved.config, machine)
     source = ranks.rank_0_first(lambda: source_of_weights(resolved.config, corpus, checkpoint))
     if source is not None:
         console.say(f"weights: {config.init_from} (init_from)")
@@ -233,13 +232,11 @@ def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_aut
     return resumed_progress(checkpoint, saved_run(checkpoint, config), config, left_auto)
 
 
-def set_up_process(config: RunConfig, machine: Machine, console: Console) -> None:
+def set_up_process(config: RunConfig, machine: Machine) -> None:
     """Apply settings of torch and of the C library that hold for the whole process."""
-    threads = choose_threads(config.threads)
+    choose_threads(config.threads)
     if machine.device.type == "cpu":
         keep_freed_memory()
-        if machine.ranks.size == 1:  # ranks wait for each other in every step, so none may wait for another's turn
-            MACHINE.join(threads, on_wait=lambda: console.say(TAKES_TURNS))
     torch.use_deterministic_algorithms(bool(config.deterministic))
     # Otherwise torch fills new tensors with NaN in deterministic runs, which takes 1.5 % of a step of andrea-nano.
     torch.utils.deterministic.fill_uninitialized_memory = False

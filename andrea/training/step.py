@@ -17,7 +17,6 @@ from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.runtime import host_copy
 from andrea.runtime.out_of_memory import is_out_of_memory
-from andrea.runtime.shared_cores import MACHINE
 from andrea.text.loader import IGNORED_TARGET, Loader
 from andrea.text.shards import DataLost
 from andrea.training.health.check import remedy_settings
@@ -137,7 +136,6 @@ class TrainingStep:
                 nats, heads = torch.zeros((), device=self.device), None
                 pieces = list(micro_batches(batch, self.micro_batch))
                 for index, piece in enumerate(pieces):
-                    MACHINE.pass_on()
                     with self.parallel.sync_gradients(last=index == len(pieces) - 1):
                         micro_nats, measured = self.loss_sum(*(self.on_device(rows) for rows in piece))
                         # DDP and FSDP divide summed gradients by the number of ranks: multiply by it first.

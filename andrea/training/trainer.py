@@ -11,7 +11,6 @@ from torch import Tensor
 from andrea.checkpoint import is_best_so_far
 from andrea.config import RunConfig
 from andrea.runtime import host_copy
-from andrea.runtime.shared_cores import MACHINE
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
@@ -77,7 +76,7 @@ class Trainer:
         )
 
     def train(self) -> int:
-        with self.stopping.signals_caught(), self.records.console.live_line(), MACHINE.taken():
+        with self.stopping.signals_caught(), self.records.console.live_line():
             try:
                 return self.train_steps()
             except DataLost:  # the weights are intact; with several ranks, the others are in the middle of a step
