@@ -209,7 +209,11 @@ def walk(folder: Folder, contents: dict[File, bytes], lost: frozenset, at: str =
 
 def key_of(state: State) -> frozenset:
     """Equal for states that no reader can tell apart."""
-    return frozenset((path, content) for path, content in state.items() if not is_unfinished(Path(path).parent))
+    return frozenset(
+        (path, None if is_unfinished(Path(path)) else content)
+        for path, content in state.items()
+        if not is_unfinished(Path(path).parent)
+    )
 
 
 def is_unfinished(path: Path) -> bool:
@@ -244,16 +248,8 @@ class Setting:
 
     def run(self, disk: Path, answer: Callable[[Call], int] | None = None) -> tuple[int | None, str, str]:
         """Exit code (None: it hangs), standard output and standard error of the command on this disk."""
-        answer = answer or (lambda call: 0)
         code = supervise(lambda prepare: self.start(disk, prepare), str(disk), answer)
         return code, *(disk.with_name(name).read_text(errors="replace") for name in ("output", "errors"))
-
-    def run_alone(self, disk: Path) -> tuple[int | None, str, str]:
-        process = self.start(disk, lambda: None)
-        while process.poll() is None:
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        return process.returncode, *(disk.with_name(n).read_text(errors="replace") for n in ("output", "errors"))
 
 
 def write_state(state: State, disk: Path) -> None:
@@ -293,8 +289,7 @@ def without_times(path: Path, content: bytes) -> Any:
     if path.name in ("state.json", "manifest.json", "run.json"):
         with contextlib.suppress(ValueError):
             loaded = json.loads(content)
-            changing = {"seconds", "run"} if path.name != "manifest.json" else {"state.json"}
-            return without_keys(loaded, changing)
+            return without_keys(loaded, {"seconds", "run"} if path.name != "manifest.json" else {"state.json"})
     return content
 
 
@@ -318,7 +313,7 @@ def outcome_on(disk: Path) -> dict[str, Any]:
 def enumerated(setting: Setting, disk: Path) -> None:
     """Fill in the outcome and the calls of the uninterrupted command, and check the notes of its calls against the disk."""
     write_state(setting.before, disk)
-    code, _, errors = setting.run_alone(disk)
+    code, _, errors = setting.run(disk)
     assert code == 0, f"{setting.name}: the uninterrupted command exits with {code}: {errors}"
     setting.reference = outcome_on(disk)
     write_state(setting.before, disk)
@@ -362,7 +357,7 @@ def crash_states(setting: Setting) -> tuple[list[tuple[str, State]], int]:
 
 def resumed(setting: Setting, name: str, state: State, disk: Path) -> dict[str, Any]:
     write_state(state, disk)
-    code, _, errors = setting.run_alone(disk)
+    code, _, errors = setting.run(disk)
     row: dict[str, Any] = {"state": name}
     if any(is_unfinished(path) for path in disk.rglob("*")):
         row["left_over"] = True
@@ -424,7 +419,7 @@ def failed(setting: Setting, number: int, error: int, disk: Path) -> dict[str, A
         row["ended"] = f"exit code 2 in place of 5: {errors[-600:]}"
     row["said"] = (errors.strip().splitlines() or [""])[-1][:300]
     has_said = code != 0 or " failed (" in output + errors
-    again, _, errors = setting.run_alone(disk)
+    again, _, errors = setting.run(disk)
     if again != 0 and not (again == 2 and setting.done and setting.done in errors):
         row["resumed"] = f"exit code {again}: {errors[-600:]}"
     different = differing(outcome_on(disk), setting.reference)
@@ -466,7 +461,7 @@ def settings(disk: Path, only: list[str]) -> Iterator[Setting]:
             continue
         if setting.name == "import":
             write_state(finished, disk)
-            Setting("", export, {}, andrea_main).run_alone(disk)
+            Setting("", export, {}, andrea_main).run(disk)
             setting.before = {
                 path: content for path, content in read_state(disk).items() if path.startswith("exported")
             }

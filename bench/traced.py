@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import os
 import select
+import signal
 import socket
 import struct
 import time
@@ -85,14 +86,17 @@ def install(channel: socket.socket) -> None:
     os.close(listener)
 
 
-def supervise(start: Callable[[Callable[[], None]], Any], root: str, answer: Callable[[Call], int]) -> int | None:
+def supervise(
+    start: Callable[[Callable[[], None]], Any], root: str, answer: Callable[[Call], int] | None = None
+) -> int | None:
     """The exit code of the process that `start(prepare)` starts, None if it hangs. It must call `prepare` at first.
 
     root: calls outside this folder are let through. answer: is asked before each other call; 0 lets it through, an errno
-    lets it fail. Calls of several threads or processes are asked one at a time.
+    lets it fail. Calls of several threads or processes are asked one at a time. Without it, no call is stopped.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process, poller, listeners = start(lambda: install(theirs)), select.poll(), set()
+    process = start(lambda: install(theirs) if answer else None)
+    poller, listeners = select.poll(), set()
     poller.register(ours, select.POLLIN)
     deadline = time.monotonic() + LONGEST_S
     while process.poll() is None and time.monotonic() < deadline:
@@ -104,9 +108,12 @@ def supervise(start: Callable[[Callable[[], None]], Any], root: str, answer: Cal
                 decide(descriptor, root, answer)
             else:
                 poller.unregister(descriptor)
-    code = process.poll()
+    if (code := process.poll()) is None:
+        for each in getattr(process, "ranks", [process]):
+            each.send_signal(signal.SIGKILL)
+            each.wait()
     for descriptor in (ours, theirs, *map(os.fdopen, listeners)):
-        descriptor.close()  # of a process that hangs: all its further calls fail
+        descriptor.close()
     return code
 
 
