@@ -418,12 +418,13 @@ def failed(setting: Setting, number: int, error: int, disk: Path) -> dict[str, A
     elif call.changes and call.path.startswith("runs/a/") and code == 2 and "runs_dir" not in errors:
         row["ended"] = f"exit code 2 in place of 5: {errors[-600:]}"
     row["said"] = (errors.strip().splitlines() or [""])[-1][:300]
-    has_said = code != 0 or " failed (" in output + errors
+    has_said = any(words in output + errors for words in (" failed (", "unreadable"))
     again, _, errors = setting.run(disk)
     if again != 0 and not (again == 2 and setting.done and setting.done in errors):
         row["resumed"] = f"exit code {again}: {errors[-600:]}"
     different = differing(outcome_on(disk), setting.reference)
-    if different and has_said and code == 0 and all(path.startswith(OPTIONAL) for path in different):
+    optional = {path for path in different if path.startswith(OPTIONAL)}
+    if different and has_said and code == 0 and (call.path.startswith("text") or set(different) <= optional):
         row["without"] = different
     elif different:
         row["different"] = different

@@ -19,7 +19,7 @@ from typing import Any
 from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, parse
 from andrea.config.keys import key_types, not_key_value, type_of_key
 from andrea.runtime import shared_cores, torchrun
-from andrea.runtime.files import StorageFailed
+from andrea.runtime.files import REMEDIES, StorageFailed
 from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.runtime.streams import printable, unfailing_output
 
@@ -75,10 +75,13 @@ def exit_code_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except StorageFailed as error:
         print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {error.advice}", file=sys.stderr)
         return 5
-    except FileNotFoundError as error:
-        if "temporary directory" not in str(error.strerror):  # of Python's tempfile, which torch uses
+    except OSError as error:
+        is_temporary = "temporary directory" in str(error.strerror)  # of Python's tempfile, which torch uses
+        if not is_temporary and error.errno not in REMEDIES:
             raise
-        print(f"error: {torchrun.rank_prefix()}{error.strerror}; {TEMPORARY}", file=sys.stderr)
+        reason = error.strerror if is_temporary else f"{error.filename or 'a file'} cannot be used: {error.strerror}"
+        remedy = TEMPORARY if is_temporary else REMEDIES[error.errno]
+        print(f"error: {torchrun.rank_prefix()}{one_line(reason)}; {remedy}", file=sys.stderr)
         return 5
     except torchrun.RankLost as error:
         if torchrun.is_rank_0():

@@ -26,11 +26,13 @@ from andrea.config.errors import UserError
 UNFINISHED = ".writing-"  # the first characters of every staging name
 
 
-# What a user can do when writing fails, by the error's number
+# What a user can do when the machine refuses to read or write, by the error's number
 REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or raise the quota",
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it readable and writable"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
 }
 RESUME = "continue with resume=auto"
 

@@ -183,3 +183,9 @@ def test_no_place_for_temporary_files_is_one_line(capsys: pytest.CaptureFixture,
     assert said.count("\n") == 1
     with pytest.raises(FileNotFoundError):
         exit_code_of(lambda argv: bool(open("/no/such/file")), [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_an_error_of_the_machine_is_one_line_wherever_it_comes_from(capsys: pytest.CaptureFixture) -> None:
+    assert exit_code_of(lambda argv: bool(open("/proc/self/mem", "rb").read(1)), []) == 5  # noqa: SIM115
+    assert capsys.readouterr().err == "error: a file cannot be used: Input/output error; check the disk\n"

@@ -90,7 +90,7 @@ def test_a_failed_write_leaves_the_old_content(step: str, tmp_path: Path, monkey
     ("number", "advice"),
     [
         (28, "earlier checkpoints are intact; free some space, then continue with resume=auto"),
-        (30, "earlier checkpoints are intact; make it writable, then continue with resume=auto"),
+        (30, "earlier checkpoints are intact; make it readable and writable, then continue with resume=auto"),
         (5, "earlier checkpoints are intact; check the disk, then continue with resume=auto"),
     ],
 )

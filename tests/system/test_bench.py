@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,33 @@ def test_commands_that_are_ended_anywhere_end_as_the_uninterrupted_run_and_a_sec
     first, second = lives
     assert first["lives"] >= 2 and second["lives"] >= 4 and second["rows"][: first["runs"]] == first["rows"]
     assert second["equal"] == second["runs"] and second["findings"] == second["lost"] == 0
+
+
+def test_power_loss_leaves_what_was_synced_and_any_part_of_the_rest(tmp_path):
+    sys.path.insert(0, str(ROOT / "bench"))
+    from crash_states import Disk
+    from traced import Call
+
+    (tmp_path / "a").write_bytes(b"old")
+    disk = Disk(tmp_path)
+    create = Call("open", "w", flags=os.O_CREAT)
+    for call in (create, Call("write", "w", data=b"newer"), Call("rename", "w", "a")):
+        disk.apply(call)
+    assert disk.as_it_is() == {"a": b"newer"}
+    lost = [state["a"] for state in disk.after_power_loss()]
+    assert set(lost) == {b"old", b"", b"ne", bytes(5)}
+    disk.apply(Call("fsync", "a"))
+    assert [state["a"] for state in disk.after_power_loss()] == [b"old"]
+    disk.apply(Call("fsync", "."))
+    assert not list(disk.after_power_loss())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the calls' numbers")
+def test_a_run_goes_on_from_each_crash_state_and_after_each_failed_call(tmp_path):
+    record = tmp_path / "crash-states.json"
+    command = [sys.executable, "bench/crash_states.py", "--only", "run", "--at-most", "16", "--output", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(record.read_text())["rows"]["run"]
+    assert counts["distinct"] > 100 and counts["resumed"]["commands"] == counts["failed"]["commands"] == 16

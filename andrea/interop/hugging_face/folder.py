@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from andrea.checkpoint.tensors import write_tensors
 from andrea.interop.hugging_face.classes import HuggingFaceClass
 from andrea.interop.hugging_face.tokenizer_files import write_tokenizer
 from andrea.interop.settings import Trained
@@ -45,8 +46,6 @@ def config_json(trained: Trained, chosen: HuggingFaceClass, dtype: str) -> dict[
 
 def write_weights(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Write the weights to one safetensors file, or to several with an index if they are large. Raises OSError."""
-    from safetensors.torch import save_file
-
     shards = list(shards_of(weights, dtype.itemsize))
     names = [WEIGHTS]
     if len(shards) > 1:
@@ -56,8 +55,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype) 
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
         write_json(folder / INDEX, index)
     for name, shard in zip(names, shards, strict=True):
-        tensors = {weight: weights[weight].to(dtype).contiguous() for weight in shard}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        write_tensors(folder / name, {weight: weights[weight].to(dtype) for weight in shard}, {"format": "pt"})
         os.chmod(folder / name, (folder / "config.json").stat().st_mode)  # it may be readable by its owner alone
 
 
