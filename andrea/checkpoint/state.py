@@ -127,6 +127,7 @@ class State:
     tokenizer: str
     health: Annotated[HealthState, one_length] | None = None
     compared_bpb: Measured | None = None
+    val_tokens: Count | None = None
     evaluated_step: Step | None = None
     evaluations_since_best: Count = 0
     ranks: Annotated[int, Between(1, 2**20)] = 1

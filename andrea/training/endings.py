@@ -19,6 +19,7 @@ from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.health.check import optimizer_remedy, remedy_settings
 from andrea.training.progress import Progress
+from andrea.training.records.console import part_words
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import read_lines
 from andrea.training.stop_requests import StopRequests
@@ -57,9 +58,15 @@ class Endings:
             "val/bpb": progress.val_bpb,
             "train/peak_memory_bytes": int(step.ranks.maximum(peak)),
         }
+        if progress.val_tokens is not None:
+            figures["val/tokens"] = progress.val_tokens
         self.records.log({"event": why, **figures, "checkpoint": str(checkpoints.path)})
         console.stop()
-        bits = f" · {progress.val_bpb:.4f} bits/byte" if progress.val_bpb is not None else ""
+        bits = (
+            f" · {progress.val_bpb:.4f} bits/byte{part_words(progress.val_tokens)}"
+            if progress.val_bpb is not None
+            else ""
+        )
         result = result_path(checkpoints.path, vars(progress))
         console.say(
             f"{why} at step {progress.step} of {progress.planned_steps}{self.reason(done)}{bits} · {checkpoints.path}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,14 @@ from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.heads import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.check import Evidence
 from andrea.training.health.health import Health
+from andrea.training.planning.pace.time_budget import TimeBudget
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep
 
 SECOND_SAMPLES = 4  # times as many samples are judged if the first ones suggest a failure
+PACE_SHARE = 1 / 32  # of the held-out text, from which the pace of an evaluation is measured
+CHOOSING_SHARE = 1 / 2  # of a small held-out text: chooses the best evaluation, which the rest judges
 LENS_TOKENS = 40  # length of the default prompt, taken from held-out text
 DrawLens = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> a page of HTML
 
@@ -51,6 +55,7 @@ class Evaluator:
     Results are cached until the next step: the gathered model, the samples and the head statistics.
     draw_lens: draws the lens page of a fixed prompt, or None for no page. expected: the curves of the run's recipe and text.
     chooses: whether the best evaluation is chosen on the first half of the held-out text, so that the rest judges it.
+    budget: the time of train.max_minutes; None if it is not set.
     """
 
     config: RunConfig
@@ -62,6 +67,7 @@ class Evaluator:
     draw_lens: DrawLens | None
     expected: ExpectedCurves
     chooses: bool = False
+    budget: TimeBudget | None = None
 
     def __post_init__(self) -> None:
         self.parallel, self.ranks = self.step.parallel, self.step.ranks
@@ -83,24 +89,29 @@ class Evaluator:
         size_ratios: `Update.size_ratios` of the last step. whole: evaluate the whole held-out split instead of
         train.eval_tokens tokens. The last evaluation of a run always evaluates the whole split.
         """
-        train, last = self.config.train, self.progress.step == self.progress.planned_steps
-        whole = whole or last
-        by_source = self.validate(None if whole else train.eval_tokens)
+        train, progress = self.config.train, self.progress
+        whole = whole or progress.step == progress.planned_steps or train.eval_tokens is None
+        share = self.readable_share() if whole else 1.0
+        by_source = self.validate(None if whole else train.eval_tokens, share)
         total = total_of(by_source)
-        self.progress.val_loss, self.progress.val_bpb = total["loss"], total["bpb"]
-        self.progress.evaluated_step = self.progress.step
+        progress.val_loss, progress.val_bpb, progress.evaluated_step = total["loss"], total["bpb"], progress.step
         figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
         read_more = (
             whole and train.eval_tokens is not None
         )  # than earlier evaluations, whose figures it is compared with
-        chosen = total_of(self.validate(train.eval_tokens, self.chooses)) if read_more or self.chooses else total
-        self.progress.compared_bpb = chosen["bpb"]
+        progress.val_tokens = total["tokens"] if share < 1 else None
+        if share < 1:  # on other text than earlier figures: no best, no patience, nothing that is expected
+            progress.compared_bpb, figures["val/tokens"] = None, total["tokens"]
+            return figures | self.judge(by_source, size_ratios, None)
+        chosen = total
+        if read_more or self.chooses:
+            chosen = total_of(self.validate(train.eval_tokens, CHOOSING_SHARE if self.chooses else 1.0))
+        progress.compared_bpb = chosen["bpb"]
         if chosen is not total:
             figures["val/compared_bpb"] = chosen["bpb"]
         if self.chooses:
-            figures["val/judged_bpb"] = summary(*(total[key] - chosen[key] for key in ("nats", "tokens", "bytes")))[
-                "bpb"
-            ]
+            judged = (total[key] - chosen[key] for key in ("nats", "tokens", "bytes"))
+            figures["val/judged_bpb"] = summary(*judged)["bpb"]
         if len(by_source) > 1:
             figures |= {f"val/{name}/{key}": part[key] for name, part in by_source.items() for key in ("loss", "bpb")}
         standing = self.standing(total["bpb"], whole)
@@ -113,16 +124,27 @@ class Evaluator:
 
         With train.max_minutes, the length is an estimate until the decay begins: only the end is compared.
         """
-        train, last = self.config.train, self.progress.step == self.progress.planned_steps
-        if not (whole or train.eval_tokens is None) or not (last or train.max_minutes is None):
-            return None
-        return self.expected.standing(bpb, self.progress)
+        is_last = self.progress.step == self.progress.planned_steps
+        return self.expected.standing(bpb, self.progress) if whole and (is_last or not self.budget) else None
 
-    def validate(self, most_tokens: int | None, first_half: bool = False) -> dict[str, dict[str, float]]:
+    def readable_share(self) -> float:
+        """The share of the held-out text that can be read by train.max_minutes, at the pace of its first part just now."""
+        begun, rows_in_round = time.monotonic(), self.step.micro_batch * self.ranks.size
+
+        def n_round(share: float) -> int:
+            lengths = (max(1, int(share * len(source.val))) for source in self.corpus.sources)
+            return sum(-(-n // (self.config.model.sequence_length * rows_in_round)) for n in lengths)
+
+        if self.budget is None or n_round(PACE_SHARE) == n_round(1.0):
+            return 1.0
+        self.validate(None, PACE_SHARE)
+        seconds = (time.monotonic() - begun) * n_round(1.0) / n_round(PACE_SHARE)
+        return self.ranks.from_rank_0(lambda: max(PACE_SHARE, self.budget.readable_share(seconds)))
+
+    def validate(self, most_tokens: int | None, share: float = 1.0) -> dict[str, dict[str, float]]:
         """The validation `summary` of each source, on its first `most_tokens` held-out tokens; all of them if None.
 
-        first_half: use the first half of each source's held-out tokens, and ignore most_tokens.
-
+        share: of each source's held-out tokens, the first of which are read; below 1, most_tokens is ignored.
         The ranks divide the windows of a source among themselves.
         """
         self.records.working("evaluating")
@@ -134,7 +156,7 @@ class Evaluator:
                     source.val,
                     self.config.model.sequence_length,
                     self.step.micro_batch,
-                    len(source.val) // 2 if first_half else most_tokens,
+                    max(1, int(share * len(source.val))) if share < 1 else most_tokens,
                     self.ranks.rank,
                     self.ranks.size,
                 )

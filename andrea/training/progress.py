@@ -24,8 +24,9 @@ class Progress:
     seconds: float = 0.0  # of training steps; compiling, evaluating and saving are not counted
     val_loss: float | None = None  # nats per token, of the last evaluation
     val_bpb: float | None = None  # bits per byte, of the last evaluation
+    val_tokens: int | None = None  # of the last evaluation, if it read only a part of the held-out text
     evaluated_step: int | None = None  # step of the last evaluation
-    compared_bpb: float | None = None  # the same on the held-out tokens that every evaluation of the run reads
+    compared_bpb: float | None = None  # the same on the held-out tokens that every evaluation reads; None after a part
     best_bpb: float | None = None  # the lowest compared_bpb of a saved step
     evaluations_since_best: int = 0  # or since the learning rate began to fall because of train.patience
     planned_steps: int = 0  # length of the whole run, as planned now; set when a process starts

@@ -215,6 +215,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
             setup.draw_lens,
             ExpectedCurves.of(config),
             chooses_on_a_part(config, setup.left_auto, corpus),
+            budget,
         ),
         RunCheckpoints(folder, saver, progress, scale, health, records, facts),
         records,

@@ -16,8 +16,8 @@ from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
 from andrea.training.heads import scalars
-from andrea.training.optimizer.schedule import may_change, rate_at, relength
-from andrea.training.planning.pace.time_budget import is_estimated
+from andrea.training.optimizer.schedule import rate_at, relength
+from andrea.training.planning.pace.time_budget import fixes_length, is_open
 from andrea.training.planning.settle import as_planned
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
@@ -37,12 +37,6 @@ class Due(NamedTuple):
     heads: bool
     sample: bool
     save: bool
-
-    @property
-    def pause(self) -> str | None:
-        """The kind of work that takes most of the time after the step; None if no such work is due."""
-        taken = {"evaluation": self.evaluation, "save": self.save, "sample": self.sample, "heads": self.heads}
-        return next((name for name, is_due in taken.items() if is_due), None)
 
 
 @dataclass
@@ -64,7 +58,10 @@ class Trainer:
         self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
         self.planned = self.config_for(self.progress.planned_steps)
-        self.is_fixed = self.stopping.budget is None or not self.may_change()
+        budget, optimizer = self.stopping.budget, self.config.optimizer
+        self.is_open = budget is not None and is_open(self.progress.step, self.progress.planned_steps, optimizer)
+        if budget and self.is_open:  # as long as it may be: train.max_minutes lets the rate fall earlier
+            self.progress.planned_steps = budget.most_steps
         self.endings = Endings(
             self.config,
             self.progress,
@@ -86,14 +83,14 @@ class Trainer:
 
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
-        if progress.step and due_after(progress.step, self.planned).sample:
+        if progress.step and self.due_after(progress.step).sample:
             self.evaluator.make_up_sample()
         if self.stopping.budget:
             self.stopping.budget.lap()
         while progress.step < progress.planned_steps and not self.stopping.agreed:
             clock = time.perf_counter()
             self.records.watchdog.at(progress.step + 1, "training step")
-            due = due_after(progress.step + 1, self.planned)
+            due = self.due_after(progress.step + 1)
             rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
             batch = self.step.batch(progress.step)
             update = self.step.run(batch, rate, self.requests, measure_size=due.evaluation)
@@ -108,8 +105,8 @@ class Trainer:
                 return self.endings.stop_not_finite(self.figures)
             self.checkpoints.check()
             self.note_time(time.perf_counter() - clock, rate)
-            if wanted := self.stopping.take_wanted_steps():
-                self.change_length(wanted)
+            if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
+                self.heed_time(wanted)
             self.follow_up(due, update, rate)
             if due.evaluation and (failed := self.evaluator.failed()):
                 return self.endings.stop_failed(failed)
@@ -135,9 +132,8 @@ class Trainer:
         if due.sample:
             self.evaluator.show_sample()
         self.evaluator.forget()
-        if self.stopping.budget:
-            self.show_fixed()
-            self.stopping.budget.note_pause(due.pause)
+        if self.stopping.budget and due.evaluation:
+            self.stopping.budget.note_evaluation()
 
     def read_figures(self, wait: bool) -> bool:
         """Read loss, gradient norm and flags of completed steps. Returns False if a step was not finite.
@@ -157,19 +153,27 @@ class Trainer:
                 return False
         return True
 
-    def change_length(self, wanted: int) -> None:
-        """Plan the run anew with `wanted` steps, as far as the learning rate allows: see `relength`.
+    def change_length(self, steps: int) -> None:
+        """Plan the run for `steps` steps. Every rank must call this after the same step and with the same number."""
+        self.progress.planned_steps = steps
+        self.settle_intervals(steps)
 
-        Every rank must call this after the same step and with the same number.
-        """
-        progress = self.progress
-        steps = relength(progress.step, progress.planned_steps, wanted, self.config.optimizer)
-        if steps == progress.planned_steps:
-            return
-        progress.planned_steps = self.records.console.steps = steps
-        self.planned = self.config_for(steps)
+    def settle_intervals(self, steps: int) -> None:
+        """Compute the intervals that were left `auto` for this length, which may be an estimate."""
+        self.planned, self.records.console.steps = self.config_for(steps), steps
         if self.step.ranks.is_rank_0:
             write_config(self.checkpoints.folder, self.planned)
+
+    def heed_time(self, wanted: int) -> None:
+        """Fix the length at which train.max_minutes ends, or settle the intervals for rank 0's estimate of it."""
+        step, before, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
+        if not fixes_length(wanted, step, optimizer):
+            return self.settle_intervals(wanted)
+        self.is_open, is_cosine = False, optimizer.schedule == "cosine"
+        self.change_length(max(wanted, step + 1) if is_cosine else relength(step, before, wanted, optimizer))
+        self.records.console.say(
+            f"length: {self.progress.planned_steps} steps, fixed now: the time left is what they take"
+        )
 
     def decay_if_worse(self) -> None:
         """Begin the decay of the learning rate now if the validation loss rises before the decay was planned to begin."""
@@ -182,6 +186,8 @@ class Trainer:
     def heed_patience(self) -> None:
         """After train.patience evaluations in a row without a new best: begin the decay of the rate, or end the run."""
         progress, patience = self.progress, self.config.train.patience
+        if progress.compared_bpb is None:  # of a part of the held-out text
+            return
         is_best = progress.best_bpb is None or progress.compared_bpb < progress.best_bpb
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         if patience is None or progress.evaluations_since_best < patience:
@@ -192,24 +198,15 @@ class Trainer:
 
     def begin_decay(self, why: str) -> bool:
         """Let the learning rate fall from now on, unless it falls already. Returns whether the run is now shorter."""
-        progress, before = self.progress, self.progress.planned_steps
-        self.change_length(1)
-        if progress.planned_steps < before:
+        step, before = self.progress.step, self.progress.planned_steps
+        steps = relength(step, before, 1, self.config.optimizer)
+        if steps < before:
+            self.is_open = False
+            self.change_length(steps)
             self.records.console.say(
-                f"{why}: the learning rate falls from step {progress.step} on, and the run ends at step "
-                f"{progress.planned_steps} instead of {before}"
+                f"{why}: the learning rate falls from step {step} on, and the run ends at step {steps} instead of {before}"
             )
-        return progress.planned_steps < before
-
-    def may_change(self) -> bool:
-        return may_change(self.progress.step, self.progress.planned_steps, self.config.optimizer)
-
-    def show_fixed(self) -> None:
-        """Say once that train.max_minutes no longer changes the length."""
-        if not (self.is_fixed or self.may_change()):
-            self.is_fixed = True
-            steps = self.progress.planned_steps
-            self.records.console.say(f"length: {steps} steps, fixed now, because the learning rate begins to fall")
+        return steps < before
 
     def config_for(self, steps: int) -> RunConfig:
         """The configuration with this length.
@@ -222,11 +219,11 @@ class Trainer:
         return as_planned(self.config, () if self.is_planned_for_text else self.left_auto, steps)
 
     def requests(self) -> list[Tensor]:
-        """This rank's `StopRequests.flags`, with the length that fits into train.max_minutes, if it is to be corrected."""
-        progress, budget, wanted = self.progress, self.stopping.budget, 0
-        is_asked = budget and self.step.ranks.is_rank_0
-        if is_asked and is_estimated(progress.step, progress.planned_steps, budget.n_step, self.config.optimizer):
-            wanted = budget.fitting_steps(progress.step, lambda steps: self.config_for(steps).train)
+        """This rank's `StopRequests.flags`, with the length that rank 0 asks for by train.max_minutes."""
+        step, budget, wanted = self.progress.step, self.stopping.budget, 0
+        if budget and self.is_open and self.step.ranks.is_rank_0:
+            optimizer = self.config.optimizer
+            wanted = budget.wanted_steps(step, optimizer, lambda steps: self.config_for(steps).train.eval_every)
         return self.stopping.flags(wanted)
 
     def note_time(self, step_seconds: float, rate: float) -> None:
@@ -255,19 +252,18 @@ class Trainer:
             figures["attention/step/clipped_heads"] = self.step.take_clipped_heads()
         return figures
 
+    def due_after(self, step: int) -> Due:
+        """The actions that follow step number `step`, counted from 1."""
+        train, last = self.planned.train, step == self.progress.planned_steps
 
-def due_after(step: int, planned: RunConfig) -> Due:
-    """The actions that follow step number `step`, counted from 1. planned: with the run's length and intervals."""
-    train, last = planned.train, step == planned.steps
+        def every(interval: int | str) -> bool:
+            assert isinstance(interval, int), "auto is resolved before training"
+            return step % interval == 0
 
-    def every(interval: int | str) -> bool:
-        assert isinstance(interval, int), "auto is resolved before training"
-        return step % interval == 0
-
-    return Due(
-        record=every(train.log_every),
-        evaluation=every(train.eval_every) or last,
-        heads=every(train.attention_every),
-        sample=every(train.sample_every) or last,
-        save=every(train.save_every) or last,
-    )
+        return Due(
+            record=every(train.log_every),
+            evaluation=every(train.eval_every) or last,
+            heads=every(train.attention_every),
+            sample=every(train.sample_every) or last,
+            save=every(train.save_every) or last,
+        )

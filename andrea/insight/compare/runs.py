@@ -186,7 +186,9 @@ def read_run(folder: Path, name: str) -> Run:
         raise LeftOut(f"its records cannot be read ({error.strerror})") from None
     if not records:
         raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
-    validation = curve(records, ("val/loss", "val/bpb"), ("val/compared_bpb", "expected/bpb", "expected/spread_bpb"))
+    validation = curve(
+        records, ("val/loss", "val/bpb"), ("val/compared_bpb", "val/tokens", "expected/bpb", "expected/spread_bpb")
+    )
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
     memory = values_of(records, "train/peak_memory_bytes")
@@ -313,9 +315,9 @@ def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
     settings = config.get("train")
     settings = settings if isinstance(settings, dict) else {}
     save_every, last = settings.get("save_every"), validation[-1]
-    if not (isinstance(save_every, int) and save_every > 0):
+    if not (isinstance(save_every, int) and save_every > 0) or "val/tokens" in last:  # of a part of that text
         return last
-    saved = [point for point in validation[:-1] if point["step"] % save_every == 0]
+    saved = [point for point in validation[:-1] if point["step"] % save_every == 0 and "val/tokens" not in point]
     return min([last, *reversed(saved)], key=lambda point: point.get("val/compared_bpb", point["val/bpb"]))
 
 

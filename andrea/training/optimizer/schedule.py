@@ -46,6 +46,11 @@ def may_change(step: int, steps: int, config: OptimizerConfig) -> bool:
     return step < steps and step <= decay_start(steps, config)
 
 
+def shortest_length(step: int, steps: int, config: OptimizerConfig) -> int:
+    """The smallest length whose decay begins at `step` or later; steps + 1 if that of `steps` steps begins earlier."""
+    return bisect_left(range(steps + 1), step, key=lambda length: decay_start(length, config))
+
+
 def relength(step: int, steps: int, wanted: int, config: OptimizerConfig) -> int:
     """The new length, after `step` steps, of a run that was planned for `steps` steps and should have `wanted` steps.
 
@@ -55,5 +60,4 @@ def relength(step: int, steps: int, wanted: int, config: OptimizerConfig) -> int
     """
     if not may_change(step, steps, config):
         return steps
-    shortest = bisect_left(range(steps + 1), step, key=lambda length: decay_start(length, config))
-    return max(wanted, shortest, step + 1)
+    return max(wanted, shortest_length(step, steps, config), step + 1)

@@ -15,8 +15,9 @@ from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device
-from andrea.training.optimizer.schedule import rate_at
+from andrea.training.optimizer.schedule import may_change, rate_at, relength
 from andrea.training.planning.auto import QUARTERS, with_intervals
+from andrea.training.planning.pace.time_budget import is_open
 from andrea.training.progress import Progress
 
 LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")
@@ -111,6 +112,10 @@ def with_length(
 
     saved_auto, left_auto: the keys that were left `auto` in the checkpoint's run, and in this process.
     """
+    step, planned, optimizer = progress.step, progress.planned_steps, saved.optimizer
+    if saved.train.max_minutes is not None and is_open(step, planned, optimizer):  # planned is only the limit of then
+        steps = relength(step, planned, 1, optimizer) if may_change(step, planned, optimizer) else step + 1
+        progress = dataclasses.replace(progress, planned_steps=max(config.steps, steps))
     if asked_length(saved, saved_auto) == asked_length(config, left_auto) or progress.planned_steps == config.steps:
         return progress
     return dataclasses.replace(progress, planned_steps=config.steps)

@@ -93,7 +93,8 @@ class Console(Logger):
             )
             self.say(
                 f"{self.step_words(record['step'])} · validation loss {record['val/loss']:.4f}"
-                f" · {record['val/bpb']:.4f} bits/byte{of_sources}{self.standing_words(record)}"
+                f" · {record['val/bpb']:.4f} bits/byte{of_sources}{part_words(record.get('val/tokens'))}"
+                f"{self.standing_words(record)}"
             )
         elif self.live is None and "train/loss" in record:
             seconds_left = (self.steps - record["step"]) * record["train/seconds_per_step"]
@@ -124,3 +125,8 @@ class Console(Logger):
         """Remove the live line, so that ordinary lines can follow."""
         if self.live:
             self.live.stop()
+
+
+def part_words(n_token: int | None) -> str:
+    """Words on an evaluation that had no time for all of the held-out text; empty if it read all of it."""
+    return f" on {n_token:,} held-out tokens only, for want of time, not compared with others" if n_token else ""

@@ -12,13 +12,13 @@ from conftest import tiny_words
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint
 from andrea.cli.command_line import configure
-from andrea.config import RunConfig, group_config
+from andrea.config import OptimizerConfig, RunConfig, group_config
 from andrea.training import start
-from andrea.training.optimizer.schedule import decay_start, rate_at
-from andrea.training.planning.pace.time_budget import TimeBudget, first_guess, is_estimated, make_time_budget
+from andrea.training.optimizer.schedule import decay_start, rate_at, relength
+from andrea.training.planning.pace.time_budget import TimeBudget, first_guess, fixes_length, is_open, make_time_budget
 from andrea.training.records.run_folder import read_lines
 
-MUON = group_config("optimizer", "muon")
+MUON, COSINE = group_config("optimizer", "muon"), group_config("optimizer", "muon", schedule="cosine")
 QUIET = [
     "train.sample_tokens=0",
     "train.lens_prompt=",
@@ -122,10 +122,9 @@ def test_before_the_decay_a_resumed_run_is_planned_anew(train, tmp_path: Path, c
     assert rates(records) == [rate_at(step, checkpoint.step, MUON) for step in range(checkpoint.step)]
     capsys.readouterr()
     path = checkpoints_of(tmp_path / "runs" / "a")[0]
-    planned = read_checkpoint(path).state["planned_steps"]  # without a time, the length stays
+    assert read_checkpoint(path).state["planned_steps"] > 1000  # the most that the text allows: the time had fixed none
     checkpoint, _ = train(*BY_TIME, "train.max_minutes=null", f"resume={path}")
-    assert checkpoint.step == planned
-    assert f"length: {planned} steps, as planned before; train.steps=N sets another length" in capsys.readouterr().out
+    assert checkpoint.step == 300  # model.recipe_steps
     another = int(path.name[5:]) + 3
     assert train(f"train.steps={another}", "train.max_minutes=null", f"resume={path}")[0].step == another
 
@@ -144,44 +143,86 @@ def test_time_is_a_hard_limit_too(train, capsys: pytest.CaptureFixture) -> None:
     assert f"stopped at step {checkpoint.step} of {steps}, at the end of train.max_minutes=1" in capsys.readouterr().out
 
 
-def test_an_estimate_counts_the_pauses_that_are_left() -> None:
-    clock = Ticking()
-    budget = TimeBudget(1.0, 0.0, evaluation_steps=2.0, most_steps=1000, clock=clock)
-    words = ["train.eval_every=10", "train.save_every=100", "train.sample_every=100", "train.attention_every=5"]
-    train = configure(RunConfig, "train", words).train
-    for seconds, pause in ((9.0, None), (0.5, None), (0.5, "heads"), (0.5, "evaluation")):
-        clock.tick = seconds
-        budget.note_step()
-        clock.tick = {"heads": 0.25, "evaluation": 2.0}.get(pause or "", 0.0)
-        budget.note_pause(pause)
-    clock.tick = 0.0
-    left = budget.seconds_left()  # of 60 seconds: 10.5 of steps and 2.25 of pauses are over
-    assert left == pytest.approx(60 - 12.75)
-    length = budget.fitting_steps(4, lambda steps: train)
+class Simulated:
+    """A run by the clock alone, as the trainer asks the budget: no model."""
 
-    def seconds(length: int) -> float:
-        return 0.5 * (length - 4) + 0.25 * (length // 5) + 2.0 * ((length - 1) // 10) + 2.0
+    def __init__(
+        self,
+        minutes: float,
+        pace: Callable[[float], float],  # seconds since the beginning -> seconds of a step
+        evaluation: float = 0.0,  # seconds
+        begin: int = 0,
+        most_steps: int = 10**6,
+        config: OptimizerConfig = MUON,
+        notice: int = 1,  # steps until what rank 0 asks for is read: 1 on a CPU, 2 on a GPU
+    ) -> None:
+        self.now, self.changes = 0.0, []
+        budget = TimeBudget(minutes, 0.0, 0.8 * evaluation / pace(0.0), most_steps, clock=lambda: self.now)
+        self.step, self.planned, eval_every, sent = begin, most_steps, most_steps, [0] * notice
+        was_open = is_open(begin, most_steps, config)
+        while self.step < self.planned and not budget.is_over():
+            asks = was_open and not self.changes
+            sent.append(budget.wanted_steps(self.step, config, lambda n: -(-n // budget.evaluations(n))) if asks else 0)
+            self.now += pace(self.now) * (5 if self.step == begin else 1)
+            self.step += 1
+            budget.note_step()
+            wanted = sent.pop(1)
+            if wanted and not self.changes and fixes_length(wanted, self.step, config):
+                self.changes.append(self.step)
+                self.planned = (
+                    wanted if config.schedule == "cosine" else relength(self.step, self.planned, wanted, config)
+                )
+            eval_every = -(-wanted // budget.evaluations(wanted)) if wanted else eval_every
+            if self.step % eval_every == 0 or self.step == self.planned:
+                self.now += evaluation
+                budget.note_evaluation()
+        self.rate = rate_at(self.step - 1, self.planned, config)
 
-    assert seconds(length) <= 0.98 * left < seconds(length + 1)
+
+@pytest.mark.parametrize("notice", [1, 2])
+@pytest.mark.parametrize("evaluation", [0.0, 3.0, 15.0])
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 1.3])
+@pytest.mark.parametrize("config", [MUON, COSINE, group_config("optimizer", "muon", decay_fraction=0.2)])
+def test_a_run_ends_with_its_decay_and_its_last_evaluation_in_time(
+    config: OptimizerConfig, seconds: float, evaluation: float, notice: int
+) -> None:
+    run = Simulated(2.0, lambda now: seconds, evaluation, config=config, notice=notice)
+    assert run.step == run.planned and len(run.changes) == 1
+    assert run.rate < 0.07 and 0.9 * 120 < run.now < 1.05 * 120
 
 
-def test_without_time_left_no_step_fits_and_one_step_is_enough_to_estimate() -> None:
-    clock = Ticking()
-    budget = TimeBudget(1.0, 0.0, evaluation_steps=0.0, most_steps=1000, clock=clock)
-    clock.tick = 2.0
-    budget.note_step()
-    words = [f"train.{name}_every=1000" for name in ("eval", "save", "sample", "attention")]
-    train = configure(RunConfig, "train", words).train
-    clock.tick = 0.0
-    assert budget.fitting_steps(1, lambda steps: train) == 1 + int(0.98 * 58 / 2)
-    clock.now = 100.0
-    assert budget.fitting_steps(7, lambda steps: train) == 7 and budget.is_over()
+@pytest.mark.parametrize("begin", [1, 63, 64, 65, 135])
+def test_a_run_that_goes_on_at_any_step_is_planned_by_its_own_clock(begin: int) -> None:
+    run = Simulated(1.0, lambda now: 0.2, 2.0, begin=begin)
+    assert run.step == run.planned and 50 < run.now <= 60 and len(run.changes) == 1
 
 
-def test_the_length_is_estimated_seldom_and_just_before_the_decay() -> None:
-    asked = [step for step in range(100) if is_estimated(step, 100, step, MUON)]
-    assert asked == [4, 8, 16, 32, 38, 39, 40]
-    assert [is_estimated(39, 100, n_measured, MUON) for n_measured in (0, 1)] == [False, True]
+@pytest.mark.parametrize("busy_from", [0.0, 10.0])
+def test_a_machine_that_becomes_busy_long_before_the_decay_costs_no_decay(busy_from: float) -> None:
+    run = Simulated(2.0, lambda now: 0.2 if now < busy_from else 0.5, 2.0)
+    assert run.step == run.planned and 100 < run.now < 1.05 * 120
+
+
+def test_a_machine_that_becomes_busy_later_ends_the_run_in_time_too() -> None:
+    run = Simulated(2.0, lambda now: 0.2 if now < 80 else 1.0, 2.0)
+    assert run.step < run.planned and run.now <= 121
+
+
+def test_the_limit_of_steps_holds_and_then_the_time_changes_nothing() -> None:
+    run = Simulated(60.0, lambda now: 0.2, 2.0, most_steps=500)
+    assert (run.step, run.planned, run.changes) == (500, 500, [])
+
+
+def test_an_evaluation_reads_the_part_of_the_text_that_the_time_allows() -> None:
+    now = 0.0
+    budget = TimeBudget(1.0, 0.0, evaluation_steps=1.0, most_steps=100, clock=lambda: now)
+    assert budget.readable_share(20.0) == 1.0 and budget.readable_share(40.0) == pytest.approx(0.5)  # a third of 60 s
+    assert budget.last_seconds() == pytest.approx(20.0)  # as planned for
+    now = 51.0
+    assert budget.readable_share(12.0) == 1.0  # ends a twentieth of the time late
+    assert budget.readable_share(24.0) == pytest.approx(0.5)
+    now = 90.0
+    assert budget.readable_share(24.0) == 0.0
 
 
 def test_evaluations_do_not_take_most_of_the_time() -> None:

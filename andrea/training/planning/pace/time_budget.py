@@ -1,7 +1,8 @@
-"""The time that `train.max_minutes` gives a process, and how many steps fit into it.
+"""The time that `train.max_minutes` gives a process, and when the learning rate must begin to fall for the run to end in time.
 
-A run with this key gets its length from the time: a first guess, then rank 0's estimates from the measured pace, until the
-learning rate begins to fall (see `optimizer/schedule.py`).
+A run with this key is planned for as many steps as its text or train.steps allows. At a constant rate the decay may begin at
+any step: rank 0 measures the steps and what follows them, and asks for the decay as soon as the time left is what it takes.
+The length is then fixed. With a cosine the length is fixed once, after the warm-up or the first measured steps.
 """
 
 from __future__ import annotations
@@ -13,20 +14,26 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import final
 
-from andrea.config import OptimizerConfig, RunConfig, TrainConfig
+from andrea.config import OptimizerConfig, RunConfig
 from andrea.model.size import flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision
 from andrea.text.corpus import Corpus
-from andrea.training.optimizer.schedule import decay_start, may_change
+from andrea.training.optimizer.schedule import decay_start, may_change, shortest_length
 from andrea.training.planning.pace.measured_pace import Mode, measured_pace
 from andrea.training.planning.small_text import is_length_auto, most_steps_for_text
 from andrea.training.progress import Progress
 
 RESERVE = 0.02  # of the time that is left: the pace may drop a little while the learning rate falls
+OVERRUN = 0.05  # of the whole time: the last evaluation may end so much later rather than leave out held-out text
+LONGEST_EVALUATION = 1 / 3  # of the whole time: if the held-out text takes longer, a part of it is evaluated
 FORWARD_SHARE = 1 / 3  # of a training step's time, for as many tokens
-PACE_STEPS = 10  # after the warm-up: a first guess leaves at least so many steps to measure the pace
-FEWEST_MEASURED = 4  # steps, from which the length is estimated
+FEWEST_MEASURED = 4  # steps, the slow first one included, before the decay may begin
+RECENT_STEPS = 8  # at least, of which the pace is the mean
+MEASURED_SHARE = 0.05  # of the time that is left: steps are measured for so long before the decay may begin
+FIRST_SHARE = 1 / 50  # of a run, in which a cosine falls by a thousandth
+NOTICE = 2  # steps after which all ranks know what rank 0 asks for: on a GPU, flags are read one step later
+PACE_STEPS = 10  # steps after the warm-up that a first guess has at least
 STEPS_PER_EVALUATION = 10  # at least, in the time of an evaluation: more evaluations would take too much of the time
 QUARTERS = 4  # evaluations and checkpoints of a run, if the time allows them
 MOST_STEPS = 2**40
@@ -34,7 +41,7 @@ MOST_STEPS = 2**40
 
 @final
 class TimeBudget:
-    """The time of one process: how much of it is left, and how many steps fit into it.
+    """The time of one process: how much of it is left, and how long the rest of the run takes.
 
     minutes: train.max_minutes. started: the time at which the process began, by `clock` (in seconds).
     evaluation_steps: the time of an evaluation over the whole held-out text, in training steps, until one is measured.
@@ -51,9 +58,10 @@ class TimeBudget:
     ) -> None:
         self.minutes, self.started, self.clock = minutes, started, clock
         self.evaluation_steps, self.most_steps = evaluation_steps, most_steps
-        self.first_step_seconds = self.step_seconds = 0.0  # the first step, which is slower; all later ones
-        self.n_step = 0
-        self.pauses: dict[str, float] = {}  # what follows a step -> seconds that it took the last time
+        self.elapsed = [0.0]  # seconds after each step, without evaluations
+        self.evaluation_seconds = 0.0  # of the last evaluation, with the samples and the save that follow it
+        self.whole_seconds: float | None = None  # of reading the whole held-out text, as last measured
+        self.is_estimated = False  # whether the length was estimated once, for the intervals
         self.lap_started = started
 
     def seconds_left(self) -> float:
@@ -64,7 +72,8 @@ class TimeBudget:
         return max(1, min(QUARTERS, int(length / (STEPS_PER_EVALUATION * max(self.evaluation_steps, 1e-9)))))
 
     def is_over(self) -> bool:
-        return self.seconds_left() < 0
+        """Whether the run must stop now: the rest of the time, and OVERRUN, is what the last evaluation takes."""
+        return self.seconds_left() + OVERRUN * 60 * self.minutes < self.last_seconds() or self.seconds_left() < 0
 
     def lap(self) -> float:
         """Seconds since the last call."""
@@ -72,53 +81,72 @@ class TimeBudget:
         return self.lap_started - before
 
     def note_step(self) -> None:
-        """Record the time of a training step: the seconds since the last call of `lap`, `note_step` or `note_pause`."""
-        if self.n_step == 0:
-            self.first_step_seconds = self.lap()
-        else:
-            self.step_seconds += self.lap()
-        self.n_step += 1
+        """Count the seconds since the last call: a training step, and what followed the step before it."""
+        self.elapsed.append(self.elapsed[-1] + self.lap())
 
-    def note_pause(self, pause: str | None) -> None:
-        """Record the time of the work after a step. pause: evaluation, save, sample or heads; None: count it as step time."""
-        if pause:
-            self.pauses[pause] = self.lap()
-        elif self.n_step > 1:
-            self.step_seconds += self.lap()
+    def note_evaluation(self) -> None:
+        self.evaluation_seconds = self.lap()
 
-    def fitting_steps(self, step: int, settled: Callable[[int], TrainConfig]) -> int:
-        """The length of a run that has done `step` steps and ends in time, from `step` to `most_steps`.
+    @property
+    def step_seconds(self) -> float:
+        """The mean of the newest quarter of the steps, or of RECENT_STEPS: the machine may have become busy."""
+        n_step = len(self.elapsed) - 1
+        first = min(n_step, max(1, min(n_step * 3 // 4, n_step - RECENT_STEPS)))  # the first step is slower
+        return (self.elapsed[-1] - self.elapsed[first]) / max(1, n_step - first)
 
-        settled: the length of a run -> the `train` group with the intervals for this length.
+    def last_seconds(self) -> float:
+        """The time of the last evaluation and of what follows it."""
+        whole = self.evaluation_steps * self.step_seconds if self.whole_seconds is None else self.whole_seconds
+        return max(self.evaluation_seconds, min(whole, LONGEST_EVALUATION * 60 * self.minutes))
+
+    def readable_share(self, whole_seconds: float) -> float:
+        """The share of the held-out text that an evaluation may read now. whole_seconds: of all of it, at the pace of now."""
+        after = max(0.0, self.evaluation_seconds - (self.whole_seconds or 0.0))  # samples, saving
+        self.whole_seconds = whole_seconds
+        allowed = self.seconds_left() + OVERRUN * 60 * self.minutes - after
+        allowed = max(0.0, min(allowed, LONGEST_EVALUATION * 60 * self.minutes))
+        return 1.0 if whole_seconds <= allowed else allowed / whole_seconds
+
+    def seconds(self, step: int, length: int, eval_every: int) -> float:
+        """The time from `step` to the end of a run of `length` steps."""
+        evaluations = (length - 1) // eval_every - step // eval_every
+        evaluation = self.evaluation_seconds or self.last_seconds()
+        return (length - step) * self.step_seconds + evaluations * evaluation + self.last_seconds()
+
+    def wanted_steps(self, step: int, config: OptimizerConfig, eval_every: Callable[[int], int]) -> int:
+        """The length to ask for after `step` steps: that of a run whose decay begins now, or an estimate; 0: none.
+
+        eval_every: the length of a run -> the steps between its evaluations.
         """
-        assert self.n_step, "no step has been measured"
-        each = self.step_seconds / (self.n_step - 1) if self.n_step > 1 else self.first_step_seconds
-        evaluation = self.pauses.get("evaluation", self.evaluation_steps * each)
-        last = max(evaluation, self.evaluation_steps * each)  # over the whole held-out text
+        n_step = len(self.elapsed) - 1
+        left = (1 - RESERVE) * self.seconds_left()
+        if n_step < FEWEST_MEASURED or self.elapsed[-1] - self.elapsed[1] < MEASURED_SHARE * left:
+            return 0
 
         def seconds(length: int) -> float:
-            train = settled(length)
-            pauses = {
-                "save": train.save_every, "sample": train.sample_every, "heads": train.attention_every
-            }  # fmt: skip
-            due = sum(self.pauses.get(name, 0.0) * (length // every - step // every) for name, every in pauses.items())
-            evaluations = (length - 1) // train.eval_every - step // train.eval_every
-            return (length - step) * each + evaluations * evaluation + last + due
+            return self.seconds(step, length, eval_every(length))
 
-        left = (1 - RESERVE) * self.seconds_left()
-        most = max(step, int(min(self.most_steps, step + max(0.0, left) / max(each, 1e-9))))
-        return bisect_right(range(most + 1), left, lo=step + 1, key=seconds) - 1
+        def begun_at(later: int) -> int:
+            return min(self.most_steps, max(step + 1, shortest_length(later, self.most_steps, config)))
+
+        if config.schedule == "cosine":
+            is_asked = step + NOTICE >= config.warmup_steps
+        elif seconds(begun_at(step + NOTICE + 1)) > left:
+            return begun_at(step + NOTICE)
+        else:
+            is_asked = not self.is_estimated
+        self.is_estimated |= is_asked
+        return bisect_right(range(self.most_steps + 1), left, lo=step + 2, key=seconds) - 1 if is_asked else 0
 
 
-def is_estimated(step: int, steps: int, n_measured: int, config: OptimizerConfig) -> bool:
-    """Whether to estimate the length again after `step` steps: at each power of two, and just before the decay begins.
+def fixes_length(wanted: int, step: int, config: OptimizerConfig) -> bool:
+    """Whether the length `wanted`, which rank 0 asked for, is that of the run, and no estimate; known after `step` steps."""
+    return config.schedule == "cosine" or decay_start(wanted, config) <= step + NOTICE
 
-    The estimates are rare, because each may change the intervals that are shares of the run. n_measured: number of steps
-    that this process has measured; its first steps are slower than the others.
-    """
-    about_to_decay = step + 2 >= decay_start(steps, config)  # on a GPU, ranks know the estimate two steps later
-    is_time = step & (step - 1) == 0 and n_measured >= FEWEST_MEASURED
-    return n_measured > 0 and may_change(step, steps, config) and (about_to_decay or is_time)
+
+def is_open(step: int, steps: int, config: OptimizerConfig) -> bool:
+    """Whether train.max_minutes may set the length of a run planned for `steps` steps: its rate has not begun to fall."""
+    return may_change(step, steps, config) or (config.schedule == "cosine" and step < FIRST_SHARE * steps)
 
 
 def first_guess(config: RunConfig, n_vocab: int) -> int:
@@ -156,14 +184,14 @@ def describe_length(progress: Progress, config: RunConfig, budget: TimeBudget | 
     """A line on a length that train.max_minutes sets, or has set in an earlier process; None for any other run."""
     steps = progress.planned_steps
     if budget is None:
-        kept = steps != config.steps
-        return f"length: {steps} steps, as planned before; train.steps=N sets another length" if kept else None
-    if not may_change(progress.step, steps, config.optimizer):
         return (
-            f"length: {steps} steps, fixed because the learning rate has begun to fall; train.max_minutes={budget.minutes:g} may "
-            f"end the run earlier"
+            f"length: {steps} steps, as planned before; train.steps=N sets another length"
+            if steps != config.steps
+            else None
         )
+    if not is_open(progress.step, steps, config.optimizer):
+        return f"length: {steps} steps, fixed before; train.max_minutes={budget.minutes:g} may end the run earlier"
     return (
-        f"length: about {steps} steps in train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; corrected from "
-        f"measured times until the learning rate begins to fall"
+        f"length: about {steps} steps in train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; fixed as soon as "
+        f"the learning rate begins to fall"
     )
