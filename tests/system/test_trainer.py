@@ -368,7 +368,7 @@ def test_the_plan_is_printed_and_nothing_is_written(tiny_run, tmp_path: Path, ca
     assert tiny_run("dry_run=true") == 0
     out = capsys.readouterr().out
     for word in ("parameters", "embedding", "FLOPs per token", "gradients", "optimizer", "activations", "tokens per step",
-                 "micro-batch", "steps", "expected time", "not measured yet"):  # fmt: skip
+                 "micro-batch", "steps", "expected time", "an estimate from steps made now"):  # fmt: skip
         assert word in out
     assert not (tmp_path / "runs").exists() and not (tmp_path / "data").exists()
     tiny_run("name=a", "train.steps=4")

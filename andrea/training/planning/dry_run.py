@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from pathlib import Path
+
+import torch
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig
+from andrea.model import GPT, initialise
 from andrea.model.size import count_parameters, flops_per_token
+from andrea.model.transfer import Transfer
 from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import choose_device, choose_precision
+from andrea.runtime.device import choose_device, choose_precision, choose_threads
+from andrea.text.loader import Loader
 from andrea.training.expected.curves import ExpectedCurves
+from andrea.training.loss.compiled import make_loss
+from andrea.training.optimizer.loss_scale import LossScale
+from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.strategy import SingleProcess
 from andrea.training.planning.auto import check_residual
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, FREE_ON_CARD, USABLE_SHARE, Placement, free_bytes
@@ -20,8 +31,12 @@ from andrea.training.planning.micro_batch import memory_of, micro_batches_that_f
 from andrea.training.planning.pace.measured_pace import Mode, Pace, measured_pace
 from andrea.training.planning.parallel import sharing_that_fits
 from andrea.training.progress import Progress
+from andrea.training.records.console import Console
 from andrea.training.records.format import format_duration, format_memory
+from andrea.training.step import Batch, TrainingStep
 
+TRIAL_STEPS, TRIAL_SECONDS = 3, 10.0  # no step is begun after so many seconds
+MOST_TRIAL_FLOPS = {"cpu": 5e11, "gpu": 1e14}  # of a step: some seconds
 SIMILAR_SIZE = 10.0  # largest ratio of FLOPs per token at which the speed of another model is a good estimate
 
 
@@ -131,12 +146,52 @@ def expected_time(config: RunConfig, mode: Mode, flops: float, flops_per_token: 
     """The time of `flops` FLOPs at the speed of an earlier run in the same mode."""
     pace = measured_pace(Path(config.runs_dir), mode, flops_per_token)
     if pace is None:
-        return f"not measured yet: no earlier run on {mode.device} in {mode.precision} with compile={mode.compile}"
+        return time_by_trial(config, mode, flops, flops_per_token)
     tokens_per_second = pace.flops_per_second / flops_per_token
     return (
         f"{format_duration(flops / pace.flops_per_second)} at {tokens_per_second:,.0f} tokens/s, "
         f"estimated from run {pace.run} ({pace.flops_per_second / 1e9:,.0f} GFLOP/s){roughness(pace, flops_per_token)}"
     )
+
+
+def time_by_trial(config: RunConfig, mode: Mode, flops: float, flops_per_token: float) -> str:
+    """The time of `flops` FLOPs at the speed of steps that are made now, unless one would take long or memory is short."""
+    step_flops = config.tokens_per_step * flops_per_token
+    is_long = step_flops > MOST_TRIAL_FLOPS["cpu" if mode.device == "cpu" else "gpu"]
+    if is_long or config.train.teachers or Ranks().started_by_torchrun:
+        return f"not measured yet: no earlier run on {mode.device} in {mode.precision} with compile={mode.compile}"
+    seconds = trial_step_seconds(config, mode)
+    compiled = "" if mode.compile == "off" else " without torch.compile, which makes them faster"
+    return (
+        f"about {format_duration(flops / step_flops * seconds)} at {config.tokens_per_step / seconds:,.0f} tokens/s, an estimate "
+        f"from steps made now{compiled}; evaluations and samples come on top"
+    )
+
+
+def trial_step_seconds(config: RunConfig, mode: Mode) -> float:
+    """The shortest time of a few real steps on random tokens, which do the work of any text."""
+    device, n_vocab, length = choose_device(config.device), planned_vocabulary(config), config.model.sequence_length
+    choose_threads(config.threads)
+    micro_batch = micro_batches_that_fit(
+        config, n_vocab, Placement(device, mode.precision), USABLE_SHARE * free_bytes(device)
+    )
+    train = dataclasses.replace(config.train, micro_batch=micro_batch[0])
+    config = dataclasses.replace(config, precision=mode.precision, compile="off", train=train)
+    model, console = GPT(config.model, config.attention, n_vocab, n_vocab - 1), Console(TRIAL_STEPS, quiet=True)
+    initialise(model, torch.Generator(), Transfer.of(config.model, config.optimizer))
+    parallel = SingleProcess(model.to(device))
+    loss, config = make_loss(parallel, config, device, console, may_run_uncompiled=False)
+    optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
+    scale, no_text = LossScale(device, active=config.precision == "fp16"), Loader([], length, seed=0)
+    step = TrainingStep(config, parallel, loss, optimizer, scale, no_text, device, console)
+    tokens = torch.randint(n_vocab, (config.sequences_per_step, length))
+    seeds = torch.zeros(len(tokens), dtype=torch.int64)
+    batch, times = Batch(tokens, tokens, tokens.numel(), seeds, len(tokens)), []
+    while len(times) < TRIAL_STEPS and sum(times) < TRIAL_SECONDS:
+        clock = time.perf_counter()
+        float(step.run(batch, 1.0, stop_flags=list, measure_size=False).loss)  # waits for the device
+        times.append(time.perf_counter() - clock)
+    return min(times)
 
 
 def roughness(pace: Pace, flops_per_token: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import tiny_words
 
-from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint
+from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint, result_of
 from andrea.cli.command_line import configure
 from andrea.config import OptimizerConfig, RunConfig, group_config
 from andrea.training import start
@@ -241,3 +241,20 @@ def test_the_first_guess_is_the_pace_of_an_earlier_run(train, tmp_path: Path, no
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "runs" / "a" / "metrics.jsonl").write_text(lines, encoding="utf-8")
     assert first_guess(asked, 257) == pytest.approx(180 * 20, abs=1)
+
+
+def test_a_figure_over_a_part_of_the_held_out_text_is_said_and_compared_with_none(
+    train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The machine becomes slow before the last evaluation. Whatever the part's figure is, the last step is the result."""
+    monkeypatch.setattr(
+        TimeBudget, "readable_share", lambda budget, seconds: 0.4 if budget.seconds_left() < 12 else 1.0
+    )
+    checkpoint, records = train(*BY_TIME, "train.max_minutes=1", "train.patience=1")
+    *earlier, last, event = [record for record in records if "val/bpb" in record]
+    assert earlier and not any("val/tokens" in record for record in earlier)
+    assert last["val/tokens"] == event["val/tokens"] == checkpoint.state["val_tokens"]
+    assert last["step"] == checkpoint.step and last["val/tokens"] > 0
+    assert checkpoint.state["compared_bpb"] is None and checkpoint.state["best_bpb"] == earlier[-1]["val/bpb"]
+    assert result_of(tmp_path / "runs" / "a").path == checkpoint.path
+    assert f"on {last['val/tokens']:,} held-out tokens only" in capsys.readouterr().out
