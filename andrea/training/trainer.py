@@ -168,7 +168,8 @@ class Trainer:
         """Fix the length at which train.max_minutes ends, or settle the intervals for rank 0's estimate of it."""
         step, before, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
         if not fixes_length(wanted, step, optimizer):
-            return self.settle_intervals(wanted)
+            self.settle_intervals(wanted)
+            return
         self.is_open, is_cosine = False, optimizer.schedule == "cosine"
         self.change_length(max(wanted, step + 1) if is_cosine else relength(step, before, wanted, optimizer))
         self.records.console.say(

@@ -155,7 +155,7 @@ def expected_time(config: RunConfig, mode: Mode, flops: float, flops_per_token: 
 
 
 def time_by_trial(config: RunConfig, mode: Mode, flops: float, flops_per_token: float) -> str:
-    """The time of `flops` FLOPs at the speed of steps that are made now, unless one would take long or memory is short."""
+    """The time of `flops` FLOPs at the speed of steps that are made now, unless a step takes long."""
     step_flops = config.tokens_per_step * flops_per_token
     is_long = step_flops > MOST_TRIAL_FLOPS["cpu" if mode.device == "cpu" else "gpu"]
     if is_long or config.train.teachers or Ranks().started_by_torchrun:
