@@ -310,4 +310,5 @@ def test_two_ranks_agree_on_a_length_by_time(place: Path, words) -> None:
     assert code == 0, out
     last = read_lines(place / "runs" / "by-time" / "metrics.jsonl")[-1]
     planned = newest_whole(place / "runs" / "by-time").state["planned_steps"]
-    assert last["step"] <= planned < 100000, out
+    # On a machine that is too busy to start in time, no length is fixed: the ranks agree to stop, and on what they evaluate.
+    assert last["step"] <= planned and (planned < 100000 or last["event"] == "stopped"), out
