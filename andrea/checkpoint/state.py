@@ -107,6 +107,22 @@ class HealthState:
 
 
 @dataclass(frozen=True)
+class SavedData:
+    """What is read of config.data but by a resumed run, which reads all of it as a configuration."""
+
+    kind: str | None = None
+    sources: dict[str, dict] | None = None
+    sample_prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class SavedConfig:
+    """The groups of the configuration that commands look into. Those of a model are parsed when it is built."""
+
+    data: SavedData | None = None
+
+
+@dataclass(frozen=True)
 class State:
     """The fields of state.json that are read. A field without a default is needed to resume; a file may hold others.
 
@@ -115,7 +131,7 @@ class State:
 
     step: Step
     tokens: Count
-    config: dict
+    config: SavedConfig
     flops: Total
     seconds: Total
     val_loss: Measured | None

@@ -15,6 +15,7 @@ from torch import Tensor
 from andrea.checkpoint.errors import Damaged
 
 OFFSETS = "DCP_SHARDING_INFO"  # entry of a file's header: tensor name -> offset of the file's part
+MOST_DIMENSIONS = 8
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 # The errors of reading a file with a malformed header. RecursionError is a RuntimeError.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -73,6 +74,8 @@ class TensorReader:
         for name in file.keys():  # noqa: SIM118 (the file itself is not iterable)
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
+            if len(shape) > MOST_DIMENSIONS:  # torch takes a time that grows with their square
+                raise ValueError(f"{name:.60} has {len(shape):,} dimensions")
             first = int(info[name]["saved_offsets"][0]) if shape and name in info else 0
             self.parts.setdefault(name, []).append(Part(path, file, first, shape, part.get_dtype()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 from andrea.config import as_typed, to_plain
@@ -51,12 +53,12 @@ def card_of(
 ) -> str:
     """The card as Markdown. hub: the repository that it is uploaded to. reason: why there is no proof, if there is none."""
     return CARD.format(
-        name=trained.name,
+        name=escaped(trained.name),
         n_parameter=sum(parameter.numel() for parameter in trained.gpt.parameters()),
         what=target.what,
         dtype=dtype,
         why=target.why,
-        usage=target.usage(folder, hub),
+        usage=target.usage(folder, hub, prompt_of(trained)),
         sequence_length=trained.model.sequence_length,
         documents="" if trained.attention.across_documents else ONE_DOCUMENT,
         facts="\n".join(f"| {name} | {value} |" for name, value in facts(trained).items()),
@@ -71,9 +73,9 @@ def facts(trained: Trained) -> dict[str, Any]:
     """Figures of the training. Paths of the data are left out: they say more about a machine than about a model."""
     state = trained.checkpoint.state
     data = state["config"].get("data") or {}
-    sources = ", ".join(data.get("sources") or {}) or data.get("kind", "unknown")
+    sources = ", ".join(data.get("sources") or {}) or data.get("kind") or "unknown"
     return {
-        "data": sources,
+        "data": escaped(sources),
         "tokens read": f"{state['tokens']:,}",
         "steps": f"{state['step']:,}",
         "FLOPs": f"{state['flops']:.3g}" if state.get("flops") else "unknown",
@@ -82,11 +84,22 @@ def facts(trained: Trained) -> dict[str, Any]:
     }
 
 
+def escaped(text: str) -> str:
+    """A name that somebody has chosen, as it is written in Markdown and HTML, in one line."""
+    return re.sub(r"([\\`*_\[\]|!#<>~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
+def prompt_of(trained: Trained) -> str:
+    """The prompt of the run's own samples, for commands; empty (a new document) if it has none that every shell reads alike."""
+    prompt = (trained.checkpoint.state["config"].get("data") or {}).get("sample_prompt") or ""
+    return prompt if re.fullmatch(r"[^\W\d_][\w .,;:()-]{0,60}", prompt) else ""
+
+
 def configuration(trained: Trained) -> list[str]:
     """Every key of the model and of its attention, as typed."""
     groups = {"model": trained.model, "attention": trained.attention}
     return [
-        f"{group}.{key}={as_typed(value)}"
+        " ".join(f"{group}.{key}={as_typed(value)}".split())
         for group, config in groups.items()
         for key, value in to_plain(config).items()
     ]

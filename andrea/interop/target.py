@@ -37,5 +37,8 @@ class Target(ABC):
         """Load the files by the other program. Raises ImportError if its package is missing."""
 
     @abstractmethod
-    def usage(self, folder: str, hub: str | None) -> str:
-        """Commands that write text with the files in `folder`, or in the repository `hub` (OWNER/NAME): Markdown."""
+    def usage(self, folder: str, hub: str | None, prompt: str) -> str:
+        """Commands that write text with the files in `folder`, or in the repository `hub` (OWNER/NAME): Markdown.
+
+        prompt: of the text.
+        """

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, run_script
-from exportable import BLOCKS_OF_32, NANO, logits_of, make_trained, tokens_of, write_sharded, write_trained
+from exportable import BLOCKS_OF_32, NANO, logits_of, make_trained, state_of, tokens_of, write_sharded, write_trained
 
 from andrea.__main__ import main
-from andrea.checkpoint import read_checkpoint
+from andrea.checkpoint import read_checkpoint, write_checkpoint
 from andrea.interop import proof
+from andrea.interop.hugging_face.names import weights_of
 from andrea.text.tokenizer import train_bpe
 
 
@@ -43,6 +44,34 @@ def refused(runs: Path, capsys: pytest.CaptureFixture, *words: str) -> str:
     assert code == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert set(runs.iterdir()) == before
     return error
+
+
+def write_with_data(run: Path, data: object) -> None:
+    """A run's checkpoint whose configuration says this of its data."""
+    trained = make_trained()
+    state = state_of(trained, {})
+    state["config"]["data"] = data
+    write_checkpoint(run / "checkpoints", state, weights_of(trained), {}, trained.tokenizer)
+
+
+@pytest.mark.parametrize("data", [[1], {"sources": 5}, {"sources": {"a": 1}}, {"kind": []}, {"sample_prompt": 3}])
+def test_a_checkpoint_with_hostile_data_is_damaged(data, runs: Path, capsys) -> None:
+    write_with_data(runs / "hostile", data)
+    assert "no complete checkpoint" in refused(runs, capsys, "checkpoint=hostile")
+    place = next((runs / "hostile" / "checkpoints").iterdir())
+    assert "has an impossible config" in refused(runs, capsys, f"checkpoint={place}")
+    code, _, error = run_script(main, ["evaluate", f"checkpoint={place}", "tasks=bpb"], capsys)
+    assert code == 2 and "has an impossible config" in error
+
+
+def test_names_in_a_checkpoint_are_no_markup_in_the_card(runs: Path, capsys) -> None:
+    name = "<script>alert(1)</script> [a](b) | `c`\n\n# d"
+    write_with_data(runs / "marked", {"sources": {name: {}}, "sample_prompt": "Es war einmal"})
+    assert export(runs, capsys, "checkpoint=marked")[0] == 0
+    card = (runs / "marked-hf" / "README.md").read_text(encoding="utf-8")
+    assert "<script>" not in card and "\n# d" not in card and "| data | &lt;script&gt;alert(1)" in card
+    assert r"\[a\](b) \| \`c\` \# d |" in card
+    assert 'tokenizer("Es war einmal"' in card and "def main" not in card
 
 
 def test_the_default_model_becomes_a_folder_with_its_own_code(runs: Path, capsys) -> None:

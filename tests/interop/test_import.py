@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -334,6 +335,83 @@ def test_a_number_in_place_of_a_matrix_ends_in_one_line(family: str, name: str, 
         main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
 
 
+def with_parts(**parts) -> Callable[[Path], None]:
+    """Replaces parts of tokenizer.json; those of `model` are added to it."""
+
+    def edit(folder: Path) -> None:
+        plain = json.loads((folder / "tokenizer.json").read_text())
+        parts["model"] = plain["model"] | parts.get("model", {})
+        (folder / "tokenizer.json").write_text(json.dumps(plain | parts))
+
+    return edit
+
+
+GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 9}}, "the step 'Replace'"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [], "pretokenizers": [GROWING]}}, "the step 'Replace'"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 9}}, "too many steps"),
+        ({"model": {"continuing_subword_prefix": "éé"}}, "a model with continuing_subword_prefix"),
+        ({"model": {"dropout": 0.5}}, "a model with dropout"),
+        ({"pre_tokenizer": {"type": "Digits"}}, "cannot be read by the tokenizers library"),
+        ({"added_tokens": [{"content": []}]}, "is not a tokenizer.json"),
+    ],
+)
+def test_parts_of_a_tokenizer_that_could_do_harm_are_refused(parts: dict, message: str, copied: Folder) -> None:
+    folder = copied()
+    with_parts(**parts)(folder)
+    with pytest.raises(UserError) as refused:
+        load_hf_tokenizer(folder)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_parts_of_a_tokenizer_that_decide_no_id_are_left_out(models: Folder, copied: Folder, tmp_path: Path) -> None:
+    """Padding to 10^9 tokens would take 24 GB."""
+    folder = copied()
+    padding = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    with_parts(
+        padding=padding | {"strategy": {"Fixed": 10**9}}, truncation={"max_length": 1}, decoder={"type": "ByteLevel"}
+    )(folder)
+    assert load_hf_tokenizer(folder).encode("def main") == load_hf_tokenizer(models("llama")).encode("def main")
+    assert main(["import", f"from={folder}", f"out={tmp_path / 'in'}"]) == 0
+    assert main(["export", f"checkpoint={tmp_path / 'in'}", f"out={tmp_path / 'out'}"]) == 0
+    assert "10000000" not in (tmp_path / "out" / "tokenizer.json").read_text()
+
+
+def test_settings_that_compute_nothing_may_have_any_type(copied: Folder, tmp_path: Path) -> None:
+    folder = copied()
+    edited(dtype=[1], pad_token_id={}, architectures=7, id2label="x", use_cache=[], repetition_penalty="no")(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [[]], "num_beams": {}}')
+    assert main(["import", f"from={folder}", f"out={tmp_path / 'in'}"]) == 0
+
+
+def test_a_tensor_of_many_dimensions_is_refused_by_its_header(copied: Folder, tmp_path: Path) -> None:
+    folder = copied()
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(UserError, match="x has 100,000 dimensions"):
+        main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
+
+
+def test_weights_that_are_a_device_are_named(copied: Folder, tmp_path: Path) -> None:
+    folder = copied()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="model.safetensors is not a regular file"):
+        main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
+
+
+def test_a_library_that_aborts_leaves_one_line_and_no_folder(copied: Folder, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(importing, "load_hf_tokenizer", lambda folder, n_vocab: os.abort())
+    with pytest.raises(UserError, match=r"cannot be read \(SIGABRT\)"):
+        main(["import", f"from={copied()}", f"out={tmp_path / 'in'}"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_tied_head_that_differs_is_refused(copied: Folder, tmp_path: Path) -> None:
     folder = copied("llama, untied, biases")
     edited(tie_word_embeddings=True)(folder)
@@ -537,6 +615,14 @@ def test_a_file_of_nanogpt(bias: bool, tmp_path: Path, monkeypatch) -> None:
         (
             {
                 "model": {},
+                "model_args": dict.fromkeys("n_layer n_head n_embd block_size bias".split(), 2)
+                | {"vocab_size": torch.ones(3)},
+            },
+            "vocab_size of the checkpoint's model_args is not a number",
+        ),
+        (
+            {
+                "model": {},
                 "model_args": dict.fromkeys("n_layer n_head n_embd block_size bias".split(), 2) | {"vocab_size": 65},
             },
             "65",
@@ -561,8 +647,16 @@ def test_half_a_file_of_nanogpt(share: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "weight",
-    [torch.tensor(1.0), torch.ones(2, dtype=torch.int64), torch.ones(2).to_sparse(), torch.tensor([float("nan")])],
-    ids=["a number", "whole numbers", "sparse", "not finite"],
+    [
+        torch.tensor(1.0),
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2).to_sparse(),
+        torch.tensor([float("nan")]),
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.ones(1).expand(1 << 40),
+    ],
+    ids=["a number", "whole numbers", "sparse", "not finite", "float8", "nested", "more than the file holds"],
 )
 def test_a_file_of_nanogpt_holds_arrays_of_finite_numbers(weight: torch.Tensor, tmp_path: Path) -> None:
     torch.save({"model_args": {}, "model": {"transformer.wte.weight": weight}}, tmp_path / "ckpt.pt")

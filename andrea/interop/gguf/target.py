@@ -25,20 +25,20 @@ NOT_NORMALISED = (
 )
 
 USAGE = """\
-    llama-cli -m {folder}/model.gguf -p "def main(" -n 64            # a program of llama.cpp
+    llama-cli -m {folder}/model.gguf -p "{prompt}" -n 64            # a program of llama.cpp
     llama-server -m {folder}/model.gguf                              # the same, with a web page
 
     from llama_cpp import Llama                                      # pip install llama-cpp-python
-    print(Llama("{folder}/model.gguf")("def main(", max_tokens=64)["choices"][0]["text"])
+    print(Llama("{folder}/model.gguf")("{prompt}", max_tokens=64)["choices"][0]["text"])
 """
 
 HUB_USAGE = """\
-    llama-cli -hf {hub} -p "def main(" -n 64                         # a program of llama.cpp
+    llama-cli -hf {hub} -p "{prompt}" -n 64                         # a program of llama.cpp
     llama-server -hf {hub}                                           # the same, with a web page
 
     from llama_cpp import Llama                                      # pip install llama-cpp-python huggingface_hub
     model = Llama.from_pretrained("{hub}", "model.gguf")
-    print(model("def main(", max_tokens=64)["choices"][0]["text"])
+    print(model("{prompt}", max_tokens=64)["choices"][0]["text"])
 """
 
 
@@ -72,5 +72,5 @@ class Gguf(Target):
             folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW), self.tokenizer.normalised
         )
 
-    def usage(self, folder: str, hub: str | None) -> str:
-        return HUB_USAGE.format(hub=hub) if hub else USAGE.format(folder=folder)
+    def usage(self, folder: str, hub: str | None, prompt: str) -> str:
+        return HUB_USAGE.format(hub=hub, prompt=prompt) if hub else USAGE.format(folder=folder, prompt=prompt)

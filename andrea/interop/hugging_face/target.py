@@ -20,7 +20,7 @@ USAGE = """\
 
     tokenizer = AutoTokenizer.from_pretrained("{folder}"{trust})
     model = AutoModelForCausalLM.from_pretrained("{folder}"{trust})
-    tokens = tokenizer("def main(", return_tensors="pt")
+    tokens = tokenizer("{prompt}", return_tensors="pt")
     print(tokenizer.decode(model.generate(**tokens, max_new_tokens=64, do_sample=True, temperature=0.8)[0]))
 """
 
@@ -48,5 +48,6 @@ class HuggingFace(Target):
     def open(self, folder: Path) -> Transformers:
         return Transformers(folder)
 
-    def usage(self, folder: str, hub: str | None) -> str:
-        return USAGE.format(folder=hub or folder, trust=", trust_remote_code=True" if self.chosen.is_remote else "")
+    def usage(self, folder: str, hub: str | None, prompt: str) -> str:
+        trust = ", trust_remote_code=True" if self.chosen.is_remote else ""
+        return USAGE.format(folder=hub or folder, trust=trust, prompt=prompt)

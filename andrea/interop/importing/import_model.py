@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from andrea.interop.importing.program import ImportedByTransformers
 from andrea.interop.importing.source import CONFIG, folder_of, is_ckpt, open_weights, read_config, tensors_of
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.runtime.files import exclusive_lock, staging_path, storing
+from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
 from andrea.text.tokenizer import Tokenizer
@@ -33,6 +35,9 @@ from andrea.text.tokenizer import Tokenizer
 PROOF_FAILED = 1  # exit code
 TOLERANCE = 1e-5  # of logits, as a share of the largest
 LEAST_TOLERANCE = 1e-5
+# What reading a folder and proving it may take, far above what sound ones need: two cores take 30 s for SmolLM2-135M.
+LEAST_BUSY_S, BUSY_S_PER_BYTE = 60.0, 1e-5
+LEAST_MEMORY_BYTES, MEMORY_BY_FILES = 1 << 32, 16
 
 
 def import_model(config: ImportConfig) -> int:
@@ -48,8 +53,7 @@ def import_model(config: ImportConfig) -> int:
     read_text(text)  # raises before anything is computed
     staging = staging_path(out)
     try:
-        settings, unknown = write_imported(folder, staging, config.source, name)
-        record = proof_of(folder, settings, staging, text)
+        unknown, record = within_limits(folder, written_and_proven, folder, staging, config.source, name, text)
         if record["proven"] is False and "failures" in record:
             print(
                 f"error: transformers computes something else: {'; '.join(record['failures'])}; {out} was not written; please "
@@ -65,6 +69,22 @@ def import_model(config: ImportConfig) -> int:
         shutil.rmtree(staging, ignore_errors=True)
     print(f"{out} was written; next: {typed_command('sample')} {typed_words(checkpoint=out)}")
     return 0
+
+
+def within_limits(folder: Path, function: Callable[..., Any], *given: Any) -> Any:
+    """The function, which reads the folder, in a process of its own, with time and memory by the size of the folder's files."""
+    files = [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
+    n_byte = sum(path.stat().st_size for path in files)
+    busy_s, more_bytes = LEAST_BUSY_S + BUSY_S_PER_BYTE * n_byte, LEAST_MEMORY_BYTES + MEMORY_BY_FILES * n_byte
+    return in_own_process(str(folder), function, *given, busy_s=busy_s, more_bytes=more_bytes)
+
+
+def written_and_proven(
+    folder: Path, staging: Path, named: str, name: str, text: Path | None
+) -> tuple[list[str], dict[str, Any]]:
+    """The keys of config.json that are not known here, and the record of the proof."""
+    settings, unknown = write_imported(folder, staging, named, name)
+    return unknown, proof_of(folder, settings, staging, text)
 
 
 def imported_if_foreign(named: Any, data_dir: Any) -> Any:
@@ -88,7 +108,7 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
         ):
             out = place / f"{name}-{about}"
             if not out.exists():
-                write_imported(folder, out, str(named), name, with_unknown=False)
+                within_limits(folder, write_imported, folder, out, str(named), name, False)
     return str(out)
 
 

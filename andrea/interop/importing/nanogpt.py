@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from andrea.checkpoint.tensors import MOST_DIMENSIONS
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.interop.importing.config_json import configs
 from andrea.interop.importing.gpt2 import gpt2_weights
 
 N_GPT2 = 50257  # tokens of GPT-2's vocabulary; nanoGPT rounds the rows up to 50304
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 COMPILED = "_orig_mod."  # in front of the names of a compiled model
 SIZES = {"d_model": "n_embd", "n_layer": "n_layer", "n_head": "n_head", "sequence_length": "block_size"}
 
@@ -39,16 +41,25 @@ def read_ckpt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in weights.items()):
         raise UserError(f"{path} is no checkpoint of nanoGPT: its `model` holds more than tensors; copy it again")
     for name, weight in weights.items():
-        is_plain = weight.is_floating_point() and weight.layout == torch.strided and weight.device.type == "cpu"
-        if not (is_plain and weight.ndim and bool(weight.isfinite().all())):
+        if not is_plain(weight):
             raise UserError(f"{path} is damaged: {name:.80} is not an array of finite numbers; copy it again")
     return arguments, {name.removeprefix(COMPILED): weight for name, weight in weights.items()}
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether it is an array of finite numbers, all of which are in the file. Other kinds of tensors fail in their own ways."""
+    if weight.is_nested or weight.layout != torch.strided or weight.dtype not in FLOATS or weight.device.type != "cpu":
+        return False
+    is_whole = 0 < weight.ndim <= MOST_DIMENSIONS and weight.nbytes <= weight.untyped_storage().nbytes()
+    return is_whole and bool(weight.isfinite().all())
 
 
 def nanogpt_configs(arguments: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
     """Raises UserError."""
     if missing := [key for key in (*SIZES.values(), "bias", "vocab_size") if key not in arguments]:
         raise UserError(f"the checkpoint's model_args lack {', '.join(missing)}; is it one of nanoGPT?")
+    if wrong := [key for key in (*SIZES.values(), "bias", "vocab_size") if type(arguments[key]) not in (int, bool)]:
+        raise UserError(f"{wrong[0]} of the checkpoint's model_args is not a number; is it one of nanoGPT?")
     if arguments["vocab_size"] not in (N_GPT2, 50304):
         raise UserError(
             f"the checkpoint has {arguments['vocab_size']!r:.20} tokens, but only GPT-2's vocabulary (50257, or 50304 rows) can be "

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from andrea.interop.hugging_face.program import LoadedByTransformers
-from andrea.text.hf_tokenizer import HfTokenizer
+from andrea.text.hf_tokenizer import HfTokenizer, foreign_library
+
+REFUSED = "transformers refuses the model"
 
 
 @final
@@ -25,11 +27,12 @@ class ImportedByTransformers(LoadedByTransformers):
     def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor], tokenizer: HfTokenizer) -> None:
         super().__init__()
         values = dict(settings)
-        kind, config = self.class_and_config(values.pop("model_type"), values)
-        self.model = kind.from_pretrained(None, config=config, state_dict=dict(weights), **self.LOADING).eval()
-        self.model.generation_config = self.transformers.GenerationConfig()
         self.end_of_text = tokenizer.end_of_text
-        self.tokenizer = self.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.library)
+        with foreign_library(REFUSED):
+            kind, config = self.class_and_config(values.pop("model_type"), values)
+            self.model = kind.from_pretrained(None, config=config, state_dict=dict(weights), **self.LOADING).eval()
+            self.model.generation_config = self.transformers.GenerationConfig()
+            self.tokenizer = self.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.library)
 
     def class_and_config(self, model_type: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
         if model_type == "andrea":
@@ -40,7 +43,16 @@ class ImportedByTransformers(LoadedByTransformers):
         with torch.device("meta"):
             return type(self.transformers.AutoModelForCausalLM.from_config(config)), config
 
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        with foreign_library(REFUSED):
+            return super().logits(tokens)
+
+    def greedy(self, tokens: Sequence[int], n_new: int) -> list[int]:
+        with foreign_library(REFUSED):
+            return super().greedy(tokens, n_new)
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """With end-of-text in front, which some models have in front of every text, and others between texts."""
-        found = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        with foreign_library(REFUSED):
+            found = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [[self.end_of_text, *ids] for ids in found]

@@ -78,6 +78,8 @@ def read_object(path: Path, hint: str) -> dict[str, Any]:
 def open_weights(folder: Path) -> TensorReader:
     """The safetensors of the folder: one file, or those that the index names. Raises UserError or Damaged."""
     paths = [folder / name for name in file_names(folder)]
+    if odd := [path.name for path in paths if path.exists() and not path.is_file()]:
+        raise UserError(f"{folder / odd[0]} is not a regular file (a folder, a device or a pipe); copy it again")
     if missing := [path.name for path in paths if not path.is_file()]:
         raise UserError(f"{folder} lacks {', '.join(missing[:3])}, which {INDEX} names; is the download complete?")
     reader = TensorReader(paths)
