@@ -28,9 +28,10 @@ SHARES = {
     "resumes": 0.197,
     "commands": 0.003,
     "tokenizer files": 0.1,
-    "prompts": 0.1,
+    "prompts": 0.08,
+    "imports": 0.02,
 }
-PACKAGES = ("hypothesis", "safetensors", "PyYAML", "hydra-core", "tiktoken", "numpy")
+PACKAGES = ("hypothesis", "safetensors", "PyYAML", "hydra-core", "tiktoken", "tokenizers", "transformers", "numpy")
 
 
 def attack(name: str, inputs: int, seed: int) -> dict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fuzzing.checkpoints import checkpoints, make_checkpoints
 from fuzzing.configuration import configurations, make_configurations
+from fuzzing.imports import imports, make_imports
 from fuzzing.prompts import make_prompts, prompts
 from fuzzing.resumes import make_commands, make_resumes, resumes
 from fuzzing.token_shards import make_shards, shards
@@ -22,4 +23,5 @@ TARGETS = {
     "commands": Target(resumes, make_commands, waiting_s=120.0),
     "tokenizer files": Target(tokenizers, make_tokenizers),
     "prompts": Target(prompts, make_prompts),
+    "imports": Target(imports, make_imports, waiting_s=60.0),
 }
