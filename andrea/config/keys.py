@@ -11,6 +11,7 @@ from typing import Any
 
 from andrea.config.errors import UserError
 from andrea.config.schema import (
+    DataConfig,
     EvaluateConfig,
     ExportConfig,
     HealthConfig,
@@ -26,6 +27,7 @@ from andrea.config.schema import (
 # dataclass -> {old name of a key in a saved configuration (a checkpoint or a config.yaml): name of the field}
 RENAMED: dict[Any, dict[str, str]] = {HealthConfig: {"showing": "failing_share"}}
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
+    DataConfig: {"files": "by_content"},
     LoggerConfig: {"csv": False},
     OptimizerConfig: {
         "orthogonalisation": "quintic",

@@ -141,7 +141,6 @@ class DataConfig:
     path: PathText | None
     sources: dict[str, SourceConfig]
     sample_prompt: Text = Text("")
-    files: Literal["by_content", "by_ending"] = "by_ending"  # of a configuration saved before this key: by_ending
     include: list[Text] = dataclasses.field(default_factory=list)
     exclude: list[Text] = dataclasses.field(default_factory=list)
     field: Text | None = None

@@ -38,6 +38,7 @@ from andrea.text.tokenizer import Tokenizer, vocabulary_for
 
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
 LARGEST_JSON_BYTES = 1 << 26
+TEXT_BYTES = ".text-bytes.json"  # of each source of text that was read, by a hash of its files
 VERIFIED = "verified.json"  # size and times of each shard at its last successful sha256 check
 
 
@@ -72,34 +73,26 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
     alone = SourceConfig(data.kind, data.path, None, data.include, data.exclude, data.field)
     configs = data.sources if data.kind == "mixture" else {data.kind: alone}
     keys = {name: f"data.sources.{name}" if data.kind == "mixture" else "data" for name in configs}
-    by_content = data.files == "by_content"
-    sources = [find_source(name, config, keys[name], by_content, data_dir, report) for name, config in configs.items()]
+    sources = [find_source(name, config, keys[name], data_dir, report) for name, config in configs.items()]
     check_weights(configs)
-    tokenizer = with_vocabulary_size(tokenizer, sources)
+    tokenizer = with_vocabulary_size(tokenizer, sources, data_dir, report)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
     weights = [config.weight for config in configs.values()]
     folders = folders_of(sources, weights, tokenizer, existing, data_dir)
     if not all(folder.path.exists() for folder in folders):
-        earlier = [source.as_by_ending() if isinstance(source, Source) else source for source in sources]
-        earlier_folders = folders_of(earlier, weights, tokenizer, existing, data_dir)
-        if all(map(holds_all_text, earlier_folders)):
-            folders = earlier_folders
-        else:
-            prepare(folders, tokenizer, existing, data_dir, report)
+        prepare(folders, tokenizer, existing, data_dir, report)
     return read_corpus(folders)
 
 
 # ----------------------------------------------------------------------------------------------- the folders of a run
 
 
-def find_source(
-    name: str, config: SourceConfig, key: str, by_content: bool, data_dir: Path, report: Report
-) -> Source | ShardSource:
+def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, report: Report) -> Source | ShardSource:
     path = Path(config.path).expanduser() if config.path else None
     if config.kind == "pystdlib":
         return Source(name, "pystdlib", path, f"{key}.path")
     if config.kind == "text":
-        selection = Selection(by_content, tuple(config.include), tuple(config.exclude), config.field)
+        selection = Selection(tuple(config.include), tuple(config.exclude), config.field)
         return Source(name, "text", path, f"{key}.path", selection)
     if config.kind in ("shakespeare", "fineweb_edu") and path is None:
         path = downloaded(config.kind, data_dir, report)
@@ -120,12 +113,34 @@ def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
     return folder / remotes[0].name if len(remotes) == 1 else folder
 
 
-def with_vocabulary_size(config: TokenizerConfig, sources: list[Source | ShardSource]) -> TokenizerConfig:
+def with_vocabulary_size(
+    config: TokenizerConfig, sources: list[Source | ShardSource], data_dir: Path, report: Report
+) -> TokenizerConfig:
     """The configuration with a number for tokenizer.vocab_size=auto; none if the vocabulary exists already."""
     if config.vocab_size != "auto":
         return config
-    n_byte = sum(source.bytes for source in sources if isinstance(source, Source))
-    return dataclasses.replace(config, vocab_size=None if config.path else vocabulary_for(n_byte))
+    if config.path or config.kind != "bpe":
+        return dataclasses.replace(config, vocab_size=None)
+    n_byte = sum(bytes_of_text(source, data_dir, report) for source in sources if isinstance(source, Source))
+    return dataclasses.replace(config, vocab_size=vocabulary_for(n_byte))
+
+
+def bytes_of_text(source: Source, data_dir: Path, report: Report) -> int:
+    """The bytes of text that the source's files hold. They are read the first time; data_dir/.text-bytes.json remembers."""
+    if source.kind == "pystdlib":
+        return source.bytes  # all of each file
+    file, name = data_dir / TEXT_BYTES, hash_of([FORMAT_VERSION, str(source.root.resolve()), source.hashed])
+    try:
+        known = from_json(read_plain_file(file, LARGEST_JSON_BYTES))
+    except (OSError, ValueError):
+        known = None
+    known = known if isinstance(known, dict) else {}
+    if type(known.get(name)) is not int:
+        known[name] = source.check(report)
+        with contextlib.suppress(OSError):  # in a read-only folder each start reads the text again
+            data_dir.mkdir(parents=True, exist_ok=True)
+            replace_text(file, json.dumps(known, indent=1))
+    return known[name]
 
 
 def check_weights(configs: dict[str, SourceConfig]) -> None:
@@ -178,31 +193,19 @@ def folders_of(
     return [SourceFolder(*each) for each in zip(sources, weights, paths, strict=True)]
 
 
-def holds_all_text(folder: SourceFolder) -> bool:
-    """Whether the folder exists and holds every byte of its source's files.
-
-    If so, a folder that an earlier version prepared by the files' endings is the same as a folder prepared by content.
-    """
-    if isinstance(folder.source, ShardSource) or folder.source.kind == "pystdlib":
-        return folder.path.exists()
-    try:
-        splits = from_json(read_plain_file(folder.path / "meta.json", LARGEST_JSON_BYTES))["splits"]
-        n_byte = sum(splits[split]["bytes"] for split in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return folder.source.is_plain and n_byte == folder.source.bytes
-
-
 def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: list[Any], data_dir: Path) -> Path:
     """The path of the prepared folder of `source`. The folder's name ends with a hash of a list of facts on its input.
 
     A change of the list that is hashed would change all names, so existing folders would no longer be found.
     """
     kind, hashed = (source.kind, source.hashed) if isinstance(source, Source) else ("shards", source.listing)
-    content = json.dumps([FORMAT_VERSION, kind, hashed, origin])
-    hashed = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    digest = hash_of([FORMAT_VERSION, kind, hashed, origin])
     size = f"-{tokenizer.vocab_size}" if tokenizer.kind == "bpe" and tokenizer.vocab_size else ""
-    return data_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{tokenizer.kind}{size}-{hashed}"
+    return data_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{tokenizer.kind}{size}-{digest}"
+
+
+def hash_of(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
 # ---------------------------------------------------------------------------------------------- reading the folders

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import codecs
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 PIECE_BYTES = 1 << 20
 SPOOLED_BYTES = 1 << 24  # a converted file that is larger is held in the system's temporary folder
 OpenFile = Callable[[], IO[bytes]]
 
+HEAD_BYTES = 4096  # read of each file, to recognise its kind
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # the first bytes of these formats
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+UTF_8_MARK = codecs.BOM_UTF8
+MARKS = {  # byte-order marks; UTF-32's before UTF-16's, with which it begins
+    codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 NOT_IN_TEXT = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b"})  # control characters that no text file has
 ASCII = bytes(range(128))
 LATIN_1_SHARE = 0.3  # of bytes beyond ASCII; European text in Latin-1 has about a tenth, other alphabets have most
-BINARY, DAMAGED, UNKNOWN = "binary", "with damaged UTF-8", "in an unknown encoding; convert to UTF-8"
+BINARY, HAS_NUL = "binary", "with a NUL byte, which no text has"
+DAMAGED, UNKNOWN = "with damaged UTF-8", "in an unknown encoding; convert to UTF-8"
 
 
 @dataclass(frozen=True)
 class Form:
-    """The encoding of a file's bytes. If it is None, `fault` says why they are not text."""
+    """The encoding of a file's bytes. If it is None, `fault` says why they are not text, and `place` where."""
 
     encoding: str | None
     size: int  # bytes of the text in UTF-8
     fault: str = ""
+    place: str = ""
 
 
 def whole_blocks(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
@@ -79,15 +84,6 @@ def cut_at(file: IO[bytes], size: int) -> int:
     return cut
 
 
-def is_text(path: Path) -> bool:
-    """Whether the whole file is UTF-8 without NUL bytes."""
-    try:
-        with open(path, "rb") as file:
-            return all(b"\0" not in block for block in whole_blocks(file, 0, os.fstat(file.fileno()).st_size))
-    except (UnicodeDecodeError, OSError):
-        return False
-
-
 def is_utf8(data: bytes) -> bool:
     """Whether `data` is UTF-8 without NUL bytes."""
     try:
@@ -102,35 +98,65 @@ def is_utf8(data: bytes) -> bool:
 
 def begins_binary(head: bytes) -> bool:
     """Whether a file that begins with `head` cannot be text. False does not mean that all of the file is text."""
-    if head.startswith((*UTF_16, GZIP, PARQUET)) or is_utf8(head[: last_character_end(head)]):
+    if head.startswith((GZIP, PARQUET)) or encoding_of(head) != "utf-8" or is_utf8(head[: last_character_end(head)]):
         return False
     return b"\0" in head or head.translate(None, NOT_IN_TEXT) != head
 
 
+def encoding_of(head: bytes) -> str:
+    """The encoding that the first HEAD_BYTES of a file show: by a mark, or UTF-16 without one; else UTF-8, if it is text."""
+    for mark, encoding in MARKS.items():
+        if head.startswith(mark):
+            return encoding
+    for encoding in ("utf-16-le", "utf-16-be"):
+        if b"\0" in head and reads_as(head, encoding):
+            return encoding
+    return "utf-8"
+
+
+def reads_as(head: bytes, encoding: str) -> bool:
+    """Whether `head` is ordinary text in this encoding. Other bytes soon give a character that nobody has assigned."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return False
+    n_ascii = sum(character < "\x80" for character in text)
+    is_evident = 2 * n_ascii >= len(text) >= 4 or (n_ascii and len(text) >= 64)
+    return bool(is_evident) and all(character.isprintable() or character.isspace() for character in text)
+
+
 def recognise(open_file: OpenFile) -> Form:
-    """The encoding of a whole file: UTF-8, UTF-16 with its mark, Latin-1 or its superset Windows-1252.
+    """The encoding of a whole file: UTF-8, UTF-16, UTF-32, Latin-1 or its superset Windows-1252.
 
     Raises OSError, EOFError or zlib.error if the file cannot be read.
     """
     with open_file() as file:
-        first = file.read(2)
-    if first in UTF_16:
-        return converted_form(open_file, "utf-16")
-    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
-    try:
-        for block in blocks_of(open_file):
+        encoding = encoding_of(file.read(HEAD_BYTES))
+    if encoding != "utf-8":
+        return converted_form(open_file, encoding)
+    decoder, size, n_line = codecs.getincrementaldecoder("utf-8")(), 0, 0
+    for block in blocks_of(open_file, ends_with=b""):
+        size += len(block)
+        try:
             if b"\0" in block:
-                return Form(None, 0, BINARY)
-            decoder.decode(block)
-            size += len(block)
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        return recognise_8_bits(open_file)
+                at = size - len(block) + block.index(b"\0")
+                n_line += block[: block.index(b"\0")].count(b"\n")
+                return Form(None, 0, HAS_NUL, place_of(at, n_line)) if at >= HEAD_BYTES else Form(None, 0, BINARY)
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:  # its object begins with the bytes that the decoder had kept
+            n_line += error.object[: error.start].count(b"\n")
+            return recognise_8_bits(open_file, place_of(size - len(error.object) + error.start, n_line))
+        n_line += block.count(b"\n")
     return Form("utf-8", size)
 
 
-def recognise_8_bits(open_file: OpenFile) -> Form:
-    """The encoding of a file that is not UTF-8."""
+def place_of(n_byte: int, n_line: int) -> str:
+    """A place in a file, after n_byte bytes and n_line line ends."""
+    return f"at byte {n_byte:,}, in line {n_line + 1:,}"
+
+
+def recognise_8_bits(open_file: OpenFile, place: str) -> Form:
+    """The encoding of a file that is not UTF-8. place: of the first byte that is not."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     size = beyond_ascii = valid = invalid = 0  # bytes; bytes; characters that are valid UTF-8; bytes that are not
     uses_windows_1252 = False
@@ -145,7 +171,7 @@ def recognise_8_bits(open_file: OpenFile) -> Form:
         bad = sum(text.count(character) for character in beyond if "\udc80" <= character <= "\udcff")
         valid, invalid = valid + sum(map(text.count, beyond)) - bad, invalid + bad
     if valid > invalid:
-        return Form(None, 0, DAMAGED)
+        return Form(None, 0, DAMAGED, place)
     if beyond_ascii > LATIN_1_SHARE * size:
         return Form(None, 0, UNKNOWN)
     return converted_form(open_file, "cp1252" if uses_windows_1252 else "latin-1")
@@ -163,10 +189,13 @@ def converted_form(open_file: OpenFile, encoding: str) -> Form:
     return Form(encoding, size)
 
 
-def blocks_of(open_file: OpenFile) -> Iterator[bytes]:
+def blocks_of(open_file: OpenFile, ends_with: bytes | None = None) -> Iterator[bytes]:
+    """The file in blocks of PIECE_BYTES; after them `ends_with`, if it is not None."""
     with open_file() as file:
         while block := file.read(PIECE_BYTES):
             yield block
+    if ends_with is not None:
+        yield ends_with
 
 
 def converted_blocks(open_file: OpenFile, encoding: str) -> Iterator[bytes]:

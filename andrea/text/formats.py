@@ -1,11 +1,14 @@
-"""Documents of a file: plain text in several encodings, compressed text, notebooks, lines of JSON, rows of parquet."""
+"""Documents of a file: plain text in several encodings, compressed text, notebooks, and records, each a document."""
 
 from __future__ import annotations
 
+import csv
 import functools
 import gzip
 import io
+import itertools
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,22 +17,41 @@ from typing import IO, Any, final
 
 from andrea.config import UserError
 from andrea.runtime.files import size_words
-from andrea.text.encodings import BINARY, GZIP, PARQUET, Form, OpenFile, is_text, is_utf8, open_converted, recognise
+from andrea.text.encodings import (
+    BINARY,
+    GZIP,
+    PARQUET,
+    PIECE_BYTES,
+    UTF_8_MARK,
+    Form,
+    OpenFile,
+    is_utf8,
+    open_converted,
+    recognise,
+)
 from andrea.text.findings import Findings
+from andrea.text.records import fields_of, text_of
 
 NOT_TEXT = "unreadable or not valid UTF-8"
-ENCODING_NAMES = {"latin-1": "Latin-1", "cp1252": "Windows-1252", "utf-16": "UTF-16"}
+ENCODING_NAMES = {
+    "latin-1": "Latin-1", "cp1252": "Windows-1252", "utf-16": "UTF-16", "utf-32": "UTF-32",
+    "utf-16-le": "UTF-16 without a byte-order mark", "utf-16-be": "UTF-16 without a byte-order mark",
+    "utf-8-sig": "UTF-8 with a byte-order mark",
+}  # fmt: skip
+TRAILING = "left out the bytes after the compressed text of {}"
 LARGEST_RATIO = 200  # of text to its compressed size; gzip reaches 1000 for one repeated letter, logs perhaps 50
 COMPRESSED_SLACK_BYTES = 1 << 12
-LARGEST_NOTEBOOK_BYTES = 1 << 28  # a notebook is held in memory
-DEFAULT_FIELD, MESSAGES = "text", "messages"
+LARGEST_NOTEBOOK_BYTES = 1 << 28  # a notebook, a record or a table's cell is held in memory
+JSON_LINES, TABLES = (".jsonl", ".ndjson"), (".csv", ".tsv")
+BETWEEN = re.compile(r"[\s,]*")  # what stands between two values of a JSON array
+DAMAGED_REST = "the rest of a damaged list of records"
 
 
 @dataclass(frozen=True)
 class Document:
     """One document, which `open` opens for reading."""
 
-    key: str  # relative posix path, with "#index" for a line or a row; its hash decides the split
+    key: str  # relative posix path, with "#index" for a record; its hash decides the split
     size: int  # bytes
     open: Callable[[], IO[bytes]]
 
@@ -38,31 +60,22 @@ def in_memory(key: str, data: bytes) -> Document:
     return Document(key, len(data), lambda: io.BytesIO(data))
 
 
-def documents_by_ending(path: Path, name: str, size: int, field: str | None, findings: Findings) -> Iterator[Document]:
-    """The documents of a file as in earlier versions: its ending tells the format, and text is UTF-8."""
-    if path.suffix == ".jsonl":
-        yield from documents_of_jsonl(functools.partial(open, path, "rb"), name, (field or DEFAULT_FIELD,), findings)
-    elif path.suffix == ".parquet":
-        yield from documents_of_parquet(path, name, (field or DEFAULT_FIELD,), findings)
-    elif not is_text(path):
-        findings.leave_out_file(NOT_TEXT, name)
-    else:
-        yield Document(name, size, functools.partial(open, path, "rb"))
+def documents_of(path: Path, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
+    """The documents of a file by its content; the ending decides only which text is records or a notebook.
 
-
-def documents_by_content(path: Path, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
-    """The documents of a file by its content; the ending decides only whether text is lines of JSON or a notebook."""
-    fields = (field,) if field else (DEFAULT_FIELD, MESSAGES)
+    field: the field of each record to read; None: the first that `fields_of` knows.
+    """
     open_file: OpenFile = functools.partial(open, path, "rb")
     ending = PurePosixPath(name).suffix.lower()
+    trailing: set[str] = set()
     try:
         with open_file() as file:
             head = file.read(len(PARQUET))
-        if head == PARQUET:
-            yield from documents_of_parquet(path, name, fields, findings)
+        if head == PARQUET or ending == ".parquet":
+            yield from documents_of_parquet(path, name, field, findings)
             return
         if head.startswith(GZIP):
-            open_file = functools.partial(BoundedGzip, path)
+            open_file = functools.partial(open_gzip, path, trailing)
             ending = PurePosixPath(name[: -len(ending)]).suffix.lower() if ending else ""
         form = recognise(open_file)
     except TooCompressed:
@@ -73,12 +86,19 @@ def documents_by_content(path: Path, name: str, field: str | None, findings: Fin
     except (OSError, EOFError, zlib.error):  # of the last two, gzip raises some
         findings.leave_out_file("unreadable", name)
         return
+    if trailing:
+        findings.add(TRAILING, name)
     if not is_usable(form, name, ending, findings):
         return
     if form.encoding not in (None, "utf-8"):
         open_file = functools.partial(open_converted, open_file, form.encoding)
-    if ending in (".jsonl", ".ndjson"):
-        yield from documents_of_jsonl(open_file, name, fields, findings)
+    whole = Document(name, form.size, open_file)
+    if ending in JSON_LINES:
+        yield from documents_of_jsonl(open_file, name, field, findings)
+    elif ending in TABLES:
+        yield from documents_of_table(whole, "\t" if ending == ".tsv" else None, field, findings)
+    elif ending == ".json":
+        yield from documents_of_json(whole, field, findings)
     elif ending == ".ipynb" and form.size > LARGEST_NOTEBOOK_BYTES:
         findings.leave_out_file(f"notebooks of more than {size_words(LARGEST_NOTEBOOK_BYTES)}", name)
     elif ending == ".ipynb" and (cells := cells_of_notebook(open_file)) is not None:
@@ -87,7 +107,7 @@ def documents_by_content(path: Path, name: str, field: str | None, findings: Fin
         else:
             findings.leave_out_file("empty", name)
     else:
-        yield Document(name, form.size, open_file)
+        yield whole
 
 
 class TooCompressed(Exception):
@@ -96,27 +116,40 @@ class TooCompressed(Exception):
 
 @final
 class BoundedGzip(gzip.GzipFile):
-    """A .gz file, opened for reading. `read` raises TooCompressed beyond LARGEST_RATIO times the file's size."""
+    """A .gz file, opened for reading. `read` raises TooCompressed beyond LARGEST_RATIO times the file's size.
 
-    def __init__(self, path: Path) -> None:
+    Bytes after the compressed text are left out, as gzip does; `trailing` then gets an entry.
+    """
+
+    def __init__(self, path: Path, trailing: set[str]) -> None:
         super().__init__(path, "rb")
-        self.most_bytes = LARGEST_RATIO * (path.stat().st_size + COMPRESSED_SLACK_BYTES)
+        self.most_bytes, self.trailing = LARGEST_RATIO * (path.stat().st_size + COMPRESSED_SLACK_BYTES), trailing
 
     def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size)
+        try:  # at most one block, so that nothing is lost if what follows is no gzip; open_gzip asks again
+            data = super().read1(size if size and size > 0 else PIECE_BYTES)
+        except gzip.BadGzipFile as error:
+            if not self.tell() or not str(error).startswith("Not a gzipped file"):
+                raise
+            self.trailing.add(str(self.name))
+            return b""
         if self.tell() > self.most_bytes:
             raise TooCompressed
         return data
 
 
+def open_gzip(path: Path, trailing: set[str]) -> IO[bytes]:
+    return io.BufferedReader(BoundedGzip(path, trailing), PIECE_BYTES)
+
+
 def is_usable(form: Form, name: str, ending: str, findings: Findings) -> bool:
-    """Whether the file is text. A file that is left out or converted is added to `findings`."""
-    if form.encoding is None and ending in (".jsonl", ".ndjson") and form.fault != BINARY:
+    """Whether a file of this form is read. What is left out or converted is added to `findings`."""
+    if ending in JSON_LINES and form.encoding is None and form.fault != BINARY:
         return True  # lines that are not UTF-8 are left out one by one
     if form.fault == BINARY:
         findings.leave_out_binary(name)
     elif form.encoding is None:
-        findings.leave_out_file(form.fault, name)
+        findings.leave_out_file(form.fault, f"{name} ({form.place})" if form.place else name)
     elif form.size == 0:
         findings.leave_out_file("empty", name)
     elif form.encoding != "utf-8":
@@ -145,10 +178,8 @@ def cells_of_notebook(open_file: OpenFile) -> bytes | None:
 # --------------------------------------------------------------------------------------------------- records
 
 
-def documents_of_jsonl(
-    open_file: OpenFile, name: str, fields: tuple[str, ...], findings: Findings
-) -> Iterator[Document]:
-    """One document for each line of JSON: the first of `fields` that the line has."""
+def documents_of_jsonl(open_file: OpenFile, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
+    """One document for each line of JSON."""
     try:
         file = open_file()
     except OSError:
@@ -162,21 +193,102 @@ def documents_of_jsonl(
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            if not isinstance(record, dict):
-                findings.leave_out("lines that are no JSON object", f"{name}#{index}")
-                continue
-            field = next((field for field in fields if field in record), None)
-            if field is None:
-                findings.lacks_field(fields[0], list(record), f"{name}#{index}", is_file=False)
-            elif (data := checked(record[field], field, f"{name}#{index}", findings)) is not None:
-                yield in_memory(f"{name}#{index}", data)
+            yield from documents_of_record(record, f"{name}#{index}", field, findings)
 
 
-def documents_of_parquet(path: Path, name: str, fields: tuple[str, ...], findings: Findings) -> Iterator[Document]:
-    """One document for each row of a parquet file, from the first of `fields` that it has.
+def documents_of_json(whole: Document, field: str | None, findings: Findings) -> Iterator[Document]:
+    """One document for each object of a JSON array. A file without such records is read as it stands."""
+    values = values_of_array(whole.open)
+    first = next(values, None)
+    if not isinstance(first, dict):
+        yield whole
+    elif not fields_of(first, field):
+        if field is not None:
+            findings.lacks_field(field, first, whole.key, is_file=True)
+            return
+        findings.reads_whole("lists of records", first, whole.key)
+        yield whole
+    else:
+        for index, value in enumerate(itertools.chain([first], values)):
+            yield from documents_of_record(value, f"{whole.key}#{index}", field, findings)
 
-    Raises UserError if pyarrow is missing.
+
+def values_of_array(open_file: OpenFile) -> Iterator[Any]:
+    """The values of a JSON array, of which one is in memory at a time; last DAMAGED_REST, if the array does not end well."""
+    decoder, at = json.JSONDecoder(), 1
+    with io.TextIOWrapper(open_file(), "utf-8", newline="") as file:
+        text = file.read(PIECE_BYTES).lstrip()
+        while text.startswith("[") or at != 1:
+            at = BETWEEN.match(text, at).end()
+            if text.startswith("]", at):
+                return
+            try:
+                value, at = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                text, at = text[at:], 0
+                more = file.read(max(PIECE_BYTES, len(text)))  # twice as much each time: a long value is decoded seldom
+                if not more or len(text) > LARGEST_NOTEBOOK_BYTES:
+                    yield DAMAGED_REST
+                    return
+                text += more
+            else:
+                yield value
+
+
+def documents_of_table(
+    whole: Document, delimiter: str | None, field: str | None, findings: Findings
+) -> Iterator[Document]:
+    """One document for each row of a table with a header. A table without a known column is read as it stands.
+
+    delimiter: None: of , ; tab and |, the one that the header has most often.
     """
+    csv.field_size_limit(LARGEST_NOTEBOOK_BYTES)
+    with io.TextIOWrapper(whole.open(), "utf-8", newline="") as lines:
+        start = lines.readline(PIECE_BYTES)
+    delimiter = delimiter or max(",;\t|", key=start.count)
+    is_quoted = delimiter != "\t" or quotes_match(whole.open, delimiter)  # few programs quote where tabs separate
+    with io.TextIOWrapper(whole.open(), "utf-8", newline="") as lines:
+        rows = csv.reader(
+            lines, delimiter=delimiter, strict=True, quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
+        )
+        columns = [column.strip() for column in next(rows_of(rows), (None, ""))[0] or []]
+        fields = fields_of(columns, field)
+        if not fields and field is not None:
+            findings.lacks_field(field, columns, whole.key, is_file=True)
+        elif not fields:
+            if len(columns) > 1:
+                findings.reads_whole("tables", columns, whole.key)
+            yield whole
+        elif has_one_of_each(columns, fields, whole.key, findings):
+            for index, (row, place) in enumerate(rows_of(rows)):
+                if row is None or len(row) != len(columns):
+                    findings.leave_out("rows that do not have the header's columns", f"{whole.key}#{index}{place}")
+                else:
+                    record = dict(zip(columns, row, strict=True))
+                    yield from documents_of_record(record, f"{whole.key}#{index}", field, findings)
+
+
+def rows_of(rows: Any) -> Iterator[tuple[list[str] | None, str]]:
+    """Each row of csv.reader(strict=True) that is not empty, and which lines it took if these are several; None: not CSV."""
+    while True:
+        first = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error:
+            row = None
+        if row != []:
+            yield row, f" (lines {first:,} to {rows.line_num:,})" * (rows.line_num > first)
+
+
+def quotes_match(open_file: OpenFile, delimiter: str) -> bool:
+    with io.TextIOWrapper(open_file(), "utf-8", newline="") as lines:
+        return all(row is not None for row, _ in rows_of(csv.reader(lines, delimiter=delimiter, strict=True)))
+
+
+def documents_of_parquet(path: Path, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
+    """One document for each row of a parquet file. Raises UserError if pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -184,52 +296,50 @@ def documents_of_parquet(path: Path, name: str, fields: tuple[str, ...], finding
         raise UserError(f"{path} is a parquet file and needs pyarrow: pip install pyarrow") from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        columns = table.schema_arrow
-        field = next((field for field in fields if field in columns.names), None)
-        if field is None:
-            findings.lacks_field(fields[0], columns.names, name, is_file=True)
-            return
-        kind = columns.field(field).type
-        is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
-        index = -1
-        for batch in table.iter_batches(batch_size=256, columns=[field]):
-            column = batch.column(0) if is_list else batch.column(0).cast(pyarrow.binary())
-            for value in column.to_pylist():
-                index += 1
-                data = checked(value if value is not None else b"", field, f"{name}#{index}", findings)
-                if data is not None:
-                    yield in_memory(f"{name}#{index}", data)
+        columns = table.schema_arrow.names
+        fields = fields_of(columns, field)
+        if not fields:
+            findings.lacks_field(field, columns, name, is_file=True)
+        elif has_one_of_each(columns, fields, name, findings):
+            rows = (
+                row for batch in table.iter_batches(batch_size=256, columns=list(fields)) for row in batch.to_pylist()
+            )
+            for index, row in enumerate(rows):
+                yield from documents_of_record(row, f"{name}#{index}", field, findings)
     except (pyarrow.ArrowException, OSError):
         findings.leave_out_file("unreadable parquet", name)
 
 
-def checked(value: Any, field: str, key: str, findings: Findings) -> bytes | None:
-    """A record's field as UTF-8. If it is not text, the record is added to `findings`, and the result is None."""
-    text = text_of_messages(value) if isinstance(value, list) and field != DEFAULT_FIELD else value
+def has_one_of_each(columns: list[str], fields: tuple[str, ...], name: str, findings: Findings) -> bool:
+    """Whether each of `fields` is the name of one column. If not, the file is added to `findings`."""
+    for field in fields:
+        if columns.count(field) > 1:
+            findings.leave_out_file(f'with several columns named "{field}"', name)
+            return False
+    return True
+
+
+def documents_of_record(record: Any, key: str, field: str | None, findings: Findings) -> Iterator[Document]:
+    """The document of a record. A record without text is added to `findings`."""
+    if not isinstance(record, dict):
+        findings.leave_out(record if record == DAMAGED_REST else "records that are no JSON object", key)
+        return
+    fields = fields_of(record, field)
+    if not fields:
+        findings.lacks_field(field, record, key, is_file=False)
+        return
+    text = text_of(record, fields)
     try:
         data = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError:  # half of a surrogate pair
         data = b"\0"
-    if not isinstance(data, bytes):
-        findings.leave_out(f'the field "{field}" is not text', key)
+    data = data.removeprefix(UTF_8_MARK) if isinstance(data, bytes) else None
+    if data is None:
+        findings.leave_out(f'the field "{" + ".join(fields)}" is not text', key)
     elif not data:
         findings.leave_out("empty", key)
     elif not is_utf8(data):
         findings.leave_out(NOT_TEXT, key)
     else:
-        return data
-    return None
-
-
-def text_of_messages(messages: list[Any]) -> str | None:
-    """A conversation [{"role": …, "content": …}, …] as text: `role: content`, with an empty line between two messages."""
-    turns = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return None
-        content = message.get("content")
-        if isinstance(content, list):  # parts, of which some may be images
-            content = "".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
-        if isinstance(content, str) and content:  # a call of a tool may have none
-            turns.append(f"{message['role']}: {content}")
-    return "\n\n".join(turns) + "\n" if turns else ""
+        findings.read_by[fields] += 1
+        yield in_memory(key, data)

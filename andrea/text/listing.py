@@ -1,4 +1,4 @@
-"""Chooses the files of a folder to read: all text files, or, as in earlier versions, the files with certain endings."""
+"""Chooses the files of a folder to read: all text files but hidden ones, those that Git ignores, and what we wrote ourselves."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-from andrea.text.encodings import begins_binary
+from andrea.runtime.files import lines_of, read_plain_file
+from andrea.text.encodings import HEAD_BYTES, begins_binary
 from andrea.text.findings import Findings
 
-HEAD_BYTES = 4096  # read of each file, to recognise binary files
+LARGEST_IGNORE_BYTES = 1 << 20  # of a .gitignore file
+OTHER_FORMATS = (  # first bytes of formats that hold text, but are none; the endings, if they tell; what is said
+    (b"%PDF-", (), "PDF; convert it to text, as with pdftotext"),
+    (b"{\\rtf", (), "RTF; convert it to text, as with pandoc -t plain"),
+    (b"PK\3\4", (".docx", ".odt", ".epub"), "office documents; convert them to text, as with pandoc -t plain"),
+    (b"PK\3\4", (), "zip archives and office documents; unpack or convert them to text"),
+    (b"\xd0\xcf\x11\xe0", (), "old office documents; save them as text"),
+    (b"BZh", (), "compressed; unpack it, or compress it with gzip"),
+    (b"\xfd7zXZ\0", (), "compressed; unpack it, or compress it with gzip"),
+    (b"\x28\xb5\x2f\xfd", (), "compressed; unpack it, or compress it with gzip"),
+    (b"7z\xbc\xaf", (), "compressed; unpack it, or compress it with gzip"),
+    (b"version https://git-lfs", (), "pointers of Git LFS; fetch the files with git lfs pull"),
+)
+OWN = "written by ANDREA"
+OWN_PAGE = b'<meta name="generator" content="ANDREA">'  # in the pages that compare and lens write
 LINKED = "link to a file or folder that is listed already"
+TOKEN = re.compile(r"\\.|\[[!^]?[^]]+\]|.", re.DOTALL)  # of a glob: an escaped character, a class, or a character
 FoundFile = tuple[str, Path, os.stat_result]  # relative posix path, path, stat
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which files of a folder are read, and which field of .jsonl and .parquet files; see configs/data/pystdlib.yaml."""
+    """Which files of a folder are read, and which field of records; see configs/data/pystdlib.yaml."""
 
-    by_content: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     field: str | None = None
@@ -34,12 +49,12 @@ class Listing:
     """The files to read, by name. entries: for each file the list that is hashed into the prepared folder's name."""
 
     files: list[Path]
-    entries: list[list[Any]]  # [relative posix path, bytes, time of the last change], and by content crc32 of the head
+    entries: list[list[Any]]  # [relative posix path, bytes, time of the last change], and of text the crc32 of its head
     findings: Findings  # files that are not read
 
 
-def list_by_ending(root: Path, suffixes: tuple[str, ...], folders_left_out: set[str]) -> Listing:
-    """The file `root`, or the files under it with these endings. Links to folders are not followed. Raises OSError."""
+def list_python(root: Path, folders_left_out: set[str]) -> Listing:
+    """The file `root`, or the Python files under it. Links to folders are not followed. Raises OSError."""
     found: list[tuple[str, Path]] = []
     if root.is_file():
         found = [(root.name, root)]
@@ -47,7 +62,7 @@ def list_by_ending(root: Path, suffixes: tuple[str, ...], folders_left_out: set[
         for folder, folders, files in os.walk(root):
             folders[:] = [name for name in folders if name not in folders_left_out and not name.startswith(".")]
             here = Path(folder)
-            paths = [here / name for name in files if name.endswith(suffixes) and not name.startswith(".")]
+            paths = [here / name for name in files if name.endswith(".py") and not name.startswith(".")]
             found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     found.sort()
     stats = [path.stat() for _, path in found]
@@ -55,7 +70,7 @@ def list_by_ending(root: Path, suffixes: tuple[str, ...], folders_left_out: set[
     return Listing([path for _, path in found], entries, Findings())
 
 
-def list_by_content(root: Path) -> Listing:
+def list_text(root: Path) -> Listing:
     """The file `root`, or the files under it whose beginnings do not look binary.
 
     Links are followed, but a file or folder is read only once, even if several links lead to it. Raises OSError if
@@ -74,12 +89,24 @@ def list_by_content(root: Path) -> Listing:
         except OSError:
             findings.leave_out_file("unreadable", name)
             continue
-        if begins_binary(head):
+        if reason := other_format(head, path.suffix.lower()):
+            findings.leave_out_file(reason, name)
+        elif begins_binary(head):
             findings.leave_out_binary(name)
         else:
             files.append(path)
             entries.append([name, stat.st_size, stat.st_mtime_ns, zlib.crc32(head)])
     return Listing(files, entries, findings)
+
+
+def other_format(head: bytes, ending: str) -> str:
+    """Why a file that begins with `head` is not read although it may look like text; '' if it does not."""
+    if OWN_PAGE in head:
+        return OWN
+    known = (
+        why for start, endings, why in OTHER_FORMATS if head.startswith(start) and (not endings or ending in endings)
+    )
+    return next(known, "")
 
 
 class Walk:
@@ -102,10 +129,11 @@ class Walk:
                 files += self.follow(name, path)
         return files
 
-    def walk(self, prefix: str, folder: Path) -> list[FoundFile]:
-        files, waiting = [], [(prefix, folder)]
+    def walk(self, prefix: str, folder: Path, ignore: Ignore = ()) -> list[FoundFile]:
+        files: list[FoundFile] = []
+        waiting = [(prefix, folder, "", ignore)]  # and why the folder is left out, if it is
         while waiting:
-            prefix, folder = waiting.pop()
+            prefix, folder, reason, ignore = waiting.pop()
             try:
                 here, entries = identity(folder.stat()), sorted(os.scandir(folder), key=lambda entry: entry.name)
             except OSError:
@@ -113,14 +141,19 @@ class Walk:
                 continue
             if here in self.folders:
                 continue
-            if not is_hidden(prefix):
+            names = {entry.name for entry in entries}
+            reason = reason or reason_to_skip(folder, names, is_root=not prefix)
+            if not reason:
                 self.folders.add(here)
+            if ".gitignore" in names and not reason:
+                ignore = (*ignore, *read_ignore(folder / ".gitignore", prefix))
             for entry in entries:
-                name, path = prefix + entry.name, folder / entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append((name + "/", path))
-                elif is_hidden(name):
-                    self.findings.leave_out_file("hidden", name)
+                name, path, is_folder = prefix + entry.name, folder / entry.name, entry.is_dir(follow_symlinks=False)
+                why = reason or ("hidden" if entry.name.startswith(".") else "") or is_ignored(ignore, name, is_folder)
+                if is_folder:
+                    waiting.append((name + "/", path, why, ignore))
+                elif why:
+                    self.findings.leave_out_file(why, name)
                 elif entry.is_symlink():
                     self.links.append((name, path))
                 else:
@@ -164,15 +197,62 @@ def identity(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
 
 
-def is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
+def reason_to_skip(folder: Path, names: set[str], is_root: bool) -> str:
+    """Why a folder with these entries is left out; '' if it is not. What the user names, the root, is read if it is not ours."""
+    if is_own(folder, names):
+        return OWN
+    if is_root:
+        return ""
+    if folder.name == "node_modules" or "pyvenv.cfg" in names:
+        return "installed packages"
+    has_weights = any(name.endswith((".safetensors", "pytorch_model.bin")) for name in names)
+    return "beside the weights of a model" if has_weights and "config.json" in names else ""
+
+
+def is_own(folder: Path, names: set[str]) -> bool:
+    """Whether this program wrote the folder: its entries have names that nobody else uses together."""
+    a_run = {"config.yaml", "metrics.jsonl"} <= names or {"run.json", "checkpoints"} <= names
+    a_checkpoint = {"manifest.json", "state.json"} <= names
+    prepared = "tokenizer.json" in names and ("meta.json" in names or folder.name.endswith(".partial"))
+    downloaded = folder.name == "downloads" and bool(names) and names <= {"shakespeare", "fineweb_edu"}
+    beside_runs = folder.name in ("sweeps", "wandb") and any(folder.parent.glob("*/run.json"))
+    return a_run or a_checkpoint or prepared or downloaded or beside_runs or "modeling_andrea.py" in names
+
+
+# ------------------------------------------------------------------------------------------------------- .gitignore
+
+Ignore = tuple[tuple[str, re.Pattern[str], bool, bool], ...]  # folder, pattern, is for folders alone, is an exception
+
+
+def read_ignore(path: Path, folder: str) -> Ignore:
+    """The rules of a .gitignore file. folder: its folder's path with a slash at the end, or ''."""
+    try:
+        text = read_plain_file(path, LARGEST_IGNORE_BYTES).decode("utf-8-sig", "replace")
+    except (OSError, ValueError):
+        return ()
+    rules = []
+    for line in lines_of(text):
+        glob = line if line.endswith("\\ ") else line.rstrip()
+        is_exception = glob.startswith("!")
+        glob = glob[is_exception:]
+        if glob.strip("/") and not glob.startswith("#"):
+            rules.append((folder, re.compile(regex_of(glob), re.DOTALL), glob.endswith("/"), is_exception))
+    return tuple(rules)
+
+
+def is_ignored(rules: Ignore, name: str, is_folder: bool) -> str:
+    """'ignored by .gitignore', or ''. As in Git, the last rule that matches decides."""
+    for folder, pattern, for_folders, is_exception in reversed(rules):
+        if (is_folder or not for_folders) and name.startswith(folder) and pattern.fullmatch(name, len(folder)):
+            return "" if is_exception else "ignored by .gitignore"
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------- include and exclude
 
 
-def selected(listing: Listing, selection: Selection, key: str) -> Listing:
-    """The listing without the files that include and exclude leave out. key: the source's key, for messages."""
+def selected(listing: Listing, selection: Selection, prefix: str) -> Listing:
+    """The listing without the files that include and exclude leave out. prefix: of the keys' names, for messages."""
     if not selection.include and not selection.exclude:
         return listing
     include, exclude = ([pattern_of(glob) for glob in globs] for globs in (selection.include, selection.exclude))
@@ -180,9 +260,9 @@ def selected(listing: Listing, selection: Selection, key: str) -> Listing:
     for path, entry in zip(listing.files, listing.entries, strict=True):
         name = entry[0]
         if include and not matches(include, name):
-            findings.leave_out_file(f"not matched by {key}.include", name)
+            findings.leave_out_file(f"not matched by {prefix}include", name)
         elif matches(exclude, name):
-            findings.leave_out_file(f"matched by {key}.exclude", name)
+            findings.leave_out_file(f"matched by {prefix}exclude", name)
         else:
             files.append(path)
             entries.append(entry)
@@ -190,27 +270,51 @@ def selected(listing: Listing, selection: Selection, key: str) -> Listing:
     for option, globs, patterns in (("include", selection.include, include), ("exclude", selection.exclude, exclude)):
         for glob, pattern in zip(globs, patterns, strict=True):
             if not any(map(pattern.fullmatch, names)):
-                findings.add(f"{{}} glob of {key}.{option} matched no text file", glob)
+                findings.add(f"{{}} glob of {prefix}{option} matched no text file", glob)
     return Listing(files, entries, findings)
 
 
 def pattern_of(glob: str) -> re.Pattern[str]:
-    """A glob as a regular expression. As in a .gitignore file, it matches a path, or the first folders of a path.
+    """A glob as a regular expression that matches a path, or the first folders of a path."""
+    return re.compile(f"{regex_of(glob)}(?:/.*)?", re.DOTALL)
 
-    `*` and `?` stand for characters other than '/', `**` for any folders. A glob without '/' may match at any depth.
+
+def regex_of(glob: str) -> str:
+    """A glob of a .gitignore file as a regular expression.
+
+    `*` and `?` stand for characters other than '/', `**` for any folders, `[ab]` for one of these characters. A glob
+    without '/' but at its end may match at any depth.
     """
     parts = [part for part in glob.split("/") if part not in ("", ".")] or [""]
-    if len(parts) == 1:
+    if len(parts) == 1 and not glob.startswith("/"):
         parts = ["**", *parts]
-    wanted = "".join(r"(?:[^/]+/)*" if part == "**" else translated(part) + "/" for part in parts[:-1]) + (
+    return "".join(r"(?:[^/]+/)*" if part == "**" else translated(part) + "/" for part in parts[:-1]) + (
         ".*" if parts[-1] == "**" else translated(parts[-1])
     )
-    return re.compile(f"{wanted}(?:/.*)?", re.DOTALL)
 
 
 def translated(part: str) -> str:
-    """One part of a glob, between two slashes, as a regular expression."""
-    return "".join({"*": "[^/]*", "?": "[^/]"}.get(character, re.escape(character)) for character in part)
+    """One part of a glob, between two slashes, as a regular expression.
+
+    Text between two stars is looked for once, in an atomic group, because going back cannot help, and could take hours.
+    """
+    chunks = [""]  # between two stars
+    for token in TOKEN.findall(part):
+        if token == "*":
+            chunks.append("")
+        else:
+            chunks[-1] += translated_token(token)
+    first, *inner = chunks
+    last = f"[^/]*{inner.pop()}" if inner else ""
+    return first + "".join(f"(?>[^/]*?{chunk})" for chunk in inner) + last
+
+
+def translated_token(token: str) -> str:
+    if len(token) > 2 and token.startswith("["):
+        negated = token[1] in "!^"
+        inside = token[1 + negated : -1].replace("\\", "\\\\").replace("[", "\\[")
+        return f"[{'^' * negated}{inside}]"
+    return "[^/]" if token == "?" else re.escape(token[-1])
 
 
 def matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:

@@ -38,6 +38,7 @@ SHARD_TOKENS = 1 << 24  # a shard ends after the group of pieces that reaches th
 GROUP_BYTES = 1 << 22  # bytes of text that are encoded together on all cores
 BPE_SAMPLE_BYTES = 1 << 26  # a vocabulary is trained on at most this many bytes of text
 SPLITS: tuple[Split, ...] = ("train", "val")
+FEW_CHARACTERS = 16  # of DNA or of digits: byte-pair encoding makes tokens of them, but without a meaning
 REPORT_SECONDS = 2.0
 
 
@@ -72,9 +73,6 @@ def prepare(
             assert existing is not None, "tokenizer_origin refuses to train a vocabulary on shards"
             meta_of_shards[folder.path] = verify_shards(source, existing, report)
         elif not folder.path.exists():
-            report(f"{source.name}: reading {source.summary()}")
-            if source.reads_only_python:
-                report(f"{source.name}: only Python files are read; data=text reads all text files of {source.root}")
             usable_bytes[folder.path] = source.check(report)
     with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
         missing = [folder for folder in folders if not folder.path.exists()]  # another process may have made some
@@ -101,27 +99,34 @@ def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: 
         except UserError:
             continue  # the folder has no complete tokenizer
     sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
-    total_bytes = sum(source.bytes for source in sources)
+    total_bytes = sum(source.usable_bytes or source.bytes for source in sources)
     assert isinstance(config.vocab_size, int), "auto is resolved before"
     sample_size = size_words(min(total_bytes, BPE_SAMPLE_BYTES))
     report(f"training a vocabulary of {config.vocab_size:,} tokens on {sample_size}")
-    tokenizer = train_bpe(vocabulary_sample(sources, total_bytes), config.vocab_size)
+    characters: set[str] = set()
+    tokenizer = train_bpe(vocabulary_sample(sources, total_bytes, characters), config.vocab_size)
     if tokenizer.n_vocab < config.vocab_size:
         report(
             f"the text is too small for {config.vocab_size:,} tokens (tokenizer.vocab_size); "
             f"using {tokenizer.n_vocab:,}"
         )
+    if len(characters) <= FEW_CHARACTERS:
+        report(f"the text has only {len(characters)} different characters: consider tokenizer=byte, one token for each")
     return tokenizer
 
 
-def vocabulary_sample(sources: list[Source], total_bytes: int) -> Iterator[str]:
-    """The text to train a vocabulary on: all training text, or about BPE_SAMPLE_BYTES in evenly spaced pieces."""
+def vocabulary_sample(sources: list[Source], total_bytes: int, characters: set[str]) -> Iterator[str]:
+    """The text to train a vocabulary on: all training text, or about BPE_SAMPLE_BYTES in evenly spaced pieces.
+
+    characters: gets the different characters of this text.
+    """
     share, due = min(1.0, BPE_SAMPLE_BYTES / total_bytes), 0.0
     for source in sources:
         for piece in source.pieces("train"):
             due += share
             if due >= 1.0:
                 due -= 1.0
+                characters.update(piece.text)
                 yield piece.text
 
 

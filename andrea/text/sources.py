@@ -1,16 +1,16 @@
 """Sources of text: from files to documents. Each document is used for training or held out for validation.
 
-A document is a file, or one line or row of a file. It is read in pieces of at most about PIECE_BYTES, so that memory
+A document is a file, or one record of a file. It is read in pieces of at most about PIECE_BYTES, so that memory
 does not limit the size of a file. Files and documents that are empty or not text are left out; `check` counts and
 reports them.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +21,15 @@ from andrea.config import UserError
 from andrea.runtime.files import size_words
 from andrea.text.encodings import cut_at, whole_blocks
 from andrea.text.findings import Findings
-from andrea.text.formats import Document, documents_by_content, documents_by_ending
-from andrea.text.listing import Listing, Selection, list_by_content, list_by_ending, selected
+from andrea.text.formats import Document, documents_of
+from andrea.text.listing import Selection, list_python, list_text, selected
 
 Split = Literal["train", "val"]
 Report = Callable[[str], None]  # shows one line to the user
 
 HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
 FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-PLAIN_SUFFIXES = (".txt", ".md", ".py")
+READER = 2  # changes with what is read of the same files, so that they are prepared again
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 
 
@@ -60,73 +59,67 @@ class Source:
         if not os.path.exists(self.root):
             raise UserError(f"{key}={self.root} does not exist; name a file or a folder")
         try:
-            found = self.list_files()
+            found = list_text(self.root) if kind == "text" else list_python(self.root, NOT_LIBRARY)
         except OSError as error:
             raise UserError(f"{key}={self.root} cannot be read: {error.filename}: {error.strerror}") from error
-        found = selected(found, selection, self.group)
+        found = selected(found, selection, self.prefix)
         # [name, bytes, time of the last change, …] of each file, for the hash in the prepared folder's name
         self.files, self.listing, self.unread = found.files, found.entries, found.findings
+        self.usable_bytes: int | None = None  # of `check`
         if not self.files:
-            why = "; ".join(self.unread.lines(self.group))
-            endings = "" if selection.by_content else f"{', '.join(self.suffixes)} "
+            why = "; ".join(self.unread.lines())
+            sought = "text" if kind == "text" else ".py"
             raise UserError(
-                f"{key}={self.root} holds no {endings or 'text '}file{f' ({why})' * bool(why)}; name a file or folder of text"
+                f"{key}={self.root} holds no {sought} file{f' ({why})' * bool(why)}; name a file or folder of text"
             )
         self.bytes = sum(size for _, size, *_ in self.listing)
 
     @property
-    def group(self) -> str:
-        """The key above `key`: data, or data.sources.NAME."""
-        return self.key.rpartition(".")[0]
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        return (".py",) if self.kind == "pystdlib" else SUFFIXES
-
-    def list_files(self) -> Listing:
-        if self.selection.by_content:
-            return list_by_content(self.root)
-        return list_by_ending(self.root, self.suffixes, NOT_LIBRARY if self.kind == "pystdlib" else set())
+    def prefix(self) -> str:
+        """What stands before the source's other keys: 'data.', 'data.sources.NAME.', or ''."""
+        return self.key.rpartition(".")[0] + "." * ("." in self.key)
 
     @property
     def hashed(self) -> list[Any]:
         """The facts that are hashed into the prepared folder's name, besides the tokenizer."""
-        if not self.selection.by_content and self.selection.field is None:
+        if self.kind == "pystdlib":
             return self.listing
-        return [
-            *self.listing,
-            {"name": self.name, "by_content": self.selection.by_content, "field": self.selection.field},
-        ]
-
-    def as_by_ending(self) -> Source:
-        """This source as an earlier version saw it, with files chosen by their endings: gives the old folder's name."""
-        source = copy.copy(self)
-        source.selection = Selection()
-        source.listing = [entry[:3] for entry in self.listing]
-        return source
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all files have the endings of plain text. All bytes of such files are read."""
-        return all(file.suffix in PLAIN_SUFFIXES for file in self.files)
+        return [*self.listing, {"name": self.name, "field": self.selection.field, "reader": READER}]
 
     def check(self, report: Report) -> int:
         """Read all files once, report which are left out or converted, and return the number of usable bytes.
 
-        Raises UserError if no document is usable.
+        The second time, the number is returned at once. Raises UserError if no document is usable, or none has the field
+        that was asked for.
         """
+        if self.usable_bytes is not None:
+            return self.usable_bytes
+        report(f"{self.name}: reading {self.summary()}")
+        if self.reads_only_python:
+            report(f"{self.name}: only Python files are read; data=text reads all text files of {self.root}")
         findings = self.unread.copy()
         usable = sum(document.size for document in self.every_document(findings))
-        lines = findings.lines(self.group)
+        lines, field = findings.lines(f"{self.prefix}field"), self.selection.field
         if not usable:
             raise UserError(
                 f"{self.key}={self.root} holds no usable text: {'; '.join(lines)}; set it to a file or folder with text in UTF-8"
+            )
+        if field is not None and not findings.read_by:
+            raise UserError(
+                f"{self.prefix}field={field}: no file of {self.key}={self.root} has records with this field; leave it out to "
+                f"read the files as they stand"
             )
         for line in lines:
             report(f"{self.name}: {line}")
         if findings.n_file_left_out:
             found = len(self.files) + self.unread.n_file_left_out
             report(f"{self.name}: {found - findings.n_file_left_out:,} of {found:,} files are read")
+        if self.copies and not self.cuts_documents:
+            report(
+                f"{self.name}: {sum(self.copies.values()):,} documents are copies of {len(self.copies):,} texts that stood in "
+                f"the training text and in the validation text; now all copies of a text are in one of them"
+            )
+        self.usable_bytes = usable
         return usable
 
     def summary(self) -> str:
@@ -151,7 +144,7 @@ class Source:
                 with document.open() as file:
                     middle = cut_at(file, document.size)
                 start, stop = (0, middle) if split == "train" else (middle, document.size)
-            elif is_held_out(document.key) == (split == "val"):
+            elif self.is_held_out(document) == (split == "val"):
                 start, stop = 0, document.size
             else:
                 continue
@@ -168,21 +161,55 @@ class Source:
         sides, count = set(), 0
         for document in self.every_document(Findings()):
             count += 1
-            sides.add(is_held_out(document.key))
+            sides.add(self.is_held_out(document))
             if count >= FEWEST_DOCUMENTS and len(sides) == 2:
                 return False
         return True
 
+    def is_held_out(self, document: Document) -> bool:
+        """Whether a whole document is held out: by its name's hash, or, of copies on both sides, by their text's hash."""
+        text = (document.size, digest_of(document)) if document.size in self.copied_sizes else None
+        return text[1][0] < HELD_OUT_BELOW if text in self.copies else is_held_out(document.key)
+
+    @cached_property
+    def copied_sizes(self) -> set[int]:
+        return {size for size, _ in self.copies}
+
+    @cached_property
+    def copies(self) -> Counter[tuple[int, bytes]]:
+        """Size and digest of each text that the hashes of names put on both sides of the split, and how often it is there.
+
+        Only held-out texts are kept in memory, a tenth. Python's library is left as it is, because its split is
+        documented, and figures of many runs depend on it: it has two such texts, of 135 bytes together.
+        """
+        if self.kind == "pystdlib":
+            return Counter()
+        held_out = Counter(
+            (document.size, digest_of(document))
+            for document in self.every_document(Findings())
+            if is_held_out(document.key)
+        )
+        sizes, others = {size for size, _ in held_out}, Counter[tuple[int, bytes]]()
+        for document in self.every_document(Findings()) if sizes else ():
+            if document.size in sizes and not is_held_out(document.key):
+                text = (document.size, digest_of(document))
+                others.update([text] if text in held_out else [])
+        return Counter({text: count + held_out[text] for text, count in others.items()})
+
     def every_document(self, findings: Findings) -> Iterator[Document]:
         """The usable documents of both splits in a fixed order. Unusable ones are added to `findings`."""
-        field = self.selection.field
-        for file, (name, size, *_) in zip(self.files, self.listing, strict=True):
-            if size == 0:
-                findings.leave_out_file("empty", name)
-            elif self.selection.by_content:
-                yield from documents_by_content(file, name, field, findings)
-            else:
-                yield from documents_by_ending(file, name, size, field, findings)
+        for file, (name, *_) in zip(self.files, self.listing, strict=True):
+            yield from documents_of(file, name, self.selection.field, findings)
+
+
+def texts_at(path: Path, key: str, field: str | None, report: Report) -> list[str]:
+    """The documents of a file or folder as whole texts, as training reads them. key: the configuration key, for messages.
+
+    Raises UserError if there is no text.
+    """
+    source = Source(path.name, "text", path, key, Selection(field=field))
+    source.check(report)
+    return ["".join(read_pieces(document, 0, document.size)) for document in source.every_document(Findings())]
 
 
 def is_held_out(key: str) -> bool:
@@ -193,3 +220,11 @@ def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
     with document.open() as file:
         for block in whole_blocks(file, start, stop):
             yield block.decode()
+
+
+def digest_of(document: Document) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    with document.open() as file:
+        for block in whole_blocks(file, 0, document.size):
+            digest.update(block)
+    return digest.digest()

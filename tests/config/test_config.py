@@ -128,7 +128,6 @@ def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
         ["data=mixture", "data.sources={a: {kind: pystdlib}}", "data.field=body"],
         ["data.include=*.py"],
         ["data=shakespeare", "data.exclude=*.py"],
-        ["data=text", "data.path=x", "data.files=all"],
         ["tokenizer.vocab_size=256"],
         ["tokenizer.vocab_size=null"],
         ["optimizer.beta1=1"],

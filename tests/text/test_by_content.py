@@ -16,31 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import BYTE, quiet
+from reading import folder_of, read
 
 from andrea.config import DataConfig, SourceConfig, UserError
 from andrea.text import encodings
 from andrea.text.corpus import open_corpus
 from andrea.text.encodings import open_converted, recognise
-from andrea.text.listing import Selection, matches, pattern_of
+from andrea.text.listing import matches, pattern_of
 from andrea.text.sources import Source
-
-BY_CONTENT = Selection(by_content=True)
-
-
-def folder_of(root: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-    return root
-
-
-def read(path: Path, **selection: object) -> tuple[list[str], list[str]]:
-    """The documents of both splits in one list, and what is said about the source."""
-    source = Source("s", "text", path, "data.path", Selection(True, **selection))
-    said: list[str] = []
-    source.check(said.append)
-    documents = [document.open().read().decode() for document in source.every_document(source.unread.copy())]
-    return documents, [line.removeprefix("s: ") for line in said]
 
 
 def left_out(said: list[str]) -> int:
@@ -124,10 +107,12 @@ def test_files_found_are_files_read_and_files_named_as_left_out(tmp_path: Path) 
         "converted 1 from Latin-1: latin.txt",
         "converted 1 from Windows-1252: word.txt",
         "converted 1 from UTF-16: utf16.txt",
-        "left out 7 (binary): 2 .so, 1 .gz, 1 .png, 1 .txt, 1 .zip, 1 without an ending",
+        "left out 5 (binary): 2 .so, 1 .gz, 1 .png, 1 without an ending",
+        "left out 1 (zip archives and office documents; unpack or convert them to text): archive.zip",
+        "left out 1 (with a NUL byte, which no text has): late.txt (at byte 10,000, in line 2,001)",
         "left out 3 (hidden): .env, .git/config, .git/objects/ab",
         "left out 2 (empty): docs/empty.md, empty.txt",
-        "left out 1 (with damaged UTF-8): damaged.txt",
+        "left out 1 (with damaged UTF-8): damaged.txt (at byte 10, in line 1)",
         "left out 1 (in an unknown encoding; convert to UTF-8): russian.txt",
         "left out 1 (unreadable): cut.gz",
         "left out 1 (neither file nor folder): pipe",
@@ -139,7 +124,7 @@ def test_files_found_are_files_read_and_files_named_as_left_out(tmp_path: Path) 
 
 
 def test_an_uncut_split_reads_every_document_once(tmp_path: Path) -> None:
-    source = Source("s", "text", made_folder(tmp_path / "mine"), "data.path", BY_CONTENT)
+    source = Source("s", "text", made_folder(tmp_path / "mine"))
     halves = [*source.documents("train"), *source.documents("val")]
     whole = [document.open().read().decode() for document in source.every_document(source.unread.copy())]
     assert sorted(halves) == sorted(whole)
@@ -150,18 +135,20 @@ def test_gz_and_converted_text_are_cut_as_the_plain_text_is(tmp_path: Path) -> N
     splits = []
     for name, data in (("a", text.encode()), ("b", gzip.compress(text.encode())), ("c", text.encode("latin-1"))):
         (tmp_path / name).write_bytes(data)
-        source = Source("s", "text", tmp_path / name, "data.path", BY_CONTENT)
+        source = Source("s", "text", tmp_path / name)
         splits.append([list(source.documents(split)) for split in ("train", "val")])
     assert splits[0] == splits[1] == splits[2] and splits[0][1][0]
 
 
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(b"PK\3\4\0\0")
-    with pytest.raises(UserError, match=r"data.path=.*a.zip holds no text file \(left out 1 \(binary\): 1 .zip\)"):
-        Source("s", "text", tmp_path / "a.zip", "data.path", BY_CONTENT)
+    with pytest.raises(
+        UserError, match=r"data.path=.*a.zip holds no text file \(left out 1 \(zip archives .*: a.zip\)"
+    ):
+        Source("s", "text", tmp_path / "a.zip")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no text file;"):
-        Source("s", "text", tmp_path / "empty", "data.path", BY_CONTENT)
+        Source("s", "text", tmp_path / "empty")
 
 
 def test_globs_choose_files_and_say_what_they_leave_out(tmp_path: Path) -> None:
@@ -184,7 +171,11 @@ def test_globs_choose_files_and_say_what_they_leave_out(tmp_path: Path) -> None:
         ("docs/*.md", ["docs/a.md"], ["docs/b/a.md", "x/docs/a.md"]),
         ("docs/**/*.md", ["docs/a.md", "docs/b/c/a.md"], ["a.md"]),
         ("./docs/**", ["docs/a", "docs/b/c"], ["x/docs/a"]),
-        ("a?.[x]", ["ab.[x]"], ["ab.x", "a/.[x]"]),
+        ("a?.[xy]", ["ab.x"], ["ab.[x]", "ab.z", "a/.x"]),
+        (r"a?.\[x]", ["ab.[x]"], ["ab.x"]),
+        ("[!a]*.py[co]", ["b.pyc", "c/bb.pyo"], ["a.pyc", "b.py"]),
+        ("/docs", ["docs/a"], ["x/docs/a"]),
+        ("*a*b*", ["xaxbx", "ab"], ["ba"]),
         ("", [], ["a"]),
     ],
 )
@@ -207,7 +198,8 @@ def test_a_field_of_the_records_is_read_and_others_are_listed(tmp_path: Path) ->
     lines = [{"title": "A", "body": "first"}, {"title": "B"}, {"title": 3, "body": None}, ["x"]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        UserError, match=r'left out 3 \(without the field "text"\): .*fields found: title, body; .*data.field=…'
+        UserError,
+        match=r"left out 3 \(without a field whose name says that it is text\): .*fields found: title, body; .*data.field=…",
     ):
         read(tmp_path)
     documents, said = read(tmp_path, field="body")
@@ -215,8 +207,9 @@ def test_a_field_of_the_records_is_read_and_others_are_listed(tmp_path: Path) ->
     assert (
         'left out 1 (without the field "body"): a.jsonl#1 (fields found: title; choose one with data.field=…)' in said
     )
-    assert 'left out 1 (the field "body" is not text): a.jsonl#2' in said
-    assert "left out 1 (lines that are no JSON object): a.jsonl#3" in said
+    assert "left out 1 (empty): a.jsonl#2" in said
+    assert 'left out 1 (the field "title" is not text): a.jsonl#2' in read(tmp_path, field="title")[1]
+    assert "left out 1 (records that are no JSON object): a.jsonl#3" in said
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "packed"}\n'))
     assert read(tmp_path, field="body")[0] == ["first", "packed"]
 
@@ -258,14 +251,14 @@ def test_what_is_no_notebook_is_read_as_it_is(tmp_path: Path) -> None:
 def test_a_name_that_is_not_utf_8_is_said_on_one_line(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"a\xff\nb")).write_bytes(b"")
     (tmp_path / "c").write_bytes(b"text")
-    assert read(tmp_path)[1][0] == r"left out 1 (empty): a\udcff\nb"
+    assert read(tmp_path)[1][1] == r"left out 1 (empty): a\udcff\nb"
 
 
 # ------------------------------------------------------------------------------------------------ the prepared folder
 
 
 def text_of(path: Path, **keys: object) -> DataConfig:
-    return DataConfig("text", str(path), {}, files="by_content", **keys)
+    return DataConfig("text", str(path), {}, **keys)
 
 
 def prepared(data: DataConfig, data_dir: Path) -> Path:
@@ -285,30 +278,17 @@ def test_what_is_read_decides_the_folder(tmp_path: Path) -> None:
     assert len(others | {first}) == 3
 
 
-def test_a_folder_prepared_by_endings_is_used_if_it_holds_all_text(tmp_path: Path) -> None:
-    notes, data_dir = tmp_path / "notes", tmp_path / "data"
-    folder_of(notes, {"a.txt": b"a line\n" * 9, "b.md": b"another\n" * 9})
-    before = prepared(DataConfig("text", str(notes), {}), data_dir)
-    assert prepared(text_of(notes), data_dir) == before
-    (notes / "b.md").write_bytes("one été\n".encode("latin-1") * 9)
-    before = prepared(DataConfig("text", str(notes), {}), data_dir)
-    now = open_corpus(text_of(notes), BYTE, data_dir, quiet).sources[0]
-    assert now.folder != before and now.train_bytes + now.val_bytes == 9 * 7 + 9 * 10
-
-
 def test_names_that_differ_in_a_space_have_folders_of_their_own(tmp_path: Path) -> None:
     sources = {}
     for name, content in (("a b", b"first text\n"), ("a_b", b"other text\n")):
         folder_of(tmp_path / name, {"x.txt": b"#" * 5000 + b"\n" + content * 9})
         os.utime(tmp_path / name / "x.txt", ns=(7, 7))
         sources[name] = SourceConfig("text", str(tmp_path / name))
-    for files in ("by_content", "by_ending"):
-        data_dir = tmp_path / files
-        found = open_corpus(DataConfig("mixture", None, sources, files=files), BYTE, data_dir, quiet).sources
-        assert found[0].folder != found[1].folder
-        texts = [bytes(source.val[1:].astype("uint8").tolist()) for source in found]
-        assert b"first" in texts[0] and b"other" in texts[1]
-        assert re.fullmatch(r"a_b-byte-[0-9a-f]{8}", found[1].folder.name)
+    found = open_corpus(DataConfig("mixture", None, sources), BYTE, tmp_path / "data", quiet).sources
+    assert found[0].folder != found[1].folder
+    texts = [bytes(source.val[1:].astype("uint8").tolist()) for source in found]
+    assert b"first" in texts[0] and b"other" in texts[1]
+    assert re.fullmatch(r"a_b-byte-[0-9a-f]{8}", found[1].folder.name)
 
 
 def test_a_compressed_file_that_would_fill_the_disk_is_left_out(

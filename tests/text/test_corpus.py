@@ -23,19 +23,20 @@ from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 def test_the_name_of_a_prepared_folder_never_changes(tmp_path: Path) -> None:
     """Another hash would make everyone prepare their data again. Computed by hand: sha256sum of the list as JSON."""
     (tmp_path / "b").mkdir()
-    for name, content, time_ns in (("a.txt", "one\ntwo\n3", 1_700_000_000_123_456_789), ("b/é.md", "four", 5)):
+    for name, content, time_ns in (("a.py", "one\ntwo\n3", 1_700_000_000_123_456_789), ("b/é.py", "four", 5)):
         (tmp_path / name).write_text(content)
         os.utime(tmp_path / name, ns=(0, time_ns))
-    text = Source("my notes", "text", tmp_path)
+    library, text = Source("lib", "pystdlib", tmp_path), Source("my notes", "text", tmp_path)
     shards = ShardSource("web", "data.path", Path("/tokens"), [], [["/tokens/a.bin", 1034, 7, 8]])
 
     def name_of(source: Source | ShardSource, config: TokenizerConfig, existing: Tokenizer | None) -> str:
         return folder_of(source, config, tokenizer_origin(config, existing, [source]), Path("data")).as_posix()
 
-    # [1, "text", [["a.txt", 9, 1700000000123456789], ["b/\\u00e9.md", 4, 5]], ["bpe", 300, [[["a.txt", …], […]]]]]
-    assert name_of(text, BPE, None) == "data/my_notes-bpe-300-4cd2e6dc"
-    # [1, "text", [["a.txt", 9, 1700000000123456789], ["b/\\u00e9.md", 4, 5]], ["byte-257-40aff2e9"]]
-    assert name_of(text, BYTE, ByteTokenizer()) == "data/my_notes-byte-9b04243d"
+    # [1, "pystdlib", [["a.py", 9, 1700000000123456789], ["b/\\u00e9.py", 4, 5]], ["byte-257-40aff2e9"]]
+    assert name_of(library, BYTE, ByteTokenizer()) == "data/lib-byte-33ec9753"
+    # [1, "text", [["a.py", 9, …, crc32], […], {"name": "my notes", "field": null, "reader": 2}], ["bpe", 300, [[…]]]]
+    assert name_of(text, BPE, None) == "data/my_notes-bpe-300-8add07c4"
+    assert name_of(text, BYTE, ByteTokenizer()) == "data/my_notes-byte-27a879cc"
     # [1, "shards", [["/tokens/a.bin", 1034, 7, 8]], ["gpt2"]]
     assert name_of(shards, TokenizerConfig("gpt2", None, None), None) == "data/web-gpt2-e5ca1342"
 

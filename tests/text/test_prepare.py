@@ -72,6 +72,7 @@ def test_the_report_counts_files_and_tokens(tmp_path: Path) -> None:
     assert said[0] == "text: reading 1 file, 300 bytes"
     assert said[1] == "training a vocabulary of 4,096 tokens on 300 bytes"
     assert re.fullmatch(r"the text is too small for 4,096 tokens \(tokenizer.vocab_size\); using 2\d\d", said[2])
+    assert said[3] == "the text has only 11 different characters: consider tokenizer=byte, one token for each"
     said.clear()
     open_corpus(text_config(small_notes(tmp_path / "notes")), BYTE, tmp_path / "data", said.append)
     assert said[0] == "text: reading 3 files, 2.1 kB"
@@ -194,7 +195,7 @@ def test_a_full_disk_is_named_without_a_file(tmp_path: Path) -> None:
 
 def test_a_large_corpus_is_sampled_for_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source("s", "text", small_notes(tmp_path / "notes", 40))
-    whole = list(prepare.vocabulary_sample([source], source.bytes))
+    whole = list(prepare.vocabulary_sample([source], source.bytes, set()))
     monkeypatch.setattr(prepare, "BPE_SAMPLE_BYTES", source.bytes // 3)
-    part = list(prepare.vocabulary_sample([source], source.bytes))
+    part = list(prepare.vocabulary_sample([source], source.bytes, set()))
     assert len(part) == len(whole) // 3 and set(part) <= set(whole) and part[-1] in whole[-3:]

@@ -11,18 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import folder_of
 
 from andrea.config import UserError
 from andrea.text import encodings
 from andrea.text.encodings import whole_blocks
 from andrea.text.sources import Source, is_held_out
-
-
-def folder_of(root: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-    return root
 
 
 def many(count: int) -> dict[str, bytes]:
@@ -89,27 +83,29 @@ def test_ten_documents_of_which_none_is_held_out_are_cut_too(tmp_path: Path) -> 
 
 
 def test_files_that_are_not_text_are_left_out_and_reported(tmp_path: Path) -> None:
-    bad = {f"bad{n}.txt": b"\xff\xfe broken" for n in range(5)} | {
+    bad = {f"bad{n}.txt": "ééé".encode() + b"\xff broken" for n in range(5)} | {
         "nul.py": b"a\0b",
         "empty.md": b"",
         "half.txt": "é".encode()[:1],
     }
-    source = Source("mine", "text", folder_of(tmp_path, {"good.txt": b"good\ntext\n", "image.png": b"\x89PNG", **bad}))
+    source = Source(
+        "mine", "text", folder_of(tmp_path, {"good.txt": b"good\ntext\n", "image.png": b"\x89PNG\0", **bad})
+    )
     said: list[str] = []
     assert source.check(said.append) == 10
     assert "".join([*source.documents("train"), *source.documents("val")]) == "good\ntext\n"
     assert any("left out 1 (empty): empty.md" in line for line in said)
-    assert any("left out 7" in line and "bad0.txt" in line and line.endswith("…") for line in said)
+    assert any("left out 5" in line and "bad0.txt" in line and line.endswith("…") for line in said)
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "holds no .txt"),
-        ({"photo.jpg": b"abc"}, "holds no .txt"),
-        ({".git/notes.txt": b"abc"}, "holds no .txt"),
+        ({}, "holds no text file"),
+        ({"photo.jpg": b"\xff\xd8\0\0"}, "holds no text file"),
+        ({".git/notes.txt": b"abc"}, "holds no text file"),
         ({"a.txt": b"", "b.md": b""}, "holds no usable text"),
-        ({"a.txt": bytes(range(256))}, "holds no usable text"),
+        ({"a.txt": bytes(range(256))}, "holds no text file"),
         ({"a.jsonl": b"[1]\n"}, "holds no usable text"),
     ],
 )
@@ -157,12 +153,12 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
         pyarrow.table({"text": [*texts, None, ""], "n": list(range(302))}), tmp_path / "a.parquet"
     )
     pyarrow.parquet.write_table(pyarrow.table({"words": ["x"]}), tmp_path / "b.parquet")
-    (tmp_path / "c.parquet").write_bytes(b"no parquet")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 is not all of it")
     source = Source("s", "text", tmp_path)
     said: list[str] = []
     assert source.check(said.append) == sum(len(text) for text in texts)
     assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
-    for words in ("2 (empty)", '1 (without the field "text"): b.parquet (fields found: words;', "1 (unreadable"):
+    for words in ("2 (empty)", "says that it is text): b.parquet (fields found: words;", "1 (unreadable"):
         assert any(words in line for line in said)
 
 

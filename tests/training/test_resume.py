@@ -64,18 +64,15 @@ def test_a_group_typed_again_is_no_change_but_for_what_differs() -> None:
 
 
 def test_a_key_that_the_saved_configuration_lacks_keeps_its_meaning_if_the_group_is_typed_again() -> None:
-    """A run that an earlier version began chose files by their endings; data=text now chooses them by content."""
+    """A run that an earlier version began read its documents in one order; data=text now shuffles them."""
     text = {"kind": "text", "path": "notes", "sources": {}, "sample_prompt": ""}
-    composed = COMPOSED | {"data": text | {"files": "by_content", "include": [], "exclude": [], "field": None}}
-    composed["data"]["shuffle_documents"] = True
+    composed = COMPOSED | {"data": text | {"include": [], "exclude": [], "field": None, "shuffle_documents": True}}
     merged, changes = merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.path": "notes"})
-    assert merged["data"] == text and changes == []  # the parser adds files=by_ending, shuffle_documents=false
-    with pytest.raises(UserError, match="data.files=by_content cannot replace data.files=by_ending"):
-        merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.files": "by_content"})
+    assert merged["data"] == text and changes == []  # the parser adds shuffle_documents=false
     with pytest.raises(UserError, match="data.shuffle_documents=true cannot replace data.shuffle_documents=false"):
         merge(SAVED | {"data": text}, composed, {"data": "text"}, {"data.shuffle_documents": "true"})
     now = SAVED | {"data": composed["data"]}
-    assert merge(now, composed, {"data": "text"}, {})[0]["data"]["files"] == "by_content"
+    assert merge(now, composed, {"data": "text"}, {})[0]["data"]["shuffle_documents"] is True
 
 
 def test_a_mixture_typed_again_is_no_change_but_for_what_differs() -> None:

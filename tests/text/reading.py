@@ -1,0 +1,24 @@
+"""Reads a folder of text for the tests: its documents, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from andrea.text.listing import Selection
+from andrea.text.sources import Source
+
+
+def folder_of(root: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def read(path: Path, **selection: object) -> tuple[list[str], list[str]]:
+    """The documents of both splits in one list, and what is said about the source."""
+    source = Source("s", "text", path, "data.path", Selection(**selection))
+    said: list[str] = []
+    source.check(said.append)
+    documents = [document.open().read().decode() for document in source.every_document(source.unread.copy())]
+    return documents, [line.removeprefix("s: ") for line in said]
