@@ -375,6 +375,7 @@ class EvaluateConfig:
     device: Device
     threads: Threads | Auto
     trust: bool = False
+    field: Text | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import numpy as np
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import UserError
-from andrea.runtime.files import from_json, lines_of
-from andrea.text.corpus import find_held_out
+from andrea.text.corpus import held_out_of_run
+from andrea.text.sources import texts_at
 from andrea.text.tokenizer import Tokenizer
 
 
@@ -23,43 +22,23 @@ class Documents:
     texts: list[str]
 
 
-def read_documents(text: str | None, checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path) -> Documents:
-    """The file `text`: one document, or one for each line of a .jsonl file; if it is None, the run's held-out text.
+def read_documents(
+    text: str | None, field: str | None, checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path
+) -> Documents:
+    """The documents of the file or folder `text`, as training reads them; if it is None, the run's held-out text.
 
-    Raises UserError if there is no such text.
+    field: of records; None: as in training. Raises UserError if there is no such text.
     """
     if text is not None:
-        return Documents(Path(text).name, documents_of_file(Path(text).expanduser()))
+        return Documents(Path(text).name, texts_at(Path(text).expanduser(), "text", field, print))
+    if field is not None:
+        raise UserError(f"field={field} chooses a field of the records of a text; name the text with text=…")
     return Documents("the run's held-out text", held_out_documents(checkpoint, tokenizer, data_dir))
-
-
-def documents_of_file(path: Path) -> list[str]:
-    """Raises UserError if the file cannot be read, or holds no text."""
-    try:
-        content = path.read_bytes().decode("utf-8")
-        found = [content] if path.suffix != ".jsonl" else [text_of(line) for line in lines_of(content)]
-    except (OSError, ValueError) as error:
-        raise UserError(f"text={path} cannot be read as text in UTF-8 ({error}); name another file") from error
-    found = [each for each in found if each]
-    if not found:
-        raise UserError(f"text={path} holds no text; name another file")
-    return found
-
-
-def text_of(line: str) -> str:
-    """The document in a line of a .jsonl file. Raises ValueError."""
-    record = from_json(line)
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ValueError('a line is not a record with a "text"')
-    return record["text"]
 
 
 def held_out_documents(checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path) -> list[str]:
     """The documents of the run's held-out text. Raises UserError if it is not prepared in data_dir, or has several sources."""
-    state = checkpoint.state
-    kind, fingerprint = (state["config"].get("data") or {}).get("kind"), state.get("data")
-    known = isinstance(kind, str) and re.fullmatch("[a-z_]+", kind) and fingerprint
-    stream = find_held_out(data_dir, fingerprint, kind) if known else None
+    stream = held_out_of_run(checkpoint.state, data_dir)
     if stream is None:
         raise UserError(
             f"the held-out text of {checkpoint.path} is not in data_dir={data_dir}, or has several sources; name a file with "

@@ -52,7 +52,7 @@ def task_names(typed: list[str]) -> list[str]:
 
 
 def text_figure(config: EvaluateConfig, subject: Subject) -> Figure:
-    documents = read_documents(config.text, subject.checkpoint, subject.tokenizer, Path(config.data_dir))
+    documents = read_documents(config.text, config.field, subject.checkpoint, subject.tokenizer, Path(config.data_dir))
     texts = documents.texts[: config.limit]
     found = bits_per_byte(subject, texts)
     about = f"{documents.name}: {found.n_token:,} tokens, {found.n_byte:,} bytes"

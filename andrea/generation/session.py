@@ -125,7 +125,7 @@ def read_prompt(prompt: str) -> str:
 def read_prompts(file: str, max_new_tokens: int) -> list[str]:
     """The lines of the file that are not empty. Raises UserError if the file is unreadable or has too many lines."""
     try:
-        lines = lines_of(Path(file).read_bytes().decode("utf-8"))
+        lines = lines_of(Path(file).read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'the file is not UTF-8 text'}") from None
     prompts = [line for line in lines if line]

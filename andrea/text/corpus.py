@@ -139,7 +139,7 @@ def bytes_of_text(source: Source, data_dir: Path, report: Report) -> int:
         known[name] = source.check(report)
         with contextlib.suppress(OSError):  # in a read-only folder each start reads the text again
             data_dir.mkdir(parents=True, exist_ok=True)
-            replace_text(file, json.dumps(known, indent=1))
+            file.write_text(json.dumps(known, indent=1))  # half of it, after a crash, is like none
     return known[name]
 
 
@@ -269,6 +269,15 @@ def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | 
             verify(path, both, load_tokenizer(path).n_vocab)
             return TokenStream.open([path / each for each in digests["val"]])
     return None
+
+
+def held_out_of_run(state: dict[str, Any], data_dir: Path) -> TokenStream | None:
+    """The held-out tokens of a run, by its checkpoint's state; None if they are not in data_dir, or of several sources."""
+    data, fingerprint = state["config"].get("data"), state.get("data")
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or not re.fullmatch("[a-z_]+", kind) or not isinstance(fingerprint, str):
+        return None
+    return find_held_out(data_dir, fingerprint, kind)
 
 
 def corpus_fingerprint(identity: str, sources: list[list[Any]]) -> str:

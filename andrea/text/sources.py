@@ -207,7 +207,7 @@ def texts_at(path: Path, key: str, field: str | None, report: Report) -> list[st
 
     Raises UserError if there is no text.
     """
-    source = Source(path.name, "text", path, key, Selection(field=field))
+    source = Source(path.resolve().name, "text", path, key, Selection(field=field))
     source.check(report)
     return ["".join(read_pieces(document, 0, document.size)) for document in source.every_document(Findings())]
 

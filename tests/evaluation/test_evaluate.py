@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import re
 import sys
@@ -15,8 +16,8 @@ from tiny_checkpoint import CONFIG, make_model, write_model
 from andrea.__main__ import main
 from andrea.checkpoint import locate
 from andrea.config import to_plain
-from andrea.evaluation.documents import documents_of_file
 from andrea.evaluation.results import FILE, Figure, append_figures, read_figures, table_lines
+from andrea.text.sources import texts_at
 
 T = 97  # sequence_length: a choice of a task has fewer bytes
 SIGN = Figure("one", "acc", 0.5, 0.1, 0.25, 30, "")
@@ -61,9 +62,10 @@ def test_tasks_have_a_standard_error_and_the_level_of_chance(runs: Path, capsys)
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("text=absent.txt", "text=absent.txt cannot be read"),
+        ("text=absent.txt", "text=absent.txt does not exist"),
         ("checkpoint=two", "neither a folder nor a run"),
         ("checkpoint=one", "held-out text of .* name a file with text="),
+        ("field=body", "name the text with text="),
         ("task=bpb", "did you mean tasks"),
         ("limit=0", "limit=0"),
     ],
@@ -79,14 +81,25 @@ def test_an_unknown_task_is_refused_with_the_nearest_name(runs: Path, capsys) ->
     assert code == 2 and "did you mean andrea_names" in error
 
 
-def test_documents_of_files(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text}) for text in ("one\u2028two", "", "three")]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert documents_of_file(tmp_path / "a.jsonl") == ["one\u2028two", "three"]
-    for content in ('{"body": "a"}', "[", "", '"text"'):
-        (tmp_path / "b.jsonl").write_text(content)
-        with pytest.raises(ValueError, match="b.jsonl"):
-            documents_of_file(tmp_path / "b.jsonl")
+def test_a_folder_is_judged_as_it_is_read_in_training(runs: Path, tmp_path: Path, capsys) -> None:
+    """Compressed text, conversations, Latin-1, a broken line; what is left out is named."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "a.txt.gz").write_bytes(gzip.compress(b"packed text\n"))
+    (mine / "b.txt").write_bytes("tr\u00e8s cher, d\u00e9j\u00e0\n".encode("latin-1"))
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Good day"}]
+    (mine / "c.jsonl").write_text(
+        json.dumps({"conversations": turns}) + "\nbroken\n" + json.dumps({"body": "x"}) + "\n"
+    )
+    code, out, _ = evaluate(runs, capsys, f"text={mine}")
+    documents = texts_at(mine, "text", None, print)
+    assert documents == ["packed text\n", "tr\u00e8s cher, d\u00e9j\u00e0\n", "user: Hello\n\nassistant: Good day\n"]
+    assert (
+        code == 0
+        and f"mine: {sum(len(text.encode()) for text in documents):,} tokens" in out
+        and "left out 1 (records that are no" in out
+    )
+    assert evaluate(runs, capsys, f"text={mine}", "field=body")[0] == 0
 
 
 def test_records_of_others_are_left_out(runs: Path) -> None:

@@ -23,5 +23,5 @@ def load(path: Path) -> Any:
     """A data set with one split, `test`, in memory: nothing is written to a cache."""
     from datasets import Dataset, DatasetDict
 
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
     return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines if line])})
