@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading import folder_of
 
-from andrea.config import UserError
+from andrea.config import DataConfig, TokenizerConfig, UserError
 from andrea.text import encodings
+from andrea.text.corpus import open_corpus
 from andrea.text.encodings import whole_blocks
+from andrea.text.findings import Findings
 from andrea.text.sources import Source, is_held_out
 
 
@@ -176,3 +178,58 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     (tmp_path / "a.parquet").write_bytes(b"x")
     with pytest.raises(UserError, match="pip install pyarrow"):
         Source("s", "text", tmp_path).check(lambda line: None)
+
+
+# ------------------------------------------------------------------------------------------- copies across the split
+
+
+def test_copies_of_a_text_are_on_one_side_of_the_split(tmp_path: Path) -> None:
+    """40 texts in 8 copies each: without this rule nearly every held-out text is also in the training text."""
+    files = {f"{copy}/{n}.txt": f"text {n}\n".encode() * 9 for n in range(40) for copy in "abcdefgh"}
+    files |= {f"single/{n}.txt": f"single {n}\n".encode() for n in range(40)}
+    source = Source("s", "text", folder_of(tmp_path, files))
+    said: list[str] = []
+    source.check(said.append)
+    train, val = list(source.documents("train")), list(source.documents("val"))
+    assert len(train) + len(val) == len(files) and not set(train) & set(val) and not source.cuts_documents
+    assert len(files) / 50 < len(val) < len(files) / 4
+    singles = {f"single {n}\n" for n in range(40) if is_held_out(f"single/{n}.txt")}
+    assert {text for text in val if text.startswith("single")} == singles  # the rule of the names still decides these
+    (line,) = [line for line in said if "copies" in line]
+    moved = int(line.split()[1])
+    assert moved == 8 * int(line.split("copies of ")[1].split()[0]) > 0
+    again = Source("s", "text", tmp_path)
+    assert [list(again.documents(split)) for split in ("train", "val")] == [train, val]
+
+
+def test_of_nothing_but_copies_the_last_tenth_is_held_out(tmp_path: Path) -> None:
+    text = "".join(f"line {n}\n" for n in range(100))
+    source = Source("s", "text", folder_of(tmp_path, {f"{n}.txt": text.encode() for n in range(40)}))
+    (train,), (val,) = (set(source.documents(split)) for split in ("train", "val"))
+    assert train + val == text and val
+
+
+def test_the_split_of_the_standard_library_keeps_its_two_copies() -> None:
+    """Figures of many runs depend on this split."""
+    source = Source("pystdlib", "pystdlib", None)
+    held_out = [document.key for document in source.every_document(Findings()) if source.is_held_out(document)]
+    assert held_out == [document.key for document in source.every_document(Findings()) if is_held_out(document.key)]
+
+
+# ------------------------------------------------------------------------------------------------- vocabulary's size
+
+
+def test_the_size_of_the_vocabulary_is_chosen_from_the_text_and_not_from_its_files(tmp_path: Path) -> None:
+    """Notebooks are mostly pictures. The text is read once; a run that names the number finds the same folder."""
+    pytest.importorskip("tokenizers")
+    code = "".join(f"value_{n} = compute({n * n}) + other_{n % 7}\n" for n in range(500))
+    cells = [{"cell_type": "code", "source": code, "outputs": [{"data": {"image/png": "iVBO" * 500_000}}]}]
+    folder = folder_of(tmp_path / "mine", {"a.ipynb": json.dumps({"nbformat": 4, "cells": cells}).encode()})
+    said: list[str] = []
+    data = DataConfig("text", str(folder), {})
+    first = open_corpus(data, TokenizerConfig("bpe", "auto", None), tmp_path / "data", said.append).sources[0].folder
+    assert first.name.startswith("text-bpe-512-") and sum("reading 1 file" in line for line in said) == 1
+    said.clear()
+    for size in ("auto", 512):
+        found = open_corpus(data, TokenizerConfig("bpe", size, None), tmp_path / "data", said.append).sources[0].folder
+        assert found == first and not said
