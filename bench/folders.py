@@ -2,11 +2,13 @@
 
     python bench/folders.py
 
-Files are counted a second time without the package. Exit code 1 if a count differs. Nothing is tokenised.
+Files are counted a second time without the package. The vocabulary is the size that tokenizer.vocab_size=auto chooses, and
+a made folder must give the documents that it was made of. Exit code 1 if a count differs.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -24,8 +26,8 @@ from common import ROOT
 sys.path.insert(0, str(ROOT))
 
 from andrea.config import UserError
-from andrea.text.listing import Selection
 from andrea.text.sources import Source
+from andrea.text.tokenizer import vocabulary_for
 
 REAL = (
     "/etc", "/usr/include", "/usr/share/perl", "/usr/share/doc", "/usr/share/man", "/usr/share/misc", "/usr/share/bash-completion",
@@ -128,8 +130,73 @@ def special(root: Path) -> None:
     (root / "code.py").write_text("x = 1\n")
 
 
+def instructions(root: Path) -> None:
+    """ShareGPT, alpaca, prompt and completion: 9 records of each."""
+    talk = [{"from": "human", "value": words(60)}, {"from": "gpt", "value": words(200)}]
+    alpaca = {"instruction": words(60), "input": "", "output": words(200)}
+    (root / "sharegpt.json").write_text(json.dumps([{"id": n, "conversations": talk} for n in range(9)]))
+    (root / "alpaca.json").write_text(json.dumps([alpaca] * 9, indent=1))
+    (root / "alpaca.jsonl").write_text((json.dumps(alpaca) + "\n") * 9)
+    completions = [{"prompt": words(60, n), "completion": words(200, n)} for n in range(9)]
+    (root / "completion.jsonl").write_text("".join(json.dumps(each) + "\n" for each in completions))
+
+
+def tables(root: Path) -> None:
+    """A table with the column text (9 rows), one with a question and its answer (9), and one without such a column (1)."""
+    rows = [(n, words(300, n), f"{n}") for n in range(9)]
+    for name, delimiter, header in (
+        ("text.csv", ",", ("id", "text", "n")),
+        ("question.tsv", "\t", ("question", "answer", "n")),
+        ("other.csv", ";", ("id", "title", "n")),
+    ):
+        with open(root / name, "w", newline="") as file:
+            csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+
+
+def project(root: Path) -> None:
+    """3 files of a project: Git ignores others, and ANDREA and npm wrote others."""
+    (root / ".gitignore").write_text("*.log\nbuild/\n")
+    for name in (
+        "a.md", "src/a.js", "src/keep.txt", "src/a.log", "build/out.txt", "node_modules/x/a.js", "runs/a/config.yaml",
+        "runs/a/metrics.jsonl", "data/mine-bpe-512-0/meta.json", "data/mine-bpe-512-0/tokenizer.json",
+    ):  # fmt: skip
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(words(400))
+
+
+def utf_16(root: Path) -> None:
+    for encoding in ("utf-16-le", "utf-16-be", "utf-16", "utf-8-sig"):
+        (root / f"{encoding}.txt").write_bytes(words(3000).encode(encoding))
+
+
+def dna(root: Path) -> None:
+    chosen = random.Random(1)
+    lines = ("".join(chosen.choices("ACGT", k=60)) for _ in range(20_000))
+    (root / "genome.fa").write_text(">chromosome\n" + "\n".join(lines) + "\n")
+
+
+def many_notebooks(root: Path) -> None:
+    """1.4 MB of files with about 22 kB of text."""
+    for n in range(12):
+        picture = {"data": {"image/png": "iVBORw0K" * 14_000}}
+        cell = {"cell_type": "code", "source": [words(1800, n)], "outputs": [picture]}
+        (root / f"{n}.ipynb").write_text(json.dumps({"nbformat": 4, "cells": [cell]}))
+
+
+def chess(root: Path) -> None:
+    moves = "e4 e5 Nf3 Nc6 Bb5 a6 O-O Nf6 d4 exd4 Re1 Be7 Qxd4 Rb8 Bxc6 dxc6".split()
+    chosen = random.Random(1)
+    for n in range(40):
+        game = " ".join(f"{k}. {chosen.choice(moves)} {chosen.choice(moves)}" for k in range(1, 60))
+        (root / f"{n}.pgn").write_text(f'[Event "Open"]\n[Round "{n}"]\n[Result "1-0"]\n\n{game} 1-0\n\n')
+
+
+DOCUMENTS = {  # of the made folders that are read by form: how many documents they were made of
+    "instructions": 36, "tables": 19, "project": 3, "utf_16": 4, "dna": 1, "many_notebooks": 12, "chess": 40,
+}  # fmt: skip
 MADE: tuple[Callable[[Path], None], ...] = (
     latin_1, line_endings, links, notebooks, large, archives, empty, names, records, special,
+    instructions, tables, project, utf_16, dna, many_notebooks, chess,
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------- the two counts
@@ -170,35 +237,37 @@ def count_again(root: Path) -> int:
     return total
 
 
-def count_by_program(root: Path) -> tuple[int, int, int, str]:
-    """Files read, files named as left out, documents, and the text of a refusal."""
+def count_by_program(root: Path) -> tuple[int, int, int, int, str]:
+    """Files read, files named as left out, documents, bytes of text, and the text of a refusal."""
     said: list[str] = []
     try:
-        source = Source("s", "text", root, selection=Selection(by_content=True))
+        source = Source("s", "text", root)
         findings = source.unread.copy()
-        keys = [document.key for document in source.every_document(findings)]
+        documents = list(source.every_document(findings))
     except UserError as error:
         said = re.findall(r"left out ([\d,]+)", str(error))
-        return 0, sum(int(number.replace(",", "")) for number in said), 0, "refused: no text"
+        return 0, sum(int(number.replace(",", "")) for number in said), 0, 0, "refused: no text"
+    keys = [document.key for document in documents]
     files = {entry[0] for entry in source.listing}
     with_text = {key if key in files else key.rpartition("#")[0] for key in keys}
     of_lines = {name for name in files - with_text if name.endswith((".jsonl", ".ndjson"))}  # all lines are named
-    return len(with_text | of_lines), findings.n_file_left_out, len(keys), ""
+    n_byte = sum(document.size for document in documents)
+    return len(with_text | of_lines), findings.n_file_left_out, len(keys), n_byte, ""
 
 
 def check(name: str, root: Path) -> bool:
     started = time.monotonic()
     found = count_again(root)
-    read, left_out, documents, note = count_by_program(root)
-    fits = found == read + left_out
+    read, left_out, documents, n_byte, note = count_by_program(root)
+    fits = found == read + left_out and documents == DOCUMENTS.get(root.name, documents)
     seconds = time.monotonic() - started
-    figures = f"{found:8,}{read:8,}{left_out:10,}{documents:11,}{seconds:9.1f}"
+    figures = f"{found:8,}{read:8,}{left_out:10,}{documents:11,}{vocabulary_for(n_byte):12,}{seconds:9.1f}"
     print(f"{name:28}{figures}  {'' if fits else 'DIFFERS'} {note}".rstrip(), flush=True)
     return fits
 
 
 def main() -> None:
-    print(f"{'folder':28}{'found':>8}{'read':>8}{'left out':>10}{'documents':>11}{'seconds':>9}")
+    print(f"{'folder':28}{'found':>8}{'read':>8}{'left out':>10}{'documents':>11}{'vocabulary':>12}{'seconds':>9}")
     fits = []
     real = [Path(name) for name in REAL if os.path.isdir(name)]
     for folder in [path for path in real if sum(len(files) for _, _, files in os.walk(path)) <= MOST_FILES][:MOST_REAL]:
