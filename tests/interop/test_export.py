@@ -224,7 +224,7 @@ def test_what_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
     assert "did you mean f32" in refused(runs, capsys, "checkpoint=qwen3", "dtype=fp32")
     assert "allowed: hf, gguf" in refused(runs, capsys, "checkpoint=qwen3", "to=onnx")
     assert "did you mean to" in refused(runs, capsys, "format=hf")
-    assert "text=absent.txt cannot be read" in refused(runs, capsys, "checkpoint=default", "text=absent.txt")
+    assert "text=absent.txt does not exist" in refused(runs, capsys, "checkpoint=default", "text=absent.txt")
     (tmp_path / "short.txt").write_text("short")
     assert "5 characters, too few" in refused(runs, capsys, "checkpoint=default", f"text={tmp_path / 'short.txt'}")
 
