@@ -339,7 +339,7 @@ def disks_of(setting: Setting) -> Iterator[Disk]:
 
 
 def crash_states(setting: Setting) -> tuple[list[tuple[str, State]], int]:
-    """The distinct states, each with the call that it precedes, first those without loss; and how many were found."""
+    """The distinct states, each with the call that it precedes, and how many were found. The first ones are a fair sample."""
     seen: set[frozenset] = set()
     kept: list[tuple[str, State]] = []
     lossy: list[tuple[str, State]] = []
@@ -351,8 +351,10 @@ def crash_states(setting: Setting) -> tuple[list[tuple[str, State]], int]:
             if (key := key_of(state)) not in seen:
                 seen.add(key)
                 (lossy if place else kept).append((("power loss, " if place else "") + f"before {name}", state))
-    random.Random(1).shuffle(lossy)  # the first ones are then a fair sample
-    return kept + lossy, found
+    for states in (kept, lossy):
+        random.Random(1).shuffle(states)
+    both = itertools.zip_longest(kept, lossy)
+    return [state for pair in both for state in pair if state], found
 
 
 def resumed(setting: Setting, name: str, state: State, disk: Path) -> dict[str, Any]:
@@ -539,12 +541,14 @@ def main() -> None:
             record: dict[str, Any] = {"calls": len(setting.calls), "changing": sum(c.changes for c in setting.calls)}
             record |= {"states": found, "distinct": len(states), "possible_failures": len(failures)}
             print(setting.name, json.dumps(record), flush=True)
+            records[setting.name] = record
             if not chosen.no_states:
                 jobs = [(resumed, (setting, *each)) for each in states[: chosen.at_most]]
                 rows = all_of(jobs, chosen.jobs)
                 record["resumed"] = counts_of(rows) | {
                     "findings": [row for row in rows if {"ended", "different"} & row.keys()]
                 }
+            write_record(chosen.output, "crash-states", "cpu", {"rows": records})
             if not chosen.no_failures:
                 jobs = [(failed, (setting, *each)) for each in failures[: chosen.at_most]]
                 rows = all_of(jobs, chosen.jobs)
@@ -553,7 +557,6 @@ def main() -> None:
                     "errnos": dict(Counter(row["errno"] for row in rows)),
                     "findings": bad,
                 }
-            records[setting.name] = record
             write_record(chosen.output, "crash-states", "cpu", {"rows": records})
             print(setting.name, json.dumps({k: {a: b for a, b in v.items() if a != "findings"} if isinstance(v, dict) else v
                                             for k, v in record.items()}), flush=True)  # fmt: skip
