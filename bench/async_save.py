@@ -107,11 +107,11 @@ def work(chosen: argparse.Namespace) -> None:
         for number in range(chosen.rounds):
             state["step"] = number
             quiet += [step() for _ in range(chosen.steps)]
-            synchronous = timed(lambda: savers[0].save(state, best=True))
+            synchronous = timed(lambda: savers[0].save(state))
             quiet += [step() for _ in range(chosen.steps)]
             usual = statistics.median(quiet[-2 * chosen.steps :])
             begun = time.perf_counter()
-            call = timed(lambda: savers[1].save(state, best=True))
+            call = timed(lambda: savers[1].save(state))
             steps_meanwhile = []
             while float(ranks.sum(torch.tensor(float(savers[1].thread.is_alive())))):
                 steps_meanwhile.append(step())

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,25 @@ TINY = [
     "train.steps=12", "train.tokens_per_step=256", "train.log_every=2", "train.eval_every=4", "train.save_every=4",
     "train.sample_tokens=8", "train.attention_every=4",
 ]  # fmt: skip
+
+
+@contextmanager
+def shut(path: Path) -> Iterator[None]:
+    """`path` without permissions; root, whom permissions do not stop, becomes another user meanwhile."""
+    user = os.geteuid()
+    above = [each for each in path.parents if user == 0 and each.stat().st_mode & 0o011 != 0o011]
+    rights = {each: each.stat().st_mode for each in (path, *above)}
+    for each in above:
+        each.chmod(rights[each] | 0o011)
+    path.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        for each, mode in rights.items():
+            each.chmod(mode)
 
 
 @pytest.fixture(autouse=True, scope="session")

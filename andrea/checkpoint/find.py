@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint.errors import Damaged
-from andrea.checkpoint.folder import Checkpoint, read_checkpoint
+from andrea.checkpoint.folder import Checkpoint, read_checkpoint, read_state
 from andrea.checkpoint.state import STEP_NAME
 from andrea.config import UserError, nearest
-from andrea.config.limits import LONGEST_NAME_BYTES
+from andrea.runtime.files import StorageFailed, reading
 from andrea.runtime.program import typed_command, typed_words
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """The run's checkpoint folders, oldest first; an empty list if the run's folder cannot be read."""
+    """The run's checkpoint folders, oldest first; none without a folder `checkpoints`.
+
+    Raises StorageFailed if that folder cannot be listed: a run that seems to have no checkpoint would be begun anew.
+    """
     folder = run / "checkpoints"
-    if not os.path.isdir(folder):  # also False without permission to read `run`
-        return []
-    return sorted(path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir())
+    with reading(folder), suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        return sorted(folder / each.name for each in entries if STEP_NAME.fullmatch(each.name) and each.is_dir())
+    return []
 
 
 def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
@@ -40,7 +45,7 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     another checkpoint is the result, and for each damaged checkpoint.
     """
     newest = newest_whole(run, report)
-    if newest is None or (best := result_path(newest.path, newest.state)) == newest.path:
+    if newest is None or (best := result_path(newest.path, newest.state, report)) == newest.path:
         return newest
     try:
         found = read_checkpoint(best)
@@ -54,10 +59,16 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     return found
 
 
-def result_path(newest: Path, state: dict[str, Any]) -> Path:
-    """The checkpoint that is a run's result, found from its newest one, whose state.json has the content `state`."""
-    best = best_of(newest.parents[1])
-    return newest if best is None or is_best_so_far(state) else newest.with_name(best)
+def result_path(newest: Path, state: dict[str, Any], report: Callable[[str], None] | None = None) -> Path:
+    """The checkpoint that is a run's result, found from its newest one, whose state.json has the content `state`.
+
+    `report` gets a line for each older checkpoint that cannot be read.
+    """
+    if is_best_so_far(state):
+        return newest
+    figures = figures_of([path for path in checkpoints_of(newest.parents[1]) if path < newest], report)
+    best = lowest(figures)
+    return newest if best is None or figures[best] is None else newest.with_name(best)
 
 
 def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:
@@ -69,9 +80,36 @@ def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:
     return last is None or best is None or last <= (1 + slack) * best
 
 
+def own_figure(state: dict[str, Any]) -> float | None:
+    """The validation figure of the checkpoint's own step, in bits per byte; None if that step was not evaluated.
+
+    state: the content of state.json. Older versions have no compared_bpb and evaluated every step that they saved.
+    """
+    figure = state.get("compared_bpb", state.get("val_bpb"))
+    is_evaluated = state.get("evaluated_step", state["step"]) == state["step"]
+    return figure if is_evaluated and figure is not None and math.isfinite(figure) else None
+
+
+def figures_of(checkpoints: list[Path], report: Callable[[str], None] | None = None) -> dict[str, float | None]:
+    """`own_figure` of each checkpoint whose state.json can be read, by name. `report` gets a line for each other one."""
+    figures = {}
+    for path in checkpoints:
+        try:
+            figures[path.name] = own_figure(read_state(path))
+        except Damaged as fault:
+            if report:
+                report(f"skipped: {fault}")
+    return figures
+
+
+def lowest(figures: dict[str, float | None]) -> str | None:
+    """The name with the lowest figure, of equal ones the oldest; without any figure the oldest name."""
+    return min(figures, key=lambda name: math.inf if figures[name] is None else figures[name], default=None)
+
+
 def best_of(run: Path) -> str | None:
-    """The name of the checkpoint with the lowest validation bits per byte, from the file `best`; None without it."""
-    return named_in(run / "checkpoints" / "best")
+    """The name of the checkpoint with the lowest validation bits per byte, as the checkpoints on the disk say."""
+    return lowest(figures_of(checkpoints_of(run)))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -79,30 +117,36 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def named_in(path: Path) -> str | None:
-    """The name of a checkpoint, read from the file `best`."""
-    name = path.read_bytes()[:LONGEST_NAME_BYTES].decode("ascii", "replace").strip() if os.path.isfile(path) else ""
-    return name if STEP_NAME.fullmatch(name) else None
+def runs_of(runs_dir: Path) -> dict[Path, Path]:
+    """The newest checkpoint of each run folder that has checkpoints, in no particular order.
 
-
-def runs_of(runs_dir: Path) -> list[Path]:
-    """The run folders with checkpoints, in no particular order."""
-    return [path for path in Path(runs_dir).glob("*") if checkpoints_of(path)] if os.path.isdir(runs_dir) else []
+    Runs that cannot be read, such as those of another user, are passed over.
+    """
+    found = {}
+    for run in Path(runs_dir).glob("*") if os.path.isdir(runs_dir) else ():
+        with suppress(StorageFailed, IndexError):
+            found[run] = checkpoints_of(run)[-1]
+    return found
 
 
 def newest_run(runs_dir: Path) -> Path | None:
     """The run whose newest checkpoint was written last, or None if no run has a checkpoint."""
-    return max(runs_of(runs_dir), key=lambda run: (checkpoints_of(run)[-1].stat().st_mtime_ns, run.name), default=None)
+    dated = []
+    for run, newest in runs_of(runs_dir).items():
+        with suppress(FileNotFoundError):  # removed meanwhile
+            dated.append((newest.stat().st_mtime_ns, run.name, run))
+    return max(dated)[-1] if dated else None
 
 
 def folder_named_by(path: Path) -> Path | None:
     """The folder that `path` means; None if there is none.
 
-    A folder means itself, `…/checkpoints` the run folder, and a file `best` the checkpoint that it names.
+    A folder means itself, `…/checkpoints` the run folder, and `…/checkpoints/best` the best checkpoint.
     """
     if os.path.isdir(path):
         return path.parent if path.name == "checkpoints" and checkpoints_of(path.parent) else path
-    best = named_in(path) if path.name == "best" and os.path.isfile(path) else None
+    folder = path.absolute().parent
+    best = best_of(folder.parent) if (folder.name, path.name) == ("checkpoints", "best") else None
     return path.parent / best if best else None
 
 

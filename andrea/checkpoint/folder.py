@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.errors import Damaged, opening
 from andrea.checkpoint.state import check_state
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError
@@ -219,20 +219,30 @@ def read_checkpoint(path: Path) -> Checkpoint:
     path = Path(path)
     if not os.path.isdir(path):
         raise Damaged(f"{path} is not a checkpoint folder: no such folder")
-    try:
-        manifest, state = (read_small_json(path / name) for name in ("manifest.json", "state.json"))
-        files = {str(name): expected for name, expected in dict(manifest["files"]).items()}
-        version = int(manifest["format_version"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise Damaged(
-            f"{path} is not a complete checkpoint of this project: manifest.json or state.json is missing or cannot be read; "
-            f"name another with checkpoint=…"
-        ) from None
-    if version != FORMAT_VERSION:
-        raise Damaged(f"{path} has format version {version}, but this program reads only version {FORMAT_VERSION}")
-    is_sharded = check_files(path, files)
+    with opening(path):
+        try:
+            manifest = read_small_json(path / "manifest.json")
+            files = {str(name): expected for name, expected in dict(manifest["files"]).items()}
+            version = int(manifest["format_version"])
+        except (ValueError, KeyError, TypeError, OverflowError):
+            raise Damaged(f"{path} is damaged: its manifest.json cannot be read; use an older checkpoint") from None
+        if version != FORMAT_VERSION:
+            raise Damaged(f"{path} has format version {version}, but this program reads only version {FORMAT_VERSION}")
+        is_sharded = check_files(path, files)
+        return Checkpoint(path, read_state(path), is_sharded)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The checked content of a checkpoint's state.json. No other file is read. Raises Damaged."""
+    with opening(path):
+        try:
+            state = read_small_json(path / "state.json")
+        except ValueError as error:
+            raise Damaged(
+                f"{path} is damaged: its state.json cannot be read ({error!s:.100}); use an older one"
+            ) from None
     check_state(path, state)
-    return Checkpoint(path, state, is_sharded)
+    return state
 
 
 def read_small_json(path: Path) -> Any:

@@ -10,26 +10,30 @@ import shutil
 import time
 from pathlib import Path
 
-from andrea.checkpoint.find import best_of, checkpoints_of, step_of
+from andrea.checkpoint.find import checkpoints_of, figures_of, lowest, step_of
 from andrea.runtime.files import replace_text, staging_path, storing, unused_path
 
 
-def mark_best(run: Path, name: str) -> None:
-    """Note in the run's file `best` that the checkpoint of this name is the best so far. Raises StorageFailed."""
-    path = run / "checkpoints" / "best"
-    with storing(path):
-        replace_text(path, name + "\n")
+def mark_and_prune(run: Path, keep: int) -> float | None:
+    """Write the name of the best checkpoint to the file `best`, and remove all checkpoints except the newest `keep` and it.
 
-
-def keep_newest(run: Path, keep: int) -> None:
-    """Remove all checkpoints except the newest `keep` and the best. Raises StorageFailed."""
-    best = best_of(run)
+    A checkpoint that cannot be read stays too: it may be the best. What is best follows from the checkpoints alone, and the
+    file `best`, for people, is never read. Returns the best checkpoint's figure, if it has one. Raises StorageFailed.
+    """
+    figures = figures_of(checkpoints_of(run))
+    best = lowest(figures)
+    if best is None:
+        return None
+    note = run / "checkpoints" / "best"
+    with storing(note):
+        replace_text(note, best + "\n")
     for path in checkpoints_of(run)[:-keep]:
-        if path.name != best:
+        if path.name in figures and path.name != best:
             doomed = staging_path(path)  # renamed first, so that no reader finds it half removed
             with storing(path):
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
+    return figures[best]
 
 
 def set_aside_after(run: Path, step: int) -> list[Path]:
@@ -37,12 +41,10 @@ def set_aside_after(run: Path, step: int) -> list[Path]:
 
     Returns their new paths, which no reader of checkpoints finds. Raises StorageFailed.
     """
-    aside, best = [], best_of(run)
+    aside = []
     for path in checkpoints_of(run):
         if step_of(path) > step:
             aside.append(unused_path(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")))
             with storing(path):
                 os.rename(path, aside[-1])
-                if path.name == best:
-                    (run / "checkpoints" / "best").unlink()
     return aside

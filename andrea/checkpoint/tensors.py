@@ -7,16 +7,16 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.errors import Damaged, opening
 
 OFFSETS = "DCP_SHARDING_INFO"  # entry of a file's header: tensor name -> offset of the file's part
 MOST_DIMENSIONS = 8
-OS_ERROR = re.compile(r"\(os error (\d+)\)")
+OS_ERROR = re.compile(r"\(os error (\d+)\)|unable to .*\((\d+)\)$")  # of safetensors, or of torch
 # The errors of reading a file with a malformed header. RecursionError is a RuntimeError.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -28,9 +28,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # safetensors' own error for a full disk: "… (os error 28)"
-        number = OS_ERROR.search(str(error))
-        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
+    except SafetensorError as error:
+        raise of_system(error) from error
+
+
+def of_system(error: Exception) -> OSError:
+    """The OSError in an error of safetensors or torch, whose text ends in "… (os error 28)" or "… (28)"."""
+    found = OS_ERROR.search(str(error))
+    number = int(found[1] or found[2]) if found else None
+    return OSError(str(error)) if number is None else OSError(number, os.strerror(number))
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class TensorReader:
             try:
                 self.add_file(path)
             except (SafetensorError, OSError, *MALFORMED) as error:
-                raise Damaged(f"{path} is damaged: {error}") from None
+                raise_damaged(path, error)
         for name, parts in self.parts.items():
             if len({len(part.shape) for part in parts}) > 1:
                 raise Damaged(f"{parts[0].path} is damaged: other files hold {name} with another number of dimensions")
@@ -103,13 +109,20 @@ class TensorReader:
         try:
             tensor = read_rows(name, parts, rows) if parts[0].shape else parts[0].file.get_tensor(name)
         except (SafetensorError, OSError, *MALFORMED) as error:
-            raise Damaged(f"{parts[0].path} is damaged: {error}") from None
+            raise_damaged(parts[0].path, error)
         comparable = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite of 8-bit floats
         if not bool(comparable.isfinite().all()):  # training never saves such numbers and could not continue from them
             raise Damaged(
                 f"{parts[0].path} is damaged: {name} holds numbers that are not finite; use an older checkpoint"
             )
         return tensor
+
+
+def raise_damaged(path: Path, error: Exception) -> NoReturn:
+    if OS_ERROR.search(str(error)) or isinstance(error, OSError):
+        with opening(path):
+            raise error if getattr(error, "errno", None) else of_system(error)
+    raise Damaged(f"{path} is damaged: {error}") from None
 
 
 def read_rows(name: str, parts: list[Part], rows: slice | None) -> Tensor:

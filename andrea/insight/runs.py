@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from typing import Any
 
 from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.config import RunsConfig, UserError
-from andrea.insight.compare.runs import NOT_RUNS, is_number, result_of, stored_numbers
+from andrea.insight.compare.runs import NOT_RUNS, result_of, stored_numbers
 from andrea.insight.compare.table import NO_FIGURE, terminal_table
-from andrea.runtime.files import is_locked
+from andrea.runtime.files import StorageFailed, is_locked
 from andrea.runtime.program import typed_command, typed_words
 from andrea.runtime.streams import printable
 from andrea.training.records.format import format_number
 from andrea.training.records.recognise import config_of, is_run_folder
-from andrea.training.records.run_folder import read_lines
+from andrea.training.records.record_file import is_number, read_records
+from andrea.training.records.run_folder import LOCK
 
 HEADS = ["run", "model", "params", "step", "bits/byte", "state", "last record"]
 ANY_WIDTH = sys.maxsize  # of the terminal: a name stays whole, because other commands take it
@@ -62,41 +64,44 @@ def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
     others = [path.name for path in inside if path not in runs]
     if not runs:
         raise UserError(f"runs_dir={folder} holds no run; train one with `{train}`")
-    rows = []
+    rows, damaged = [], []
     for run in runs:
         try:
-            rows.append(read_row(run))
-        except OSError as error:
-            others.append(f"{run.name} ({error.strerror})")
+            metrics = read_records(run / "metrics.jsonl")
+            rows.append(read_row(run, metrics.records))
+            damaged += [f"{run.name}: {metrics.complaint}"] if metrics.damaged else []
+        except StorageFailed as error:
+            damaged.append(f"{run.name}: left out, {error}")
     rows.sort(key=lambda row: row.changed, reverse=True)
     say(terminal_table(HEADS, [row.cells() for row in rows], ANY_WIDTH))
     if others:
         say(f"left out, because they are not runs: {printable(', '.join(others))}")
+    for line in damaged:
+        say(printable(line))
     return 0
 
 
-def read_row(folder: Path) -> RunRow:
-    """Read a run folder, whatever state it is in."""
+def read_row(folder: Path, records: list[dict[str, Any]]) -> RunRow:
+    """Read a run folder, whatever state it is in. records: of its metrics.jsonl. Raises StorageFailed."""
     config, metrics = config_of(folder), folder / "metrics.jsonl"
-    records = [record for record in read_lines(metrics) if isinstance(record, dict)]
     model, steps = (inner(config, *keys) for keys in (("model", "name"), ("train", "steps")))
-    measured = [record for record in records if all(is_number(record.get(key)) for key in ("step", "val/bpb"))]
+    measured = [record for record in records if is_number(record.get("val/bpb"))]
     measured = [record for record in measured if "event" not in record] or measured
     return RunRow(
         folder.name,
         model if isinstance(model, str) else NO_FIGURE,
         parameters_of(folder),
-        max((record["step"] for record in records if is_number(record.get("step"))), default=0),
+        max((record["step"] for record in records), default=0),
         steps if is_number(steps) else None,
         result_of(measured, config)["val/bpb"] if measured else None,
         state_of(folder, records),
-        (metrics if metrics.exists() else folder).stat().st_mtime,
+        (metrics if os.path.exists(metrics) else folder).stat().st_mtime,
     )
 
 
 def state_of(folder: Path, records: list[dict[str, Any]]) -> str:
     """running, done, interrupted, stopped (by time or patience), failed (by health), or crashed: no end recorded, or not finite."""
-    if is_locked(folder / ".lock"):
+    if is_locked(folder / LOCK):
         return "running"
     event = records[-1].get("event") if records else None
     return event if isinstance(event, str) else "crashed"

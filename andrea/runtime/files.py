@@ -34,11 +34,15 @@ REMEDIES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
 }
+READ_REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "make it readable"),
+}
 RESUME = "continue with resume=auto"
 
 
 class StorageFailed(Exception):
-    """A write to the disk failed. The message names the path. Files that were complete before are still complete.
+    """Reading or writing failed. The message names the path. Files that were complete before are still complete.
 
     advice: what the user can do now, for the end of the line.
     """
@@ -68,6 +72,16 @@ def storing(path: Path, of_run: bool = True) -> Iterator[None]:
         raise StorageFailed(message, advice if of_run else f"{remedy or 'choose another place'}") from error
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Context in which an OSError becomes StorageFailed: `path` exists, and cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        remedy = READ_REMEDIES.get(error.errno or 0, "check the disk")
+        raise StorageFailed(f"{path} cannot be read: {error.strerror or error}", f"{remedy}, then try again") from error
+
+
 def staging_path(path: Path) -> Path:
     """A new random name next to `path`. A process id is not unique, because two containers may use the same one."""
     return path.with_name(f"{UNFINISHED}{path.name[:32]}-{secrets.token_hex(4)}")  # most systems allow 255 bytes
@@ -90,15 +104,16 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a staging path for the block to write; then flushes the file and renames it to `path`. Raises OSError.
+    """Yields a staging path for the block to write; then renames the file to `path`. Raises OSError.
 
-    If the block raises, the staging file is removed and `path` stays unchanged.
+    File and name are flushed. If the block raises, the staging file is removed and `path` stays unchanged.
     """
     staging = staging_path(path)
     try:
         yield staging
         flush_to_disk(staging)
         os.replace(staging, path)
+        flush_to_disk(path.parent)
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
@@ -106,8 +121,21 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of `path` atomically by `text` in UTF-8. Raises OSError."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Replace the content of `path` atomically. Raises OSError."""
     with replacing(path) as staging:
-        staging.write_text(text, encoding="utf-8")
+        staging.write_bytes(content)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder and those above it, where they are missing, and flush their names to the disk. Raises OSError."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        flush_to_disk(made.parent)
 
 
 def check_writable(out: Path) -> None:
@@ -218,7 +246,11 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Ite
                     raise Locked(file.read().strip() or "unknown") from None
                 on_wait()
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+            try:
+                is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:
                 continue  # the last holder has removed the file: a lock on it would exclude nobody
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")

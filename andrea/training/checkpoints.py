@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from andrea.checkpoint import checkpoints_of, step_name
+from andrea.checkpoint.find import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, to_plain
 from andrea.text.corpus import Corpus
@@ -61,16 +62,15 @@ class RunCheckpoints:
         self.saver.check()
 
     def save(self) -> None:
-        """Write a checkpoint, mark it if it is the best so far, and remove the oldest. Every rank must call this."""
+        """Write a checkpoint, mark the best one, and remove the oldest. Every rank must call this."""
         progress = self.progress
         self.records.working("saving")
         self.records.flush()
-        figure = progress.compared_bpb if progress.evaluated_step == progress.step else None
-        best = figure is not None and (progress.best_bpb is None or figure < progress.best_bpb)
-        if best:
+        figure = own_figure(vars(progress))
+        if figure is not None and (progress.best_bpb is None or figure < progress.best_bpb):
             progress.best_bpb = figure
         state = self.facts | vars(progress) | {"loss_scale": self.scale.state(), "health": self.health.state()}
-        self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()}, best)
+        self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()})
         self.saved_step = progress.step
 
     def save_if_finite(self) -> None:

@@ -20,8 +20,8 @@ from andrea.training.evaluation import Evaluator
 from andrea.training.health.check import optimizer_remedy, remedy_settings
 from andrea.training.progress import Progress
 from andrea.training.records.console import part_words
+from andrea.training.records.record_file import read_lines
 from andrea.training.records.records import Records
-from andrea.training.records.run_folder import read_lines
 from andrea.training.stop_requests import StopRequests
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ from andrea.training.planning.settle import (
 )
 from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
-from andrea.training.records.run_folder import read_lines
+from andrea.training.records.record_file import read_lines
+from andrea.training.records.run_folder import LOCK
 
 # Keys that a resumed run may not change: with other values it would be a different run. The paths of the text may change,
 # because text is recognised by its fingerprint: a run may continue on a machine where the same text has another path.
@@ -75,7 +77,7 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
         began = torchrun.recorded_run_folder()  # the run goes on from its own checkpoints, as soon as it has one
         return (newest_whole(began) if began else None) or found
     folder = torchrun.recorded_run_folder() or named_or_newest_run(config)
-    if folder is None or not folder.is_dir():
+    if folder is None or not os.path.isdir(folder):
         return None
     found = newest_whole(folder)
     if found is None and checkpoints_of(folder):  # a new run would remove checkpoints that may be repairable
@@ -141,11 +143,15 @@ def random_state(checkpoint: Checkpoint) -> Tensor:
 
 
 def is_done(checkpoint: Checkpoint, steps: int) -> bool:
-    """Whether nothing is left to do. A run killed after its last checkpoint lacks its end: a sample, its last record."""
+    """Whether nothing is left to do. A run killed after its last checkpoint lacks its end: a sample, its last record.
+
+    A lock file is left by a run that was killed before all this was on the disk.
+    """
     folder = run_folder_of(checkpoint)
     if checkpoint.step != steps or folder is None:
         return checkpoint.step >= steps
-    return any(isinstance(record, dict) and "event" in record for record in read_lines(folder / "metrics.jsonl"))
+    is_killed = os.path.lexists(folder / LOCK)
+    return not is_killed and any("event" in record for record in read_lines(folder / "metrics.jsonl"))
 
 
 def show_done(checkpoint: Checkpoint, steps: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from andrea.checkpoint import Checkpoint
+from andrea.checkpoint.keep import mark_and_prune
 from andrea.config import RunConfig, Text
 from andrea.model.size import flops_per_token
 from andrea.runtime import torchrun
@@ -190,6 +191,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
+    progress.best_bpb = ranks.from_rank_0(lambda: mark_and_prune(folder, config.train.keep))  # of what is on the disk
     torchrun.record_run_folder(folder)
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
     facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto, setup.groups)

@@ -83,8 +83,9 @@ class Trainer:
 
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
-        if progress.step and self.due_after(progress.step).sample:
-            self.evaluator.make_up_sample()
+        if progress.step:  # the run may have been killed after the save
+            due = self.due_after(progress.step)
+            self.evaluator.make_up(page=due.evaluation, sample=due.sample)
         if self.stopping.budget:
             self.stopping.budget.lap()
         while progress.step < progress.planned_steps and not self.stopping.agreed:

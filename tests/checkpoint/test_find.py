@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import resource
 from pathlib import Path
 
 import pytest
+from conftest import shut
 from small_checkpoints import write
 
 from andrea.checkpoint import best_of, checkpoints_of, locate, newest_run, newest_whole, read_checkpoint
-from andrea.checkpoint.keep import keep_newest, mark_best, set_aside_after
+from andrea.checkpoint.keep import mark_and_prune, set_aside_after
 from andrea.config import UserError
-from andrea.runtime.files import remove_unfinished, replace_text
+from andrea.runtime.files import StorageFailed, remove_unfinished
 from andrea.text.load_tokenizer import from_path, load_gpt2
 from andrea.text.shards import find_shards
 from andrea.text.sources import Source
+
+
+def judged(step: int, figure: float, best: float) -> dict[str, float]:
+    """The fields of state.json of a run whose last evaluation, after `step`, gave `figure` bits per byte."""
+    return {"compared_bpb": figure, "evaluated_step": step, "best_bpb": best}
 
 
 def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_reported(tmp_path: Path) -> None:
@@ -36,9 +42,8 @@ def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_reported(tmp_
 
 def test_a_run_and_its_best_checkpoint_are_named_in_many_ways(tmp_path: Path, monkeypatch) -> None:
     run = tmp_path / "runs" / "a"
-    for step in (5, 9):
-        write(run, step)
-    mark_best(run, "step-00000005")
+    write(run, 5, **judged(5, 2.0, best=2.0))
+    write(run, 9, **judged(5, 2.0, best=2.0))  # interrupted: not evaluated, and the last evaluation was the best
     monkeypatch.setenv("HOME", str(tmp_path))
     named = {
         "a": 9, str(run): 9, str(run / "checkpoints"): 9, "a/checkpoints": 9, "~/runs/a": 9,
@@ -48,11 +53,11 @@ def test_a_run_and_its_best_checkpoint_are_named_in_many_ways(tmp_path: Path, mo
         assert locate(requested, tmp_path / "runs").step == step, requested
     monkeypatch.chdir(run / "checkpoints")
     assert locate("best", tmp_path / "runs").step == 5
-    for content in (b"", b"\xff\xfe", b"../../etc", b"x" * 5000):
+    for content in (b"", b"\xff\xfe", b"../../etc", b"step-00000009"):  # the file is for people alone
         (run / "checkpoints" / "best").write_bytes(content)
-        with pytest.raises(UserError, match="neither a folder nor a run"):
-            locate("a/checkpoints/best", tmp_path / "runs")
-        assert best_of(run) is None
+        assert locate("a/checkpoints/best", tmp_path / "runs").step == 5
+    with pytest.raises(UserError, match="neither a folder nor a run"):
+        locate("/best", tmp_path / "runs")
 
 
 def test_a_missing_checkpoint_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
@@ -66,27 +71,15 @@ def test_a_missing_checkpoint_is_an_error_with_the_nearest_name(tmp_path: Path) 
         locate("empty", tmp_path)
 
 
-@contextmanager
-def shut(folder: Path) -> Iterator[None]:
-    """`folder` without permissions; root, whom permissions do not stop, becomes another user meanwhile."""
-    rights, user = folder.stat().st_mode, os.geteuid()
-    folder.chmod(0)
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-        folder.chmod(rights)
-
-
 def test_folders_without_permission_are_passed_over_or_refused(tmp_path: Path) -> None:
     write(tmp_path / "theirs", 1)
     with shut(tmp_path / "theirs"):
-        assert checkpoints_of(tmp_path / "theirs") == []
+        assert newest_run(tmp_path) is None
+        for unread in (lambda: checkpoints_of(tmp_path / "theirs"), lambda: locate("theirs", tmp_path)):
+            with pytest.raises(StorageFailed, match="theirs/checkpoints cannot be read: Permission denied"):
+                unread()  # as a run without checkpoints it would be begun anew
         for refused in (
             lambda: locate(str(tmp_path / "theirs" / "checkpoints"), tmp_path),
-            lambda: locate("theirs", tmp_path),
             lambda: read_checkpoint(tmp_path / "theirs"),
             lambda: find_shards("a", tmp_path / "theirs" / "a.bin", "data.path"),
             lambda: Source("a", "text", tmp_path / "theirs" / "a.txt"),
@@ -102,23 +95,74 @@ def test_folders_without_permission_are_passed_over_or_refused(tmp_path: Path) -
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4, 5):
-        write(tmp_path, step)
-    mark_best(tmp_path, "step-00000002")
-    keep_newest(tmp_path, 2)
+    """Whatever the file `best` says, which a crash may leave old, and which may not be readable."""
+    for step, figure in enumerate((4.0, 2.5, 3.0, 2.5, math.nan), 1):
+        write(tmp_path, step, **judged(step, figure, best=1.0))
+    note = tmp_path / "checkpoints" / "best"
+    note.write_text("step-00000001\n")
+    assert mark_and_prune(tmp_path, 2) == 2.5  # of equal figures the older, as the run counts only lower ones as better
     assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["2", "4", "5"]
-    assert best_of(tmp_path) == "step-00000002"
-    replace_text(tmp_path / "checkpoints" / "best", "../../etc")
-    assert best_of(tmp_path) is None
+    assert best_of(tmp_path) == note.read_text().strip() == "step-00000002"
+
+
+def test_without_an_evaluation_the_oldest_is_marked_and_has_no_figure(tmp_path: Path) -> None:
+    assert mark_and_prune(tmp_path, 2) is None
+    write(tmp_path, 1)
+    write(tmp_path, 2, **judged(1, 2.0, best=2.0))
+    assert mark_and_prune(tmp_path, 2) is None and best_of(tmp_path) == "step-00000001"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_removed_because_it_may_be_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, **judged(step, float(step), best=1.0))
+    state = tmp_path / "checkpoints" / "step-00000001" / "state.json"
+    state.rename(tmp_path / "elsewhere")
+    assert mark_and_prune(tmp_path, 1) == 2.0
+    assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "2", "4"]
+    (tmp_path / "elsewhere").rename(state)
+    assert mark_and_prune(tmp_path, 1) == 1.0  # readable again
+    assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "4"]
+
+
+def test_an_unreadable_checkpoint_is_skipped_by_name_with_the_reason(tmp_path: Path) -> None:
+    """Whichever of its files cannot be read: the run goes on from an older one."""
+    older, newest = write(tmp_path, 1), write(tmp_path, 2)
+    for path in (*older.iterdir(), *newest.iterdir()):
+        path.chmod(0o644)  # for the user that `shut` becomes
+    for path in (newest, *newest.iterdir()):
+        reported: list[str] = []
+        with shut(path):
+            assert newest_whole(tmp_path, reported.append).step == 1
+        assert len(reported) == 1 and "step-00000002" in reported[0], path
+    assert "Permission denied" in reported[0] and newest_whole(tmp_path).step == 2
+
+
+def test_a_process_that_may_open_no_more_files_does_not_blame_the_checkpoint(tmp_path: Path) -> None:
+    """With one file after another: first none can be opened, in the end the checkpoint is read."""
+    write(tmp_path, 1)
+    path, soft_hard = write(tmp_path, 2), resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = set()
+    for spare in range(10):
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, soft_hard[1]))
+        try:
+            assert newest_whole(tmp_path).open_tensors().read("w").sum() == 27  # of step 2: none was skipped
+        except StorageFailed as failed:
+            raised.add(str(failed))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, soft_hard)
+    assert len(raised) > 1 and all(text.endswith("cannot be read: Too many open files") for text in raised)
+    assert path.exists()
 
 
 def test_checkpoints_after_the_step_gone_back_to_are_set_aside(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (1, 2, 3):
-        write(run, step)
-    mark_best(run, "step-00000003")
+        write(run, step, **judged(step, 4.0 - step, best=4.0 - step))
+    assert best_of(run) == "step-00000003"
     aside = set_aside_after(run, 1)
-    assert [path.name for path in checkpoints_of(run)] == ["step-00000001"] and best_of(run) is None
+    assert [path.name for path in checkpoints_of(run)] == ["step-00000001"] == [best_of(run)]
     assert len(aside) == 2 and all(read_checkpoint(path).step > 1 for path in aside)  # whole, under another name
     assert newest_whole(run).step == 1
 
@@ -134,8 +178,7 @@ def test_checkpoints_of_one_step_are_set_aside_twice_within_a_second(tmp_path: P
 
 def test_a_best_checkpoint_before_the_step_gone_back_to_stays_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        write(tmp_path, step)
-    mark_best(tmp_path, "step-00000001")
+        write(tmp_path, step, **judged(step, float(step), best=1.0))
     set_aside_after(tmp_path, 2)
     assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "2"]
     assert best_of(tmp_path) == "step-00000001"
@@ -143,11 +186,10 @@ def test_a_best_checkpoint_before_the_step_gone_back_to_stays_the_best(tmp_path:
 
 def test_a_run_stands_for_its_best_checkpoint_once_validation_has_become_worse(tmp_path: Path) -> None:
     run, reported = tmp_path / "runs" / "a", []
-    write(run, 5, compared_bpb=2.0, best_bpb=2.0)
-    write(run, 9, compared_bpb=2.0, best_bpb=2.0)  # interrupted: not evaluated, and the last evaluation was the best
-    mark_best(run, "step-00000005")
+    write(run, 5, **judged(5, 2.0, best=2.0))
+    write(run, 9, **judged(5, 2.0, best=2.0))  # interrupted: not evaluated, and the last evaluation was the best
     assert locate("a", tmp_path / "runs", report=reported.append).step == 9 and not reported
-    write(run, 10, compared_bpb=2.5, best_bpb=2.0)
+    write(run, 10, **judged(10, 2.5, best=2.0))
     assert locate("a", tmp_path / "runs", report=reported.append).step == 5
     assert "step 5 had the best evaluation" in reported[0] and "step-00000010" in reported[0]
     assert locate("a", tmp_path / "runs", newest=True).step == 10
@@ -157,8 +199,7 @@ def test_a_run_stands_for_its_best_checkpoint_once_validation_has_become_worse(t
 
 def test_checkpoints_of_older_versions_are_compared_by_their_only_figure(tmp_path: Path) -> None:
     run = tmp_path / "a"
-    write(run, 5)
+    write(run, 5, val_bpb=2.0, best_bpb=2.0)
+    assert locate("a", tmp_path).step == 5
     write(run, 9, val_bpb=2.5, best_bpb=2.0)
-    assert locate("a", tmp_path).step == 9  # no file `best`
-    mark_best(run, "step-00000005")
     assert locate("a", tmp_path).step == 5

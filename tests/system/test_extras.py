@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import run_script, tiny_words
 
 from andrea.checkpoint import checkpoints_of, newest_whole
+from andrea.cli.train import train_one
 from andrea.generation import Engine
 from andrea.training.evaluation import Evaluator
 from andrea.training.health.health import Health
+from andrea.training.parallel import saver
 from andrea.training.records.run_folder import read_lines
 
 STEPS = [4, 8, 12]
@@ -44,7 +47,7 @@ def test_a_page_that_cannot_be_written_is_one_line_and_the_run_goes_on(
     code, out, err = run_script(script("train"), tiny_words(tmp_path, notes, *words), capsys)
     assert code == 0 and not err and saved_steps(run) == STEPS
     assert out.count("writing the lens page failed") == 1
-    assert "step 8: writing the lens page failed (FileExistsError" in out
+    assert "step 4: writing the lens page failed (FileExistsError" in out
     assert (run / "run.log").read_text().count("Traceback") == 1
 
 
@@ -105,23 +108,68 @@ def test_the_checkpoint_is_written_before_the_extras(
     assert newest_whole(run).step == [r["step"] for r in read_lines(run / "metrics.jsonl") if "val/bpb" in r][-1]
 
 
-def test_a_sample_that_a_kill_after_the_save_cost_is_made_up_for_on_resume(
-    tmp_path: Path, notes: Path, script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["health.samples=3", "train.sample_tokens=7", "train.sample_every=4", "parallel.async_save=false"]
-    assert script("train")(tiny_words(tmp_path, notes, "name=whole", *words)) == 0
+WORDS = [
+    "health.samples=3",
+    "train.sample_tokens=7",
+    "train.sample_every=4",
+    "train.keep=1",
+    "parallel.async_save=false",
+]
 
-    def killed(evaluator: Evaluator) -> None:
-        raise KeyboardInterrupt
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
+    place = tmp_path_factory.mktemp("uninterrupted")
+    assert train_one(tiny_words(place, notes, "name=a", *WORDS)).exit_code == 0
+    return place / "runs" / "a"
+
+
+def contents(run: Path) -> dict[str, object]:
+    """The run's files by name, but those that hold times; of these and of folders only the names."""
+    with_times = ("state.json", "manifest.json", "metrics.jsonl", "config.yaml", "run.json", "run.html")
+    paths = {str(path.relative_to(run)): path for path in run.rglob("*")}
+    read = {name: path.name not in with_times and path.is_file() for name, path in paths.items()}
+    found: dict[str, object] = {name: path.read_bytes() if read[name] else None for name, path in paths.items()}
+    samples = [(sample["step"], sample["text"]) for sample in read_lines(run / "samples.jsonl")]
+    states = [newest_whole(run).state[key] for key in ("step", "best_bpb", "compared_bpb", "torch_random")]
+    steps = [(record["step"], record.get("event")) for record in read_lines(run / "metrics.jsonl")]
+    return found | {"samples.jsonl": samples, "states": states, "steps": steps}
+
+
+@pytest.mark.parametrize("step", [8, 12])
+@pytest.mark.parametrize(
+    "killed_in", [(saver, "mark_and_prune"), (Evaluator, "draw_attention"), (Evaluator, "show_sample")]
+)
+def test_what_a_kill_after_the_save_cost_is_made_up_for_on_resume(
+    killed_in: tuple[object, str], step: int, tiny_run, uninterrupted: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """The mark of the best checkpoint, the removal of older ones, the lens page, the sample: all follow from the disk."""
+    place, name = killed_in
+    work, calls = getattr(place, name), iter(STEPS)
+
+    def killed(*given: object) -> None:
+        if next(calls) == step:
+            raise KeyboardInterrupt
+        work(*given)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Evaluator, "show_sample", killed)
-        script("train")(tiny_words(tmp_path, notes, "name=killed", *words))
-    killed_run = tmp_path / "runs" / "killed"
-    assert saved_steps(killed_run) == [4] and not read_lines(killed_run / "samples.jsonl")
-    assert script("train")(tiny_words(tmp_path, notes, "name=killed", "resume=auto", *words)) == 0
-    texts = [
-        [(sample["step"], sample["text"]) for sample in read_lines(run / "samples.jsonl")]
-        for run in (tmp_path / "runs" / "whole", killed_run)
-    ]
-    assert texts[0] == texts[1] and [step for step, _ in texts[0]] == STEPS
+        patched.setattr(place, name, killed)
+        tiny_run("name=a", *WORDS)
+    run = tmp_path / "runs" / "a"
+    assert newest_whole(run).step == step and contents(run) != contents(uninterrupted)
+    assert tiny_run("name=a", "resume=auto", *WORDS) == 0
+    assert contents(run) == contents(uninterrupted)
+
+
+def test_the_end_of_a_run_that_was_killed_before_it_gave_its_lock_back_is_made_again(
+    tiny_run, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """After a loss of power, the record of the end may be on the disk and the sample before it not."""
+    run = tmp_path / "runs" / "a"
+    shutil.copytree(uninterrupted, run)
+    (run / ".lock").write_text("process 1 on elsewhere\n")
+    samples = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    (run / "samples.jsonl").write_text("".join(samples[:-1]))
+    (run / "lens" / "step-00000012.html").unlink()
+    assert tiny_run("name=a", "resume=auto", *WORDS) == 0
+    assert contents(run) == contents(uninterrupted)

@@ -87,7 +87,7 @@ def test_a_save_holds_the_values_of_its_moment_and_is_restored(one_rank, tmp_pat
     rows = Rows()
     saver = saver_of(tmp_path, rows, asynchronous)
     state = state_of(3) | {"note": [1]}
-    saver.save(state, best=False)
+    saver.save(state)
     state["note"].append(2)
     for tensor in (rows.local_parameters | rows.state).values():
         tensor.mul_(-1)
@@ -106,7 +106,7 @@ def test_a_save_holds_the_values_of_its_moment_and_is_restored(one_rank, tmp_pat
 
 def test_another_number_of_ranks_restores_its_rows(one_rank, tmp_path: Path) -> None:
     saver = saver_of(tmp_path, Rows())
-    saver.save(state_of(1), best=True)
+    saver.save(state_of(1))
     saver.wait()
     checkpoint = read_checkpoint(checkpoints_of(tmp_path)[0])
     for rank in range(3):
@@ -123,7 +123,7 @@ def test_another_number_of_ranks_restores_its_rows(one_rank, tmp_path: Path) -> 
 
 def test_a_checkpoint_of_another_shape_is_refused(one_rank, tmp_path: Path) -> None:
     saver = saver_of(tmp_path, Rows())
-    saver.save(state_of(1), best=True)
+    saver.save(state_of(1))
     saver.wait()
     rows = Rows()
     rows.local_parameters["a"] = torch.zeros(7, 1)  # which the saved (7, 5) could be broadcast to, the other way round
@@ -136,7 +136,7 @@ def test_a_failed_write_is_raised_at_the_next_check(
     one_rank, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = saver_of(tmp_path, Rows())
-    saver.save(state_of(1), best=True)
+    saver.save(state_of(1))
     saver.wait()
 
     def disk_is_full(*given: object) -> None:
@@ -144,9 +144,9 @@ def test_a_failed_write_is_raised_at_the_next_check(
         raise error if what == "write_shard" else StorageFailed("No space left on device")
 
     monkeypatch.setattr(f"andrea.training.parallel.saver.{what}", disk_is_full)
-    saver.save(state_of(2), best=True)
+    saver.save(state_of(2))
     saver.thread.join()
-    for raising in (saver.check, saver.wait, lambda: saver.save(state_of(3), best=True), saver.conclude):
+    for raising in (saver.check, saver.wait, lambda: saver.save(state_of(3)), saver.conclude):
         with pytest.raises(StorageFailed, match="No space left"):
             raising()
     assert [path.name for path in checkpoints_of(tmp_path)] == ["step-00000001"]

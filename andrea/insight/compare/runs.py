@@ -18,12 +18,12 @@ from andrea.checkpoint.folder import SHARDS, read_small_json
 from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
 from andrea.evaluation.results import Judged, read_figures
+from andrea.runtime.files import StorageFailed
 from andrea.training.records.logger import AXES
 from andrea.training.records.recognise import load_config
-from andrea.training.records.run_folder import read_lines
+from andrea.training.records.record_file import is_number, read_records, values_of
 
 HEADS = "attention/heads/"
-LARGEST_FIGURE = 1e100  # larger ones are mistakes
 Curve = list[dict[str, float]]  # records of one run, each with step, tokens, flops, seconds and some measured figures
 
 
@@ -64,6 +64,7 @@ class Run:
     last: dict[str, Any]  # the last record
     speed: Speed
     judged: Judged  # the figures of `andrea evaluate`
+    damaged: list[str]  # one line for each file with damaged lines
 
     @property
     def model(self) -> str:
@@ -156,11 +157,12 @@ def is_run(folder: Path) -> bool:
 
 
 def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
-    """Returns the runs, smallest model first, and one line for each folder that was left out."""
+    """Returns the runs, smallest model first, and one line for each folder, or file's damaged lines, left out."""
     runs, left_out = [], []
     for folder, name in zip(folders, unique_names(folders), strict=True):
         try:
             runs.append(read_run(folder, name))
+            left_out += [f"{name}: {line}" for line in runs[-1].damaged]
         except LeftOut as reason:
             left_out.append(f"{name}: left out, {reason}")
     runs.sort(key=lambda run: (run.parameters, run.tokens, run.name))
@@ -180,10 +182,12 @@ def read_run(folder: Path, name: str) -> Run:
     """Read the folder of a finished or unfinished run. Raises LeftOut."""
     config = read_config(folder)
     try:
-        records = [record for record in read_lines(folder / "metrics.jsonl") if isinstance(record, dict)]
-        samples = [sample for sample in read_lines(folder / "samples.jsonl") if is_sample(sample)]
-    except OSError as error:
-        raise LeftOut(f"its records cannot be read ({error.strerror})") from None
+        metrics, samples = (read_records(folder / name) for name in ("metrics.jsonl", "samples.jsonl"))
+    except StorageFailed as error:
+        raise LeftOut(str(error)) from None
+    records, damaged = metrics.records, [each.complaint for each in (metrics, samples) if each.damaged]
+    if damaged and not records:
+        raise LeftOut("; ".join(damaged))
     if not records:
         raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
     validation = curve(
@@ -203,7 +207,7 @@ def read_run(folder: Path, name: str) -> Run:
         validation=validation,
         training=curve(records, ("train/loss",)),
         heads=head_records(records),
-        samples=samples,
+        samples=samples.records,
         last=last_of(records),
         speed=Speed(
             median(values_of(records, "train/tokens_per_second")),
@@ -211,6 +215,7 @@ def read_run(folder: Path, name: str) -> Run:
             int(max(memory)) if memory else None,
         ),
         judged=judged,
+        damaged=damaged,
     )
 
 
@@ -237,7 +242,10 @@ def last_of(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
     """Facts of the run's newest checkpoint. Raises LeftOut."""
-    saved = checkpoints_of(folder)
+    try:
+        saved = checkpoints_of(folder)
+    except StorageFailed as error:
+        raise LeftOut(str(error)) from None
     if not saved:
         raise LeftOut("no checkpoint yet; the model's size and the identity of its data are read from a checkpoint")
     newest = saved[-1]
@@ -296,15 +304,6 @@ def is_table(value: Any) -> bool:
     return same_length and all(number is None or is_number(number) for row in value for number in row)
 
 
-def is_sample(sample: Any) -> bool:
-    return isinstance(sample, dict) and all(isinstance(sample.get(key), str) for key in ("prompt", "text"))
-
-
-def is_number(value: Any) -> bool:
-    """Whether the value is a finite number that can also be squared, drawn, and written in a table."""
-    return type(value) in (int, float) and abs(value) <= LARGEST_FIGURE
-
-
 def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
     """The evaluation that counts as the result of a run: the best evaluation after which a checkpoint was written.
 
@@ -319,10 +318,6 @@ def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
         return last
     saved = [point for point in validation[:-1] if point["step"] % save_every == 0 and "val/tokens" not in point]
     return min([last, *reversed(saved)], key=lambda point: point.get("val/compared_bpb", point["val/bpb"]))
-
-
-def values_of(records: list[dict[str, Any]], key: str) -> list[float]:
-    return [record[key] for record in records if is_number(record.get(key))]
 
 
 def median(values: list[float]) -> float | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from andrea.checkpoint import Checkpoint, Damaged, best_of, checkpoints_of, consolidate, write_checkpoint
 from andrea.checkpoint.folder import SHARDS, Files, flushed_files, make_staging_folder, publish
-from andrea.checkpoint.keep import keep_newest, mark_best
+from andrea.checkpoint.keep import mark_and_prune
 from andrea.checkpoint.shards import write_shard
 from andrea.checkpoint.tensors import TensorReader
 from andrea.runtime.files import RESUME, StorageFailed, storing
@@ -47,11 +47,10 @@ class Saver(ABC):
         self.parallel = optimizer.parallel
 
     @abstractmethod
-    def save(self, state: dict[str, Any], best: bool) -> None:
-        """Write a checkpoint of `state` and of the current weights and optimizer state.
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint of `state` and of the current weights and optimizer state. Every rank must call this.
 
-        best: whether it is the best so far. Every rank must call this. Raises StorageFailed if this checkpoint, or an
-        earlier one in the background, could not be written.
+        Raises StorageFailed if this checkpoint, or an earlier one in the background, could not be written.
         """
 
     @abstractmethod
@@ -70,19 +69,13 @@ class Saver(ABC):
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load the checkpoint's weights and optimizer state, whole or sharded. Raises Damaged."""
 
-    def mark_and_prune(self, path: Path, best: bool) -> None:
-        """Mark the checkpoint at `path` if it is the best, and remove the checkpoints that are no longer kept."""
-        if best or best_of(self.folder) is None:
-            mark_best(self.folder, path.name)
-        keep_newest(self.folder, self.keep)
-
 
 class WholeSaver(Saver):
-    def save(self, state: dict[str, Any], best: bool) -> None:
+    def save(self, state: dict[str, Any]) -> None:
         if self.parallel.ranks.is_rank_0:
             weights, moments = self.parallel.model.state_dict(), self.optimizer.state_tensors()
-            path = write_checkpoint(self.folder / "checkpoints", state, weights, moments, self.tokenizer)
-            self.mark_and_prune(path, best)
+            write_checkpoint(self.folder / "checkpoints", state, weights, moments, self.tokenizer)
+            mark_and_prune(self.folder, self.keep)
 
     def check(self) -> None:
         """Nothing to do: `save` has written everything."""
@@ -112,7 +105,7 @@ class ShardedSaver(Saver):
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
 
-    def save(self, state: dict[str, Any], best: bool) -> None:
+    def save(self, state: dict[str, Any]) -> None:
         self.wait()  # one save at a time
         tensors = self.tensors_of_this_rank()
         if not self.copies:  # allocated once: allocating memory takes longer than copying
@@ -122,7 +115,7 @@ class ShardedSaver(Saver):
         for name, tensor in tensors.items():
             self.copies[name].copy_(tensor.detach())
         state_now = copy.deepcopy(state)  # the run changes the objects in `state` while the thread writes
-        work = self.recording_failure(lambda: self.write(state_now, best))
+        work = self.recording_failure(lambda: self.write(state_now))
         self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
         if not self.asynchronous:
@@ -199,13 +192,13 @@ class ShardedSaver(Saver):
 
         return recorded
 
-    def write(self, state: dict[str, Any], best: bool) -> None:
+    def write(self, state: dict[str, Any]) -> None:
         """Every rank writes its files; then rank 0 adds the other files and renames the folder to its final name."""
         checkpoints = self.folder / "checkpoints"
         staging = self.on_rank_0(lambda: make_staging_folder(checkpoints, state["step"]))
         of_ranks: list[Files] = self.on_every_rank(lambda: self.write_files(staging))
         files = {name: about for files_of_rank in of_ranks for name, about in files_of_rank.items()}
-        self.on_rank_0(lambda: self.complete(staging, state, files, best))
+        self.on_rank_0(lambda: self.complete(staging, state, files))
 
     def write_files(self, staging: Path) -> Files:
         """Write the files of this rank. Returns their sizes and hashes."""
@@ -216,7 +209,7 @@ class ShardedSaver(Saver):
                 staging, write_shard(staging / SHARDS, self.parallel.ranks.rank, self.copies, first_rows)
             )
 
-    def complete(self, staging: Path, state: dict[str, Any], files: Files, best: bool) -> None:
+    def complete(self, staging: Path, state: dict[str, Any], files: Files) -> None:
         """Turn the folder with the files of all ranks into a checkpoint."""
         for name in files:
             if not (staging / name).exists():
@@ -224,7 +217,8 @@ class ShardedSaver(Saver):
                     f"{staging / name}, which another rank wrote, is missing on this host",
                     f"all hosts must share runs_dir; set it to a folder that they share, then {RESUME}",
                 )
-        self.mark_and_prune(publish(self.folder / "checkpoints", staging, state, self.tokenizer, files), best)
+        publish(self.folder / "checkpoints", staging, state, self.tokenizer, files)
+        mark_and_prune(self.folder, self.keep)
 
     def on_every_rank(self, work: Callable[[], Result]) -> list[Result]:
         """The results of `work` on all ranks, in rank order. If `work` fails on one rank, all raise StorageFailed."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, step_name
-from andrea.runtime.files import flush_to_disk, from_json, read_plain_file, replace_text, storing
+from andrea.runtime.files import from_json, read_plain_file, replace_text, storing
+from andrea.training.records.record_file import read_records
 
 MARK = "run.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
@@ -52,8 +53,6 @@ def mark(folder: Path, run_id: str | None) -> str:
         found = run_id or secrets.token_hex(8)
         with storing(folder / MARK):
             replace_text(folder / MARK, json.dumps({"run": found}) + "\n")
-            for changed in (folder, folder.parent):  # without its mark, the folder would be a stranger's
-                flush_to_disk(changed)
     return found
 
 
@@ -130,17 +129,8 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 
 def metrics_agree(path: Path, tokens_per_step: Any) -> bool:
-    """Whether every whole line of metrics.jsonl is a record of a run with `tokens_per_step`."""
-    try:
-        if not path.is_file():
-            return False
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            records = [from_json(line) for line in lines if line.endswith("\n")]
-    except (OSError, ValueError):
+    """Whether metrics.jsonl holds records of a run with `tokens_per_step`, or is empty. Raises StorageFailed."""
+    found = read_records(path)
+    if not os.path.isfile(path) or (found.damaged and not found.records):
         return False
-    return all(
-        isinstance(record, dict)
-        and type(record.get("step")) is int
-        and record.get("tokens") == record["step"] * tokens_per_step
-        for record in records
-    )
+    return all(record.get("tokens") == record["step"] * tokens_per_step for record in found.records)

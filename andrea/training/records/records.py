@@ -58,9 +58,10 @@ class Records:
     def sample(self, sample: dict[str, str]) -> None:
         self.send(lambda logger, axes: logger.sample(axes | sample))
 
-    def has_sample(self, step: int) -> bool:
-        """Whether the run folder has a sample of this step."""
-        return any(logger.has_sample(step) for logger in self.loggers if isinstance(logger, RunFolder))
+    def has_extras(self, page: str, step: int) -> tuple[bool, bool]:
+        """Whether the run folder has the page of this name, and a sample, of this step."""
+        folder = next(logger for logger in self.loggers if isinstance(logger, RunFolder))
+        return folder.page_path(page, step).exists(), folder.has_sample(step)
 
     def page(self, name: str, html: str) -> None:
         self.send(lambda logger, axes: logger.page(axes | {"name": name, "html": html}))
@@ -129,7 +130,7 @@ def open_loggers(
     facts: the result of `checkpoint_facts`. Its "wandb_id" is filled in, so that a resumed run continues its wandb run.
     """
     run_folder = RunFolder(folder)
-    run_folder.cut_after(checkpoint.step if checkpoint else -1)
+    run_folder.cut_after(checkpoint.step if checkpoint else -1, console.say)
     loggers: list[Logger] = [run_folder, console]
     mode, line = choose_wandb_mode(config.logger.wandb)
     console.say(line)

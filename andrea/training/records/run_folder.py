@@ -9,9 +9,8 @@ resume, the lines after the checkpoint's step are removed.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -23,9 +22,9 @@ from andrea.runtime.files import (
     Locked,
     exclusive_lock,
     flush_to_disk,
-    from_json,
-    lines_of,
+    make_folder,
     remove_unfinished,
+    replace_bytes,
     replace_text,
     storing,
     unused_path,
@@ -33,6 +32,9 @@ from andrea.runtime.files import (
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
 from andrea.training.records.recognise import is_free, is_run_folder, run_folder_of
+from andrea.training.records.record_file import append_line, read_lines, read_records
+
+LOCK = ".lock"  # held while a process writes to the folder
 
 
 @final
@@ -56,9 +58,12 @@ class RunFolder(Logger):
 
     def page(self, page: dict[str, Any]) -> None:
         """Raises OSError if writing fails: unlike a record, a page is optional."""
-        path = self.folder / page["name"] / f"step-{page['step']:08d}.html"
-        path.parent.mkdir(exist_ok=True)
+        path = self.page_path(page["name"], page["step"])
+        make_folder(path.parent)
         replace_text(path, page["html"])
+
+    def page_path(self, name: str, step: int) -> Path:
+        return self.folder / name / f"step-{step:08d}.html"
 
     def alert(self, alert: dict[str, Any]) -> None:
         append_line(self.alerts, alert)
@@ -78,35 +83,22 @@ class RunFolder(Logger):
                 with storing(path):
                     flush_to_disk(path)
 
-    def cut_after(self, step: int) -> None:
-        """Remove the records after `step` and all `event` records, because the run continues from `step`."""
+    def cut_after(self, step: int, say: Callable[[str], None] = print) -> None:
+        """Remove the records after `step` and all `event` records, because the run continues from `step`.
+
+        A file with damaged lines is first copied, and `say` gets a line that counts and names them. Raises StorageFailed.
+        """
         for path in (self.metrics, self.samples, self.alerts):
-            kept = [record for record in read_lines(path) if record["step"] <= step and "event" not in record]
+            found = read_records(path)
+            if found.damaged:
+                aside = unused_path(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+                with storing(aside):
+                    replace_bytes(aside, path.read_bytes())
+                say(f"{found.complaint}; the file as it was is kept in {aside}")
+            lines = zip(found.records, found.lines, strict=True)
+            kept = [line for record, line in lines if record["step"] <= step and "event" not in record]
             with storing(path):
-                replace_text(path, "".join(map(json_line, kept)))
-
-
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    with storing(path), open(path, "a", encoding="utf-8") as stream:
-        stream.write(json_line(record))
-
-
-def json_line(record: dict[str, Any]) -> str:
-    r"""One line of JSON. A lone surrogate, which UTF-8 cannot encode, is escaped as in \udc80."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, oldest first. A torn last line is ignored; no records if `path` is not a regular file."""
-    if not path.is_file():  # reading a pipe would wait for ever
-        return []
-    records = []
-    for line in lines_of(path.read_bytes().decode("utf-8", "replace")):
-        try:
-            records.append(from_json(line))
-        except ValueError:
-            break
-    return records
+                replace_bytes(path, b"".join(line + b"\n" for line in kept))
 
 
 def new_run_folder(config: RunConfig) -> Path:
@@ -157,10 +149,10 @@ def run_folder_locked(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             with reporting_unusable(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 check_no_links(folder)
-                (folder / "checkpoints").mkdir(exist_ok=True)
-                held.enter_context(exclusive_lock(folder / ".lock"))
+                make_folder(folder / "checkpoints")
+                held.enter_context(exclusive_lock(folder / LOCK))
         except Locked as holder:
             raise UserError(
                 f"{folder} is in use by another process ({holder}); wait for it, or choose another name=…"

@@ -18,7 +18,7 @@ from andrea.config import LoggerConfig, UserError
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.records.heatmap import heatmap
 from andrea.training.records.logger import AXES, Logger
-from andrea.training.records.run_folder import read_lines
+from andrea.training.records.record_file import read_lines
 
 TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
 CONTINUES = "training continues without it"

@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import shut
 
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
-from andrea.training.records.run_folder import RunFolder, new_run_folder, read_lines, run_folder_locked
+from andrea.runtime.files import StorageFailed
+from andrea.training.records.record_file import read_lines, read_records
+from andrea.training.records.run_folder import RunFolder, new_run_folder, run_folder_locked
 
 
 def records(*steps: int) -> list[dict]:
@@ -24,11 +27,47 @@ def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "absent.jsonl") == []
 
 
+BAD_LINES = [b"5", b"[]", b"{}", b'{"step": "x"}', b'{"step": true}', b'{"step": -1}', b'{"step": 1e3}', b"\x00\x00",
+             b'{"step": 2, "tr', b"\xff", b"[" * 9000, b"9" * 9000, b'{"step": 99999999999999}']  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_only_damaged_lines_are_left_out_and_nothing_is_lost(bad: bytes, tmp_path: Path) -> None:
+    """One damaged line once took all later records with it when the run was resumed."""
+    folder, said = RunFolder(tmp_path), []
+    lines = [json.dumps(record).encode() for record in records(1, 2, 3, 4)]
+    content = b"\n".join([lines[0], bad, lines[1], b"", lines[2], lines[3][:-9]])
+    folder.metrics.write_bytes(content)
+    found = read_records(folder.metrics)
+    assert (found.records, found.damaged) == (records(1, 2, 3), [2])
+    assert found.complaint == "metrics.jsonl: 1 damaged line (number 2) left out, 3 records read"
+    folder.cut_after(2, said.append)
+    assert folder.metrics.read_bytes() == b"\n".join([*lines[:2], b""])
+    (aside,) = tmp_path.glob("aside-metrics.jsonl-*")
+    assert aside.read_bytes() == content and said == [f"{found.complaint}; the file as it was is kept in {aside}"]
+    folder.cut_after(2, said.append)
+    assert len(said) == 1  # what remains is whole
+
+
+def test_a_sample_without_its_texts_is_no_sample(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1}\n{"step": 1, "prompt": "", "text": 2}\n{"step": 1, "prompt": "", "text": ""}\n')
+    assert read_records(path).damaged == [1, 2] and len(read_lines(path)) == 1
+
+
+def test_records_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.record(records(1)[0])
+    with shut(folder.metrics), pytest.raises(StorageFailed, match=r"metrics\.jsonl cannot be read: Permission denied"):
+        folder.cut_after(1)
+    assert read_lines(folder.metrics) == records(1)
+
+
 def test_cutting_removes_later_records_and_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for record in [*records(1, 2, 3), {"step": 2, "event": "stopped"}]:
         folder.record(record)
-    folder.sample({"step": 3, "text": "é"})
+    folder.sample({"step": 3, "prompt": "", "text": "é"})
     folder.flush()
     folder.cut_after(2)
     folder.finish(0)

@@ -8,10 +8,11 @@ from typing import Any
 
 from andrea.insight.compare.comparison import Comparison
 from andrea.insight.compare.line_styles import LineStyle
-from andrea.insight.compare.runs import Run, is_number
+from andrea.insight.compare.runs import Run
 from andrea.insight.html import fill_template, json_for_script
 from andrea.training.records.format import format_number
 from andrea.training.records.logger import AXES
+from andrea.training.records.record_file import is_number
 
 TEMPLATE = Path(__file__).parent / "template.html"
 MOST_TRAINING_POINTS = 400  # of each run's training curve

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from andrea.checkpoint import checkpoints_of
 from andrea.checkpoint.folder import read_small_json
 from andrea.runtime.device import choose_device
-from andrea.training.records.run_folder import read_lines
+from andrea.runtime.files import StorageFailed
+from andrea.training.records.record_file import read_lines, values_of
 
 
 class Mode(NamedTuple):
@@ -37,21 +39,19 @@ def measured_pace(runs_dir: Path, mode: Mode, flops_per_token: float) -> Pace | 
     """
     found = []
     for folder in Path(runs_dir).glob("*/"):
-        if not checkpoints_of(folder):
-            continue
         try:
             state = read_small_json(checkpoints_of(folder)[-1] / "state.json")
             same_mode = mode_of(state["config"]) == mode and state.get("ranks", 1) == 1
             per_token = state["flops"] / state["tokens"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ZeroDivisionError):
-            continue  # damaged, or of a device that this machine lacks
+        except (OSError, StorageFailed, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
+            continue  # damaged, without a checkpoint, or of a device that this machine lacks
         if same_mode and per_token > 0:
             distance = abs(math.log(per_token / flops_per_token))
             found.append((distance, -folder.stat().st_mtime, folder, per_token))
     for _, _, folder, per_token in sorted(found):
-        records = read_lines(folder / "metrics.jsonl")
-        paces = [record["train/tokens_per_second"] for record in records if "train/tokens_per_second" in record]
-        if paces:
+        with suppress(StorageFailed):
+            if not (paces := values_of(read_lines(folder / "metrics.jsonl"), "train/tokens_per_second")):
+                continue
             return Pace(statistics.median(paces) * per_token, folder.name, per_token)
     return None
 
