@@ -157,7 +157,7 @@ def run_folder_locked(folder: Path) -> Iterator[None]:
             raise UserError(
                 f"{folder} is in use by another process ({holder}); wait for it, or choose another name=…"
             ) from None
-        for unfinished in (folder, folder / "checkpoints"):
+        for unfinished in (folder, *filter(Path.is_dir, folder.iterdir())):
             remove_unfinished(unfinished)
         yield
 
