@@ -10,6 +10,7 @@ from fuzzing.checkpoints import checkpoints, make_checkpoints
 from fuzzing.configuration import configurations, make_configurations
 from fuzzing.imports import imports, make_imports
 from fuzzing.prompts import make_prompts, prompts
+from fuzzing.records import make_records, records
 from fuzzing.resumes import make_commands, make_resumes, resumes
 from fuzzing.token_shards import make_shards, shards
 from fuzzing.tokenizer_files import make_tokenizers, tokenizers
@@ -20,6 +21,7 @@ TARGETS = {
     "token shards": Target(shards, make_shards),
     "checkpoints": Target(checkpoints, make_checkpoints),
     "resumes": Target(resumes, make_resumes),
+    "records": Target(records, make_records),
     "commands": Target(resumes, make_commands, waiting_s=120.0),
     "tokenizer files": Target(tokenizers, make_tokenizers),
     "prompts": Target(prompts, make_prompts),
