@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from andrea.config import UserError
 
-INPUTS = {"configuration": 300, "token shards": 400, "checkpoints": 300, "resumes": 300, "records": 300, "tokenizer files": 400,
+INPUTS = {"configuration": 300, "token shards": 400, "checkpoints": 300, "resumes": 300, "records": 100, "tokenizer files": 400,
           "prompts": 150, "imports": 150, "commands": 8}  # fmt: skip
 IN_PROCESS = [name for name in TARGETS if name != "commands"]
 
