@@ -32,7 +32,6 @@ class LoadedByTransformers(OtherProgram, ABC):
     model: Any
 
     def __init__(self) -> None:
-        os.environ.setdefault("HF_MODULES_CACHE", code_cache().name)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import transformers
 
@@ -55,6 +54,7 @@ class Transformers(LoadedByTransformers):
     """A model of an exported folder, and its tokenizer. The folder's code is a copy of ours."""
 
     def __init__(self, folder: Path) -> None:
+        os.environ.setdefault("HF_MODULES_CACHE", code_cache().name)
         super().__init__()
         kind = self.transformers.AutoModelForCausalLM
         self.model = kind.from_pretrained(folder, trust_remote_code=True, **self.LOADING).eval()
