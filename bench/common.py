@@ -183,6 +183,9 @@ class NumberTokenizer:
     def decode_bytes(self, tokens: list[int]) -> bytes:
         return " ".join(map(str, tokens)).encode()
 
+    def token_bytes(self) -> list[bytes]:
+        return [str(token).encode() for token in range(self.n_vocab)]
+
 
 def python_path() -> str:
     """PYTHONPATH for a process that imports this checkout: what the caller's own names stays, such as a folder of wheels."""

@@ -82,7 +82,7 @@ def main() -> None:
         return
     workers = {setting: [Worker(setting), Worker(setting)] for setting in chosen.settings}
     for worker in sum(workers.values(), []):  # compile, and load what is compiled
-        for kind in ("run", "sample"):
+        for kind in sorted({kind for name in chosen.cases for kind in CASES[name][1]}):
             worker.ask(kind, 0.1)
             worker.answer()
     settings = {key: value for key, value in vars(chosen).items() if key not in ("output", "worker")}

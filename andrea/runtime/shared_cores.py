@@ -4,8 +4,8 @@ The threads of a process wait for each other many times in a training step. A th
 its core busy, and then sleeps. A process alone is faster with long spins: waking a thread takes longer than most waits. If
 another program computes on the same cores, a thread often waits for one that has no core at the moment. Then spinning
 only takes time from that thread, and from the other program. Therefore the system is asked every second how long this
-process's threads were ready to run but had no core. If that is long, they spin no more until it is short again. The number
-of threads stays, and with it every figure. bench/two_processes.py measures the effect.
+process's threads were ready to run but had no core. If that is long, they spin no more, and on two cores share one, until
+the cores are free again. The number of threads stays, and with it every figure. bench/two_processes.py measures the effect.
 
 This module imports no torch: GNU OpenMP reads the number of spins when torch loads it.
 """
@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import random
 import sys
 import threading
 import time
@@ -24,8 +25,10 @@ from pathlib import Path
 SPINS = 40_000  # 1,000 made a process alone up to 41 % slower, 40,000 at most 2 %
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # environment variables that decide how threads wait
 PERIOD_S = 1.0
-BUSY_SHARE = 0.1  # of the period: all threads together were ready for longer than this without a core
+BUSY_SHARE = 0.3  # of the period: all threads together were ready for longer than this without a core
 QUIET_PERIODS = 3  # in a row, before threads spin again
+FREE_SHARE = 0.5  # of the period: a core that is idle for longer is free
+OWN_SHARE = 0.7  # of the period: on a core of its own, this process computes for longer
 
 
 def limit_spins() -> None:
@@ -42,23 +45,30 @@ def limit_spins() -> None:
 def share_cores() -> None:
     """Watch for other programs from now on, in a thread of its own. Linux and GNU OpenMP only; once per process."""
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel") and waited_ns() is not None:
-        cores = len(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))
         threading.Thread(target=watch, args=(cores,), name="shared cores", daemon=True).start()
 
 
-def watch(cores: int) -> None:
-    """Change how threads wait whenever other programs begin or end to use these cores."""
-    calm: ShortWaits | None = None
-    quiet, before = 0, waited_ns() or 0
+def watch(cores: list[int]) -> None:
+    """Change how threads wait, and on two cores where they run, whenever other programs begin or end to use these cores."""
+    waits: ShortWaits | None = None
+    quiet, waited, idle, busy_s = 0, 0, [0.0] * len(cores), 0.0
     while True:
+        before, idle_before, busy_before = waited, idle, busy_s
+        waited, idle, busy_s = waited_ns() or 0, idle_seconds(cores), time.process_time()
+        is_busy = waited - before > BUSY_SHARE * PERIOD_S * 1e9
+        if waits is None:
+            quiet, waits = 0, ShortWaits(cores) if is_busy and before else None
+        else:
+            if waits.place is not None:  # there our own threads wait for each other: is the other core free?
+                is_busy = idle[1 - waits.place] - idle_before[1 - waits.place] < FREE_SHARE * PERIOD_S
+            quiet = 0 if is_busy else quiet + 1
+            if quiet >= QUIET_PERIODS:
+                waits = waits.end()
+            elif waits.place is not None:
+                is_shared = busy_s - busy_before < OWN_SHARE * PERIOD_S
+                waits.stay(1 - waits.place if is_shared and random.random() < 0.5 else waits.place)
         time.sleep(PERIOD_S)
-        now = waited_ns() or before
-        is_busy, before = now - before > BUSY_SHARE * PERIOD_S * 1e9, now
-        quiet = 0 if is_busy else quiet + 1
-        if is_busy and calm is None:
-            calm = ShortWaits(cores)
-        elif calm is not None and quiet >= QUIET_PERIODS:
-            calm = calm.end()
 
 
 def waited_ns() -> int | None:
@@ -73,16 +83,30 @@ def waited_ns() -> int | None:
     return total
 
 
+def idle_seconds(cores: list[int]) -> list[float]:
+    """How long each core has had nothing to do."""
+    lines = dict(
+        line.split(maxsplit=1) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")
+    )
+    return [int(lines[f"cpu{core}"].split()[3]) / os.sysconf("SC_CLK_TCK") for core in cores]
+
+
 class ShortWaits:
-    """While this object holds, a waiting thread of this process sleeps almost at once.
+    """While this object holds, a waiting thread of this process sleeps almost at once. On two cores all threads share one.
 
     GNU OpenMP has no call for that. But it spins 100 times only (its manual, GOMP_SPINCOUNT) as long as a process has more
     threads than cores. A thread that has once computed with a team keeps it, asleep.
+
+    Waking a thread on the same core is quick, and the other programs move to the other core. Otherwise the slower thread,
+    which shares its core, would set the pace. More than two cores were not measured; there the threads stay free.
     """
 
-    def __init__(self, cores: int) -> None:
-        self.ended = threading.Event()
-        threading.Thread(target=self.hold, args=(cores + 1,), name="short waits", daemon=True).start()
+    def __init__(self, cores: list[int]) -> None:
+        self.cores, self.ended = cores, threading.Event()
+        threading.Thread(target=self.hold, args=(len(cores) + 1,), name="short waits", daemon=True).start()
+        self.place = random.randrange(2) if len(cores) == 2 else None  # of all threads, in `cores`
+        if self.place is not None:
+            self.stay(self.place)
 
     def hold(self, size: int) -> None:
         library = ctypes.CDLL(None)
@@ -90,5 +114,17 @@ class ShortWaits:
         library.GOMP_parallel(nothing, None, ctypes.c_uint(size), ctypes.c_uint(0))
         self.ended.wait()  # the team ends together with this thread
 
+    def stay(self, place: int) -> None:
+        self.place = place
+        bind([self.cores[place]])
+
     def end(self) -> None:
+        bind(self.cores)
         self.ended.set()
+
+
+def bind(cores: list[int]) -> None:
+    """Let every thread of this process run on these cores only."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            os.sched_setaffinity(int(thread), cores)
