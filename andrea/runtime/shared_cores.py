@@ -86,7 +86,7 @@ def waited_ns() -> int | None:
 def idle_seconds(cores: list[int]) -> list[float]:
     """How long each core has had nothing to do."""
     lines = dict(
-        line.split(maxsplit=1) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")
+        line.split(maxsplit=1) for line in Path("/proc/stat").read_text().split("\n") if line.startswith("cpu")
     )
     return [int(lines[f"cpu{core}"].split()[3]) / os.sysconf("SC_CLK_TCK") for core in cores]
 
