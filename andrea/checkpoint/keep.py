@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from andrea.checkpoint.find import checkpoints_of, figures_of, lowest, step_of
-from andrea.runtime.files import replace_text, staging_path, storing, unused_path
+from andrea.runtime.files import flush_to_disk, replace_text, staging_path, storing, unused_path
 
 
 def mark_and_prune(run: Path, keep: int) -> float | None:
@@ -32,6 +32,7 @@ def mark_and_prune(run: Path, keep: int) -> float | None:
             doomed = staging_path(path)  # renamed first, so that no reader finds it half removed
             with storing(path):
                 os.rename(path, doomed)
+                flush_to_disk(path.parent)  # else power loss may bring the old name back, half removed
                 shutil.rmtree(doomed)
     return figures[best]
 
