@@ -27,7 +27,7 @@ from common import RESULTS, NumberTokenizer, make_andrea, model_config, write_re
 
 from andrea.generation import Engine, Request, Sampling
 from andrea.runtime.device import choose_precision, keep_freed_memory
-from andrea.runtime.shared_cores import PERIOD_S, QUIET_PERIODS, SPINS, VARIABLES, share_cores
+from andrea.runtime.shared_cores import PERIOD_S, QUIET_PERIODS, SPINS, VARIABLES, sharing_cores
 from train import andrea_steps
 
 COUNT = "while True: pass"
@@ -134,13 +134,12 @@ def show(rows: dict[str, dict[str, list[float]]], title: str, settings: list[str
 def work(chosen: argparse.Namespace) -> None:
     """What a worker's process does. Before it measures, it works until the watch has seen what computes beside it."""
     keep_freed_memory()
-    if chosen.worker.endswith("+watch"):
-        share_cores()
     for line in sys.stdin:
         kind, seconds = json.loads(line)
         once = one_of(kind, chosen.model, chosen.vocabulary, chosen.sequences, chosen.compile)
-        speed(once, min(seconds, (QUIET_PERIODS + 2) * PERIOD_S))
-        print(json.dumps(speed(once, seconds)), flush=True)
+        with sharing_cores(chosen.worker.endswith("+watch")):
+            speed(once, min(seconds, (QUIET_PERIODS + 2) * PERIOD_S))
+            print(json.dumps(speed(once, seconds)), flush=True)
 
 
 def speed(once: Callable[[], int], seconds: float) -> float:

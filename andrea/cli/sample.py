@@ -12,8 +12,10 @@ def sample(argv: list[str]) -> int:
 
     from andrea.generation.session import sample
     from andrea.runtime.device import WEIGHT_DTYPE, choose_device, choose_precision, choose_threads
+    from andrea.runtime.shared_cores import sharing_cores
 
     device = choose_device(config.device)
     choose_threads(config.threads)
     precision = choose_precision("auto" if config.precision == "int8" else config.precision, device)
-    return sample(config, device, WEIGHT_DTYPE[precision.value])
+    with sharing_cores(device.type == "cpu"):
+        return sample(config, device, WEIGHT_DTYPE[precision.value])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.runtime.shared_cores import share_cores
 
 try:
     import resource  # here and not where it is used: with memory gone it can no longer be loaded
@@ -71,11 +70,7 @@ def is_available(kind: str) -> bool:
 
 
 def choose_threads(requested: int | str) -> int:
-    """Set and return the number of torch's CPU threads; `auto` keeps torch's default, one per usable physical core.
-
-    From then on these threads share the cores with other programs (runtime/shared_cores.py).
-    """
-    share_cores()
+    """Set and return the number of torch's CPU threads; `auto` keeps torch's default, one per usable physical core."""
     if requested != "auto":
         torch.set_num_threads(int(requested))
     return torch.get_num_threads()

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import random
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 SPINS = 40_000  # 1,000 made a process alone up to 41 % slower, 40,000 at most 2 %
@@ -41,45 +41,64 @@ def limit_spins() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
-@functools.cache
-def share_cores() -> None:
-    """Watch for other programs from now on, in a thread of its own. Linux and GNU OpenMP only; once per process."""
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel") and waited_ns() is not None:
-        cores = sorted(os.sched_getaffinity(0))
-        threading.Thread(target=watch, args=(cores,), name="shared cores", daemon=True).start()
+@contextlib.contextmanager
+def sharing_cores(active: bool = True) -> Iterator[None]:
+    """Context in which this process's threads make way for other programs. Linux and GNU OpenMP only.
+
+    Start no process within it: it would stay on the core on which this process is at that moment.
+    """
+    if not active or not can_watch():
+        yield
+        return
+    ended = threading.Event()
+    watching = threading.Thread(target=watch, args=(sorted(os.sched_getaffinity(0)), ended), name="shared cores")
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
 
 
-def watch(cores: list[int]) -> None:
-    """Change how threads wait, and on two cores where they run, whenever other programs begin or end to use these cores."""
+def can_watch() -> bool:
+    """Whether the system tells what `watch` asks, and torch's threads are those of GNU OpenMP."""
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return False
+    try:
+        return waited_ns() >= 0 and bool(idle_seconds(sorted(os.sched_getaffinity(0))))
+    except (OSError, LookupError, ValueError):  # some containers hide these files, or a part of them
+        return False
+
+
+def watch(cores: list[int], ended: threading.Event) -> None:
+    """Until `ended`, change how threads wait, and on two cores where they run, as other programs come and go."""
     waits: ShortWaits | None = None
-    quiet, waited, idle, busy_s = 0, 0, [0.0] * len(cores), 0.0
-    while True:
+    quiet, waited, idle, busy_s = 0, waited_ns(), idle_seconds(cores), time.process_time()
+    while not ended.wait(PERIOD_S):
         before, idle_before, busy_before = waited, idle, busy_s
-        waited, idle, busy_s = waited_ns() or 0, idle_seconds(cores), time.process_time()
+        waited, idle, busy_s = waited_ns(), idle_seconds(cores), time.process_time()
         is_busy = waited - before > BUSY_SHARE * PERIOD_S * 1e9
         if waits is None:
-            quiet, waits = 0, ShortWaits(cores) if is_busy and before else None
-        else:
-            if waits.place is not None:  # there our own threads wait for each other: is the other core free?
-                is_busy = idle[1 - waits.place] - idle_before[1 - waits.place] < FREE_SHARE * PERIOD_S
-            quiet = 0 if is_busy else quiet + 1
-            if quiet >= QUIET_PERIODS:
-                waits = waits.end()
-            elif waits.place is not None:
-                is_shared = busy_s - busy_before < OWN_SHARE * PERIOD_S
-                waits.stay(1 - waits.place if is_shared and random.random() < 0.5 else waits.place)
-        time.sleep(PERIOD_S)
+            quiet, waits = 0, ShortWaits(cores) if is_busy else None
+            continue
+        if waits.place is not None:  # there our own threads wait for each other: is the other core free?
+            is_busy = idle[1 - waits.place] - idle_before[1 - waits.place] < FREE_SHARE * PERIOD_S
+        quiet = 0 if is_busy else quiet + 1
+        if quiet >= QUIET_PERIODS:
+            waits = waits.end()
+        elif waits.place is not None:
+            is_shared = busy_s - busy_before < OWN_SHARE * PERIOD_S
+            waits.stay(1 - waits.place if is_shared and random.random() < 0.5 else waits.place)
+    if waits is not None:
+        waits.end()
 
 
-def waited_ns() -> int | None:
-    """How long this process's threads have been ready to run without a core, in ns; None if the system doesn't say."""
+def waited_ns() -> int:
+    """How long this process's threads have been ready to run without a core, in ns."""
     total = 0
-    try:
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-                total += int((thread / "schedstat").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            total += int((thread / "schedstat").read_text().split()[1])
     return total
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from andrea.checkpoint import is_best_so_far
 from andrea.config import RunConfig
 from andrea.runtime import host_copy
+from andrea.runtime.shared_cores import sharing_cores
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.endings import Endings
@@ -73,7 +74,8 @@ class Trainer:
         )
 
     def train(self) -> int:
-        with self.stopping.signals_caught(), self.records.console.live_line():
+        is_alone = self.step.device.type == "cpu" and self.step.ranks.size == 1  # ranks also wait for each other
+        with self.stopping.signals_caught(), self.records.console.live_line(), sharing_cores(is_alone):
             try:
                 return self.train_steps()
             except DataLost:  # the weights are intact; with several ranks, the others are in the middle of a step
