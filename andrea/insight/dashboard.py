@@ -55,7 +55,7 @@ def dashboard(config: DashboardConfig) -> int:
     Raises UserError.
     """
     workspace = make_workspace(config)
-    if choose_wandb_mode("auto")[0] != "online":
+    if choose_wandb_mode("auto") != "online":
         print(json.dumps(specification(workspace), indent=1))
         print(
             "workspace not saved: wandb is offline. Run `wandb login` once, then this command again",

@@ -195,10 +195,9 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     torchrun.record_run_folder(folder)
     run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
     facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto, setup.groups)
-    loggers = open_loggers(config, folder, checkpoint, console, parallel, facts) if ranks.is_rank_0 else []
-    if setup.run_page and ranks.is_rank_0:
-        loggers.append(setup.run_page(folder))
-    records = Records(loggers, console, RunLog(folder), progress, setup.watchdog)
+    records = Records([], console, RunLog(folder), progress, setup.watchdog)
+    if ranks.is_rank_0:
+        open_loggers(records, config, folder, checkpoint, parallel, facts, setup.run_page)
     health = make_health(config, corpus, loader, checkpoint, planned_epochs(config, setup.left_auto, corpus))
     step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)

@@ -26,7 +26,7 @@ from andrea.training.records.logger import Logger
 from andrea.training.records.run_folder import RunFolder, plain_text
 from andrea.training.records.run_log import RunLog
 from andrea.training.records.tensorboard import TensorBoard, summary_writer
-from andrea.training.records.weights_and_biases import Wandb, choose_wandb_mode
+from andrea.training.records.weights_and_biases import check_settings, choose_wandb_mode, open_wandb
 
 # An error of the run folder ends the run: its records are the run's result. So does the loss of another rank.
 ENDS_THE_RUN = (StorageFailed, RankLost)
@@ -51,6 +51,10 @@ class Records:
     def extra(self, name: str) -> Extra:
         """The context of optional work: if the work fails, the run goes on."""
         return Extra(name, self)
+
+    def guest(self, logger: str) -> Extra:
+        """The context in which an optional logger is opened or called."""
+        return self.extra(f"the logger {logger}")
 
     def log(self, figures: dict[str, Any]) -> None:
         self.send(lambda logger, axes: logger.record(axes | figures))
@@ -83,7 +87,7 @@ class Records:
         """Call every logger. An error of the run folder ends the run; an error of any other logger does not."""
         axes = self.progress.axes()
         for logger in self.loggers:
-            with nullcontext() if isinstance(logger, RunFolder) else self.extra(f"the logger {type(logger).__name__}"):
+            with nullcontext() if isinstance(logger, RunFolder) else self.guest(type(logger).__name__):
                 call(logger, axes)
         for line in new_failures() if self.loggers else []:
             self.run_log.write(f"step {self.progress.step}: {line}")
@@ -118,41 +122,48 @@ class Extra:
 
 
 def open_loggers(
+    records: Records,
     config: RunConfig,
     folder: Path,
     checkpoint: Checkpoint | None,
-    console: Console,
     parallel: Parallel,
     facts: dict[str, Any],
-) -> list[Logger]:
-    """The loggers of a run: the run folder (first, because others read its files), the console, and config.logger's.
+    run_page: Callable[[Path], Logger] | None,
+) -> None:
+    """Open the loggers of a run: the run folder (first, because others read its files), the console, and the optional ones.
 
-    facts: the result of `checkpoint_facts`. Its "wandb_id" is filled in, so that a resumed run continues its wandb run.
+    An optional logger that cannot be opened is left out, and one line says so. facts: the result of `checkpoint_facts`.
+    Its "wandb_id" is filled in, so that a resumed run continues its wandb run. run_page: makes the logger of run.html.
     """
-    run_folder = RunFolder(folder)
-    run_folder.cut_after(checkpoint.step if checkpoint else -1, console.say)
-    loggers: list[Logger] = [run_folder, console]
-    mode, line = choose_wandb_mode(config.logger.wandb)
-    console.say(line)
+    run_folder, say = RunFolder(folder), records.console.say
+    run_folder.cut_after(checkpoint.step if checkpoint else -1, say)
+    records.loggers.extend([run_folder, records.console])
+    mode = choose_wandb_mode(config.logger.wandb)
     facts["wandb_id"] = checkpoint.state.get("wandb_id") if checkpoint else None
-    if mode != "disabled":
-        known = plain_text(to_plain(config)) | derived_facts(config, parallel, facts)
-        wandb = Wandb(
-            config.logger, mode, Path(config.runs_dir), folder.name, config.model.name, facts["wandb_id"], known
-        )
-        loggers.append(wandb)
-        facts["wandb_id"] = wandb.run_id
-        if checkpoint:
-            wandb.take_over(folder)
+    if mode == "disabled":
+        say("wandb: off (logger=wandb turns it on)")
+    else:
+        with records.guest("Wandb"):
+            known = plain_text(to_plain(config)) | derived_facts(config, parallel, facts)
+            names = folder.name, config.model.name, facts["wandb_id"]
+            wandb = open_wandb(mode, say, config.logger, Path(config.runs_dir), *names, known)
+            say(wandb.where)
+            records.loggers.append(wandb)
+            facts["wandb_id"] = wandb.run_id
+            if checkpoint:
+                wandb.take_over(folder)
     if config.logger.tensorboard:
-        loggers.append(TensorBoard(folder, checkpoint.step + 1 if checkpoint else 0))
-        console.say(f"tensorboard: on; `tensorboard --logdir {config.runs_dir}` shows all runs")
-    return loggers
+        with records.guest("TensorBoard"):
+            records.loggers.append(TensorBoard(folder, checkpoint.step + 1 if checkpoint else 0))
+            say(f"tensorboard: on; `tensorboard --logdir {config.runs_dir}` shows all runs")
+    if run_page:
+        records.loggers.append(run_page(folder))
 
 
 def check_loggers(config: LoggerConfig) -> None:
-    """Raises UserError if a package or a login is missing, before the run has done any work."""
-    choose_wandb_mode(config.wandb)
+    """Raises UserError if a package or a login is missing, or a setting is refused, before the run has done any work."""
+    if choose_wandb_mode(config.wandb) != "disabled":
+        check_settings(config)
     if config.tensorboard:
         summary_writer()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, final
 
@@ -18,6 +19,7 @@ class TensorBoard(Logger):
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """first_step: the step of the next record. TensorBoard ignores earlier processes' records from this step on."""
+        silence_writing_thread()
         self.writer = summary_writer()(str(folder / "tensorboard"), purge_step=first_step or None)
 
     def record(self, record: dict[str, Any]) -> None:
@@ -57,3 +59,14 @@ def summary_writer() -> type:
             'logger=tensorboard needs tensorboard; install it with: pip install -e ".[tensorboard]"'
         ) from None
     return SummaryWriter
+
+
+def silence_writing_thread() -> None:
+    """Let TensorBoard's thread end without a traceback if writing fails: its writer raises the error again when called."""
+    usual = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            usual(failed)
+
+    threading.excepthook = hook

@@ -1,27 +1,30 @@
 """Weights & Biases: the same records as the run folder's, online or offline.
 
-No run ends because of wandb. If its server cannot be reached at the start, the run is recorded offline. If wandb fails
-later, one line says so and training continues without it: the run folder has every record.
+A run does not need wandb: the run folder has every record. If wandb's server cannot be reached at the start, the run is
+recorded offline. Any other error of wandb is raised once, after wandb's process was ended; `Records` reports it in one
+line, and training continues without wandb.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
 import netrc
 import os
+import shlex
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from andrea.config import LoggerConfig, UserError
+from andrea.config import LoggerConfig, UserError, as_typed
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.records.heatmap import heatmap
 from andrea.training.records.logger import AXES, Logger
 from andrea.training.records.record_file import read_lines
 
 TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
-CONTINUES = "training continues without it"
+NAME_IN_WANDB = {"project": "project", "group": "run_group", "tags": "run_tags"}  # key of `logger` -> wandb's setting
 
 
 @final
@@ -30,33 +33,46 @@ class Wandb(Logger):
 
     def __init__(
         self,
-        config: LoggerConfig,
         mode: str,
+        config: LoggerConfig,
         runs_dir: Path,
         name: str,
         group: str,
         run_id: str | None,
         facts: dict[str, Any],
     ) -> None:
-        """mode: online or offline. run_id: the wandb run to continue, or None. facts: the run's config in wandb."""
+        """mode: online or offline. run_id: the wandb run to continue, or None. facts: the run's config in wandb.
+
+        Raises whatever wandb raises, for example for a setting in the environment.
+        """
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
+        self.run: Any = None  # wandb's own run; None where wandb has failed
         self.run_id = run_id or uuid.uuid4().hex[:8]
         about = {
             "project": config.project, "group": config.group or group, "tags": config.tags, "name": replace_surrogates(name),
             "config": replace_surrogates(facts), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
         }  # fmt: skip
         timeouts = {key: seconds for key, seconds in TIMEOUTS_SECONDS.items() if key in wandb.Settings.model_fields}
-        settings = wandb.Settings(console="off", silent=True, **timeouts)
-        self.run: Any = None  # wandb's own run; None where wandb has failed
-        for attempt in dict.fromkeys((mode, "offline")):
-            offline_next = "the run is kept offline; `wandb sync` uploads it later"
-            with TolerateWandbErrors(offline_next if attempt == "online" else CONTINUES):
-                self.run = wandb.init(**about, mode=attempt, settings=settings)
-                break
-            self.disconnect()  # wandb's process has reserved the run's id: a second attempt would be rejected
-        self.send(self.define_axes)
+        with self.disconnecting_on_error():  # wandb's process has reserved the run's id: the next attempt needs another
+            settings = wandb.Settings(console="off", silent=True, **timeouts)
+            self.run = wandb.init(**about, mode=mode, settings=settings)
+            for axis in ("step", *AXES):
+                self.run.define_metric(axis)
+            self.run.define_metric("*", step_metric="tokens")
+
+    @property
+    def where(self) -> str:
+        """A line that says where the run is recorded, and how an offline run is uploaded."""
+        if not self.run.offline:
+            return "wandb: online"
+        folder = Path(
+            self.run.dir
+        ).parent  # not always in runs_dir: wandb chooses another place if it cannot write there
+        here = Path.cwd()
+        shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+        return f"wandb: offline; to upload this run: `wandb login` once, then `wandb sync {shlex.quote(str(shown))}`"
 
     def take_over(self, folder: Path) -> None:
         """Repeat the run folder's records in a resumed run that is kept offline, and set aside the files of earlier parts.
@@ -80,27 +96,24 @@ class Wandb(Logger):
             if earlier != own:
                 os.replace(earlier, earlier.with_name(f"aside-{earlier.name}"))
 
-    def define_axes(self) -> None:
-        for axis in ("step", *AXES):
-            self.run.define_metric(axis)
-        self.run.define_metric("*", step_metric="tokens")
-
     def send(self, call: Callable[[], None]) -> None:
-        """Make a call to wandb, unless wandb has failed before."""
-        if self.run is None:
-            return
-        with TolerateWandbErrors(CONTINUES) as attempt:
-            call()
-        if attempt.failed:
-            self.disconnect()
+        """Make a call to wandb, unless wandb has failed before. Raises whatever wandb raises."""
+        if self.run is not None:
+            with self.disconnecting_on_error():
+                call()
 
-    def disconnect(self) -> None:
-        """End wandb's process now. Otherwise it would fail again when Python exits, and print a traceback."""
-        import wandb
+    @contextlib.contextmanager
+    def disconnecting_on_error(self) -> Iterator[None]:
+        """Context in which an error ends wandb's process. It would fail again when Python exits, and print a traceback."""
+        try:
+            yield
+        except Exception:
+            import wandb
 
-        self.run = None
-        with TolerateWandbErrors():
-            wandb.teardown()
+            self.run = None
+            with contextlib.suppress(Exception):  # of a process that may be gone
+                wandb.teardown()
+            raise
 
     def record(self, record: dict[str, Any]) -> None:
         if "event" in record:
@@ -133,26 +146,35 @@ class Wandb(Logger):
         self.send(lambda: self.run.finish(exit_code=exit_code))
 
 
-@final
-class TolerateWandbErrors:
-    """A context manager that reports wandb's errors in one line and suppresses them; it lets all other errors pass.
+def open_wandb(mode: str, say: Callable[[str], None], *arguments: Any) -> Wandb:
+    """The wandb run; offline if its server refuses or cannot be reached. arguments: those of Wandb, but for `mode`."""
+    try:
+        return Wandb(mode, *arguments)
+    except Exception as error:
+        if mode != "online":
+            raise
+        say(f"wandb failed ({reason(error)}); the run is kept offline")
+        return Wandb("offline", *arguments)
 
-    wandb's errors have no common base class, so they are recognised by the module that defines them. An OSError means
-    that wandb's process is gone.
-    """
 
-    def __init__(self, consequence: str | None = None) -> None:
-        """consequence: the second half of the line that reports the error, or None to print nothing."""
-        self.consequence, self.failed = consequence, False
+def check_settings(config: LoggerConfig) -> None:
+    """Raises UserError for a value of `logger` that wandb refuses. Settings of the environment are not read here."""
+    try:
+        import wandb
+    except Exception:  # a broken installation, which is reported when the run opens its loggers
+        return
+    for key, name in NAME_IN_WANDB.items():
+        value = getattr(config, key)
+        try:
+            wandb.Settings(**{name: value})
+        except (ValueError, wandb.errors.UsageError) as error:
+            raise UserError(f"logger.{key}={as_typed(value)} is refused by wandb: {reason(error)}") from None
 
-    def __enter__(self) -> TolerateWandbErrors:
-        return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
-        self.failed = isinstance(error, OSError) or (kind is not None and kind.__module__.split(".")[0] == "wandb")
-        if self.failed and self.consequence:
-            print(f"wandb failed ({' '.join(str(error).split())[:200] or kind}); {self.consequence}", flush=True)
-        return self.failed
+def reason(error: Exception) -> str:
+    """The message of wandb's or pydantic's error, on one line."""
+    said = " ".join(str(error).split()).split(" [type=")[0].split("Value error, ")[-1]
+    return said[:200] or type(error).__name__
 
 
 def replace_surrogates(value: Any) -> Any:
@@ -171,20 +193,18 @@ def figure_or_heatmap(name: str, value: Any) -> Any:
     return wandb.Html(heatmap(name, value), inject=False) if isinstance(value, list) else value
 
 
-def choose_wandb_mode(asked: str) -> tuple[str, str]:
-    """(mode, a line that explains it) for logger.wandb=`asked`. `auto` is online when logged in, else offline.
+def choose_wandb_mode(asked: str) -> str:
+    """online, offline or disabled, for logger.wandb=`asked`. `auto` is online when logged in, else offline.
 
     Never asks a question. Raises UserError for `online` without a login.
     """
     if asked == "disabled" or os.environ.get("WANDB_MODE") == "disabled":
-        return "disabled", "wandb: off (logger=wandb turns it on)"
+        return "disabled"
     if asked == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
-        offline = "; run `wandb login` once to log later runs online, and `wandb sync` to upload this one"
-        return mode, f"wandb: {mode}" + ("" if mode == "online" else offline)
+        return os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
     if asked == "online" and not logged_in():
         raise UserError("logger.wandb=online needs a login; run `wandb login` once, or set logger.wandb=offline")
-    return asked, f"wandb: {asked}"
+    return asked
 
 
 def logged_in() -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import run_script, tiny_words
 
 from andrea.runtime.files import StorageFailed
 from andrea.training.parallel.watchdog import Watchdog
@@ -51,3 +52,15 @@ def test_the_run_folder_is_no_extra(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), records.extra("a sample"):
         raise KeyboardInterrupt
     assert not (tmp_path / "run.log").exists()
+
+
+def test_a_logger_that_cannot_be_opened_is_one_line_and_the_run_goes_on(
+    tiny_run, tmp_path: Path, notes: Path, script, capsys
+) -> None:
+    assert tiny_run("name=a", "train.steps=4") == 0
+    (tmp_path / "runs" / "a" / "tensorboard").touch()  # a file where the folder of the event files would be
+    capsys.readouterr()
+    words = tiny_words(tmp_path, notes, "name=a", "resume=auto", "logger=tensorboard", "train.steps=8")
+    code, out, err = run_script(script("train"), words, capsys)
+    assert code == 0 and not err and "done at step 8 of 8" in out
+    assert out.count("failed") == 1 and "step 4: the logger TensorBoard failed (FileExistsError" in out

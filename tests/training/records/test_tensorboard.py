@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,3 +63,29 @@ def test_a_missing_package_is_named_before_the_run_begins(monkeypatch: pytest.Mo
         UserError, match=r"logger=tensorboard needs tensorboard; .*pip install -e \"\.\[tensorboard\]\""
     ):
         check_loggers(group_config("logger", "tensorboard"))
+
+
+def test_event_files_that_cannot_be_written_are_one_line_without_a_traceback(tmp_path: Path) -> None:
+    """TensorBoard writes in a thread of its own. A small limit of the size of files stands for a full disk."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install -e '.[tensorboard]'")
+    program = f"""
+import resource, time
+from pathlib import Path
+from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.progress import Progress
+from andrea.training.records.console import Console
+from andrea.training.records.records import Records
+from andrea.training.records.run_log import RunLog
+from andrea.training.records.tensorboard import TensorBoard
+
+folder = Path({str(tmp_path)!r})
+records = Records([TensorBoard(folder, 0)], Console(steps=9), RunLog(folder), Progress(step=7), Watchdog())
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+for _ in range(20):
+    records.log({{f"figure{{number}}": 1.0 for number in range(20)}})
+    time.sleep(0.01)
+records.finish(0)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0 and not ended.stderr
+    assert ended.stdout.count("the logger TensorBoard failed (OSError") == ended.stdout.count("\n") == 1

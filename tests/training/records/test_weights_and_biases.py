@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from conftest import run_script, tiny_words
 
 from andrea.config import LoggerConfig, UserError
-from andrea.training.records.run_folder import RunFolder
-from andrea.training.records.weights_and_biases import TolerateWandbErrors, Wandb, choose_wandb_mode, logged_in
+from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.progress import Progress
+from andrea.training.records.console import Console
+from andrea.training.records.records import Records
+from andrea.training.records.run_folder import RunFolder, read_lines
+from andrea.training.records.run_log import RunLog
+from andrea.training.records.weights_and_biases import Wandb, choose_wandb_mode, logged_in, open_wandb
 
 RECORD = {"step": 3, "tokens": 30, "flops": 1.0, "seconds": 0.5, "train/loss": 0.25}
 
@@ -20,22 +30,28 @@ RECORD = {"step": 3, "tokens": 30, "flops": 1.0, "seconds": 0.5, "train/loss": 0
 @pytest.fixture
 def netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The path of a netrc file that does not exist yet, in an environment where nobody has logged in to wandb."""
+    __import__("wandb").teardown()  # it reads the environment once
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     return tmp_path / "netrc"
 
 
+def offline_wandb(runs_dir: Path, name: str, run_id: str | None, facts: dict | None = None) -> Wandb:
+    config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=["a"])
+    return open_wandb("offline", print, config, runs_dir, name, "tiny", run_id, facts or {})
+
+
 def test_auto_is_offline_until_someone_logs_in(netrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_wandb_mode("auto")[0] == "offline"
-    assert choose_wandb_mode("disabled")[0] == "disabled"
+    assert choose_wandb_mode("auto") == "offline"
+    assert choose_wandb_mode("disabled") == "disabled"
     with pytest.raises(UserError, match="wandb login"):
         choose_wandb_mode("online")
     netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n")
     netrc.chmod(0o600)
-    assert logged_in() and choose_wandb_mode("auto")[0] == "online"
+    assert logged_in() and choose_wandb_mode("auto") == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert choose_wandb_mode("auto")[0] == "disabled"
+    assert choose_wandb_mode("auto") == "disabled"
 
 
 def test_a_key_in_the_environment_counts_and_a_broken_netrc_does_not(
@@ -48,11 +64,10 @@ def test_a_key_in_the_environment_counts_and_a_broken_netrc_does_not(
 
 
 def test_an_offline_run_is_kept_in_the_runs_folder_and_can_be_continued(netrc: Path, tmp_path: Path) -> None:
-    config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=["a"])
     run_id = None
     for _ in range(2):
         facts = {"config": {"seed": 1, "paths": ["\udcff"]}}
-        wandb = Wandb(config, "offline", tmp_path, "run\udcff", "tiny", run_id, facts)
+        wandb = offline_wandb(tmp_path, "run\udcff", run_id, facts)
         run_id = run_id or wandb.run_id
         assert wandb.run_id == run_id
         wandb.record({**RECORD, "attention/heads/entropy_nats": [[0.5, None], [1.5, 2.0]]})
@@ -69,14 +84,13 @@ def test_an_offline_run_is_kept_in_the_runs_folder_and_can_be_continued(netrc: P
 
 def test_a_resumed_offline_run_is_one_run_in_the_folder(netrc: Path, tmp_path: Path) -> None:
     """Readers such as `wandb leet` show one row for each offline-run-… folder."""
-    config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=[])
     folder, run_id = tmp_path / "one", None
     (folder / "lens").mkdir(parents=True)
     (folder / "lens" / "step-x.html").write_text("not of this program")
     for first in (1, 3, 4):  # the second process resumes after step 2, the third after step 3
         kept = RunFolder(folder)
         kept.cut_after(first - 1)
-        wandb = Wandb(config, "offline", tmp_path, "one", "tiny", run_id, {})
+        wandb = offline_wandb(tmp_path, "one", run_id)
         run_id = wandb.run_id
         if first > 1:
             wandb.take_over(folder)
@@ -99,15 +113,59 @@ def test_a_resumed_offline_run_is_one_run_in_the_folder(netrc: Path, tmp_path: P
     assert [item["train/loss"] for item in logged if "train/loss" in item] == [step / 8 for step in range(1, 7)]
 
 
-def test_only_errors_of_wandb_are_tolerated(capsys: pytest.CaptureFixture) -> None:
-    import wandb
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [("tags=[" + 69 * "x" + "]", "Tags must be between 1 and 64"), ("project=a/b", "cannot contain characters")],
+)
+def test_a_setting_that_wandb_refuses_is_named_before_anything_is_written(
+    setting: str, said: str, netrc: Path, tmp_path: Path, notes: Path, script, capsys
+) -> None:
+    words = tiny_words(tmp_path, notes, "name=a", "logger=wandb", f"logger.{setting}")
+    code, out, err = run_script(script("train"), words, capsys)
+    assert code == 2 and not out and err.count("\n") == 1
+    assert f"logger.{setting} is refused by wandb" in err and said in err
+    assert not (tmp_path / "runs").exists()
 
-    for error in (wandb.errors.CommError("no server\n  at all"), ConnectionResetError("gone")):
-        with TolerateWandbErrors("training continues") as attempt:
-            raise error
-        assert attempt.failed
-    assert capsys.readouterr().out == (
-        "wandb failed (no server at all); training continues\nwandb failed (gone); training continues\n"
-    )
-    with pytest.raises(KeyError), TolerateWandbErrors("training continues"):
-        raise KeyError("a bug")
+
+@pytest.mark.parametrize("setting", ["WANDB_TAGS=" + 69 * "x", "WANDB_MODE=nonsense", "WANDB_SAVE_CODE=perhaps"])
+def test_a_setting_of_the_environment_that_wandb_refuses_is_one_line_and_the_run_goes_on(
+    setting: str, netrc: Path, tmp_path: Path, notes: Path, script, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*setting.split("="))
+    words = tiny_words(tmp_path, notes, "name=a", "logger=wandb", "train.steps=4")
+    code, out, err = run_script(script("train"), words, capsys)
+    assert code == 0 and not err and out.count("the logger Wandb failed (ValidationError") == 1
+    assert "done at step 4 of 4" in out
+
+
+def test_a_process_of_wandb_that_dies_is_one_line_and_the_run_goes_on(netrc: Path, tmp_path: Path, capfd) -> None:
+    records = Records([RunFolder(tmp_path)], Console(steps=9), RunLog(tmp_path), Progress(step=7), Watchdog())
+    records.loggers.append(offline_wandb(tmp_path, "one", None))
+    for number in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for child in number.read_text().split():
+            if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while records.loggers[1].run is not None and time.monotonic() < deadline:
+        records.log({"train/loss": 1.0})
+        time.sleep(0.1)
+    records.log({"train/loss": 2.0})
+    records.finish(0)
+    out, err = capfd.readouterr()
+    assert out.count("the logger Wandb failed") == out.count("\n") == 1 and not err
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["train/loss"] == 2.0
+
+
+def test_the_line_about_an_offline_run_uploads_it_when_typed(
+    netrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it goes without a network: wandb finds the run, and asks for a login."""
+    monkeypatch.chdir(tmp_path)
+    wandb = offline_wandb(tmp_path / "run s", "one", None)
+    wandb.record(RECORD)
+    wandb.finish(0)
+    (command,) = re.findall("`(wandb sync .*)`", wandb.where)
+    words = [sys.executable, "-m", *shlex.split(command)]
+    answer = subprocess.run(words, capture_output=True, text=True)
+    assert "No runs to sync" not in answer.stdout + answer.stderr
+    assert re.search(rf"Syncing 1 run.*run s.*{wandb.run_id}", answer.stdout + answer.stderr, re.DOTALL)
