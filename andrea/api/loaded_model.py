@@ -6,30 +6,27 @@ T tokens, V vocabulary, L layers, H heads.
 from __future__ import annotations
 
 import functools
+import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from andrea.checkpoint import Checkpoint, locate
-from andrea.checkpoint.model import load_model
+from andrea.checkpoint import Checkpoint
+from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
 from andrea.config.keys import suggestion
+from andrea.evaluation.scoring import LARGEST_LOGITS
 from andrea.generation.engine import Engine
-from andrea.generation.session import describe, make_engine, request_of
+from andrea.generation.session import check_batch, describe, last_tokens, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import WEIGHT_DTYPE, choose_device, choose_precision
-from andrea.runtime.own_parts import allowing
-from andrea.text.loader import count_windows, validation_batches
+from andrea.text.loader import IGNORED_TARGET, count_windows, validation_batches
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.evaluation import summary, sums_over
-from andrea.training.loss.micro_batch import training_loss_sum
 
 TextOrIds = str | Sequence[int] | np.ndarray | Tensor
 # The keys of configs/sample.yaml that `generate` and `stream` accept.
@@ -44,7 +41,7 @@ GENERATE_KEYS = (
     "seed",
     "stop",
 )
-WINDOWS_AT_ONCE = 8  # windows of T tokens that `score` reads in one pass
+WINDOWS_AT_ONCE = 8  # windows of T tokens that `log_probabilities` reads in one pass
 
 
 def load(
@@ -73,13 +70,8 @@ def load(
         "trust": trust,
     }
     config = parse(SampleConfig, default_values() | settings)
-    found = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
-    tokenizer = found.tokenizer()
-    with allowing((), config.trust):
-        model = load_model(found, tokenizer).to(choose_device(config.device))
-    for block in model.blocks:
-        block.attention.implementation = "auto"  # this device may lack the implementation that trained the model
-    return LoadedModel(found, model, tokenizer, config)
+    opened = open_model(config.checkpoint, config.runs_dir, choose_device(config.device), config.trust)
+    return LoadedModel(*opened, config)
 
 
 @functools.cache
@@ -122,18 +114,30 @@ class LoadedModel:
         precision = choose_precision("auto" if asked == "int8" else asked, self.device)
         return make_engine(self.settings, self.model, self.tokenizer, WEIGHT_DTYPE[precision.value])
 
-    def generate(self, prompt: TextOrIds = "", **keywords: Any) -> str:
-        """The text that follows the prompt, without the prompt.
+    def generate(self, prompt: TextOrIds | Sequence[TextOrIds] = "", **keywords: Any) -> str | list[str]:
+        """The text that follows the prompt, without the prompt; for a list of prompts, a list of texts.
 
         keywords: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, lookahead, seed and stop, as in
-        configs/sample.yaml, which holds their defaults. Raises UserError.
+        configs/sample.yaml, which holds their defaults. The model reads at most the last sequence_length tokens of a
+        prompt; if a prompt is longer, a line on standard error says so, as by sample.py.
+
+        The prompts of a list are continued in one batch. Text i has the seed `seed + i`: it is the text of
+        `generate(prompts[i], seed=seed + i)`, except for rounding, which may choose another token where two are almost
+        equally likely. Raises UserError.
         """
-        return "".join(self.stream(prompt, **keywords))
+        if not is_list_of_prompts(prompt):
+            return "".join(self.stream(prompt, **keywords))
+        settings = self.with_keywords(keywords)
+        check_batch(len(prompt), settings.max_new_tokens, "the list")
+        texts = [""] * len(prompt)
+        for token in self.engine.stream_all([self.prompt_tokens(each) for each in prompt], request_of(settings)):
+            texts[token.sample] += token.text
+        return texts
 
     def stream(self, prompt: TextOrIds = "", **keywords: Any) -> Iterator[str]:
-        """The text of `generate` in pieces, as soon as each is generated. Raises UserError before the first piece."""
+        """The text of `generate` for one prompt, piece by piece as it is written. Raises UserError before the first piece."""
         request = request_of(self.with_keywords(keywords))
-        tokens = self.tokens_of(prompt)
+        tokens = self.prompt_tokens(prompt)
         return (token.text for token in self.engine.stream(tokens, request) if token.text)
 
     def logits(self, text: TextOrIds) -> Tensor:
@@ -141,30 +145,52 @@ class LoadedModel:
         with torch.no_grad():
             return self.model.logits(self.model(self.batch_of(text)))[0].float()
 
-    def score(self, text: TextOrIds) -> float:
-        """Bits per byte of the text: -log2 of its probability, divided by its UTF-8 bytes.
+    def log_probabilities(self, text: TextOrIds) -> Tensor:
+        """The log-probability of each token, in nats, given the tokens before it: (N,) fp32 on the CPU, at most 0.
 
-        The text may be longer than the model's window. It is cut into windows of sequence_length tokens, and each token
-        is predicted only from its own window, as in a run's evaluation (`val/bpb`). If ids are given, the first id is
-        not predicted. Raises UserError if no byte is predicted.
+        For text, entry i belongs to token i of `tokenizer.encode(text)`; for N + 1 ids, to ids[i + 1]: the first id is not
+        predicted. The text may be longer than the model's window. It is cut into windows of sequence_length tokens, and
+        each token is predicted only from its own window, as in a run's evaluation. Raises UserError for wrong ids.
         """
-        if isinstance(text, str):
-            ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(text)]
-        else:
-            ids = self.checked_ids(text)
-        bytes_of_token = torch.from_numpy(self.tokenizer.byte_lengths())
-        if not int(bytes_of_token[ids[1:]].sum()):
-            raise UserError("score needs at least one byte of text, got none; give some text, or at least two ids")
+        ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(text)] if isinstance(text, str) else self.ids_of(text)
+        if len(ids) < 2:
+            return torch.zeros(0)
         stream, length = np.array(ids), self.model.config.sequence_length
-        batch = min(WINDOWS_AT_ONCE, count_windows(stream, length))
-        with torch.no_grad():
-            sums = sums_over(
-                validation_batches(stream, length, batch),
-                lambda tokens, targets: training_loss_sum(self.model, self.model(tokens), targets, "fp32"),
-                bytes_of_token,
-                self.device,
-            )
-        return summary(*sums)["bpb"]
+        most = max(1, LARGEST_LOGITS // (length * self.model.n_vocab))
+        batches = validation_batches(stream, length, min(WINDOWS_AT_ONCE, most, count_windows(stream, length)))
+        with torch.inference_mode():
+            return torch.cat([self.nats_of(*batch) for batch in batches])
+
+    def nats_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets (B, T) -> the log-probabilities of the targets that count, in their order."""
+        log_probabilities = self.model.logits(self.model(tokens.to(self.device))).float().log_softmax(-1)  # (B, T, V)
+        counts = targets != IGNORED_TARGET
+        found = log_probabilities.cpu().gather(-1, targets.where(counts, 0)[..., None])[..., 0]
+        return found[counts]
+
+    def score(self, text: TextOrIds) -> float:
+        """Bits per byte of the text: minus the sum of `log_probabilities` in bits, divided by its UTF-8 bytes.
+
+        It can be compared with `val/bpb` of a run. If ids are given, the first id is not predicted. Raises UserError if
+        no byte is predicted.
+        """
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else self.ids_of(text)[1:]
+        n_byte = int(self.tokenizer.byte_lengths()[ids].sum())
+        if not n_byte:
+            raise UserError("score needs at least one byte of text, got none; give some text, or at least two ids")
+        return -float(self.log_probabilities(text).sum(dtype=torch.float64)) / math.log(2) / n_byte
+
+    def hidden_states(self, text: TextOrIds) -> Tensor:
+        """The residual stream (L + 1, T, d_model) fp32: entry 0 is what the first layer reads, entry l the sum after layer l.
+
+        `model.model.final_norm` of the last entry is what the output head reads. Raises UserError.
+        """
+        with torch.inference_mode():
+            x, shared = self.model.block_inputs(self.batch_of(text))
+            states = [x]
+            for block in self.model.blocks:
+                states.append(block(states[-1], shared)[0])
+            return torch.cat(states)
 
     def attention(self, text: TextOrIds) -> Tensor:
         """Attention weights (L, H, T, T) by layer and head: one row per query, over all keys. Raises UserError."""
@@ -184,12 +210,19 @@ class LoadedModel:
         """The token ids of `text`, at least one and at most sequence_length. Raises UserError."""
         if isinstance(text, str):
             return Engine(self.model, self.tokenizer).encode(text)  # without a dtype it copies no weights
-        ids, most = self.checked_ids(text), self.model.config.sequence_length
+        ids, most = self.ids_of(text), self.model.config.sequence_length
         if not 1 <= len(ids) <= most:
             raise UserError(f"got {len(ids)} ids; the model reads from 1 to model.sequence_length={most}")
         return ids
 
-    def checked_ids(self, ids: TextOrIds) -> list[int]:
+    def prompt_tokens(self, prompt: TextOrIds) -> list[int]:
+        """The tokens that the model reads of a prompt: at least one, and at most the last sequence_length. Raises UserError."""
+        tokens = last_tokens(self.engine, prompt if isinstance(prompt, str) else self.ids_of(prompt))
+        if not tokens:
+            raise UserError("got no ids; give at least one id, or a text, which may be empty")
+        return tokens
+
+    def ids_of(self, ids: TextOrIds) -> list[int]:
         """`ids` as a list. Raises UserError unless they are one-dimensional and all are ids of the tokenizer."""
         values = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
@@ -204,3 +237,8 @@ class LoadedModel:
     def batch_of(self, text: TextOrIds) -> Tensor:
         """The token ids as a batch, (1, T) int64, on the model's device."""
         return torch.tensor([self.tokens_of(text)], device=self.device)
+
+
+def is_list_of_prompts(prompt: Any) -> bool:
+    """Whether the prompt is a list of texts or of lists of ids. A list of numbers is one prompt, as ids."""
+    return isinstance(prompt, (list, tuple)) and any(not isinstance(each, (int, float, np.number)) for each in prompt)

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.find import locate
 from andrea.checkpoint.folder import Checkpoint
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
 from andrea.model.gpt import GPT
-from andrea.runtime.own_parts import is_own, source_sha256
+from andrea.runtime.own_parts import allowing, is_own, source_sha256
 from andrea.text.tokenizer import Tokenizer
 
 WEIGHT_TYPES = {"F32", "BF16", "F16", "F64"}  # as safetensors calls them
 N_PORTION = 8  # a reader keeps the pages of its files in memory, and is closed after each such share of the weights
+
+
+def open_model(
+    requested: str | None,
+    runs_dir: str,
+    device: torch.device,
+    trust: bool,
+    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> tuple[Checkpoint, GPT, Tokenizer]:
+    """The model that a user names, for use on `device`. requested, report: see `locate`. Raises UserError or Damaged.
+
+    trust: the classes of their own that the checkpoint names may be imported, which runs their code.
+    """
+    checkpoint = locate(requested, Path(runs_dir), report=report)
+    tokenizer = checkpoint.tokenizer()
+    with allowing((), trust):
+        model = load_model(checkpoint, tokenizer).to(device)
+    for block in model.blocks:
+        block.attention.implementation = "auto"  # this device may lack the implementation that trained the model
+    return checkpoint, model, tokenizer
 
 
 def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:

@@ -16,8 +16,8 @@ from typing import TextIO
 
 import torch
 
-from andrea.checkpoint import Checkpoint, locate
-from andrea.checkpoint.model import load_model
+from andrea.checkpoint import Checkpoint
+from andrea.checkpoint.model import open_model
 from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.kernels.decode_cpp import SOURCE, library
@@ -25,7 +25,6 @@ from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, lines_of, replace_text, storing
 from andrea.runtime.native import REASONS
-from andrea.runtime.own_parts import allowing
 from andrea.runtime.streams import raise_output_failure
 from andrea.text.tokenizer import Tokenizer
 
@@ -41,10 +40,7 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     if out is not None:
         check_writable(out)
     prompt = read_prompt(config.prompt)
-    checkpoint = locate(config.checkpoint, Path(config.runs_dir), report=lambda line: print(line, file=sys.stderr))
-    tokenizer = checkpoint.tokenizer()
-    with allowing((), config.trust):
-        model = load_model(checkpoint, tokenizer).to(device)
+    checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
     numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
     description = describe(checkpoint, model, tokenizer, f"{device}, {numbers}")
     engine = make_engine(config, model, tokenizer, dtype, in_place=True)
@@ -131,17 +127,29 @@ def read_prompts(file: str, max_new_tokens: int) -> list[str]:
     prompts = [line for line in lines if line]
     if not prompts:
         raise UserError(f"prompts={file}: the file holds no prompt; write one prompt on each line")
-    if len(prompts) * max_new_tokens > MOST_SAMPLED_TOKENS:
-        raise UserError(
-            f"prompts={file} has {len(prompts)} prompts, and {len(prompts)} times max_new_tokens={max_new_tokens} is "
-            f"more than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
-        )
+    check_batch(len(prompts), max_new_tokens, f"prompts={file}")
     return prompts
 
 
-def last_tokens(engine: Engine, prompt: str) -> list[int]:
-    """The last tokens of the prompt that the model can see. If the prompt is cut, a line on standard error says so."""
-    tokens, n_cut = engine.encode_end(prompt)
+def check_batch(n_prompt: int, max_new_tokens: int, origin: str) -> None:
+    """Raises UserError if a batch of so many prompts may write more tokens than memory holds."""
+    if n_prompt * max_new_tokens > MOST_SAMPLED_TOKENS:
+        raise UserError(
+            f"{origin} has {n_prompt} prompts, and {n_prompt} times max_new_tokens={max_new_tokens} is "
+            f"more than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
+        )
+
+
+def last_tokens(engine: Engine, prompt: str | list[int]) -> list[int]:
+    """The last tokens of the prompt that the model can see. If the prompt is cut, a line on standard error says so.
+
+    Token ids are used unchanged, but for the cut.
+    """
+    if isinstance(prompt, str):
+        tokens, n_cut = engine.encode_end(prompt)
+    else:
+        n_cut = max(0, len(prompt) - engine.model.config.sequence_length)
+        tokens = prompt[n_cut:]
     if n_cut:
         tell(
             f"prompt has {len(tokens) + n_cut} tokens: its beginning is cut, and the model reads the last {len(tokens)} "

@@ -12,6 +12,7 @@ from conftest import run_script
 
 import andrea
 from andrea.config import DataConfig, TokenizerConfig, parse
+from andrea.insight.lens.trace import trace_layers
 from andrea.text.corpus import open_corpus
 
 
@@ -53,17 +54,44 @@ def test_keywords_are_checked_as_the_keys_of_sample_yaml_are(model) -> None:
     assert model.generate("a", stop="e", max_new_tokens=30, temperature=1).count("e") == 0
 
 
-@pytest.mark.parametrize("ids", [[], [0] * 33, [-1], [257], [[1, 2]], [0.5], 3, None], ids=lambda ids: str(ids)[:12])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_k": 30, "lookahead": 3}])
+def test_each_text_of_a_list_is_the_text_of_its_prompt_alone(model, sampling) -> None:
+    prompts = ["def main(", "", [5, 6, 7], "import this and more than fits into the window", "x", np.array([9])]
+    texts = model.generate(prompts, max_new_tokens=40, seed=3, **sampling)
+    alone = [
+        model.generate(prompt, max_new_tokens=40, seed=3 + index, **sampling) for index, prompt in enumerate(prompts)
+    ]
+    assert texts == alone and len(set(texts)) == len(prompts)
+
+
+def test_a_prompt_longer_than_the_window_is_cut_as_sample_py_cuts_it(model, trained: Path, script, capsys) -> None:
+    prompt, words = "never mind the beginning: def main(x", ["max_new_tokens=20", "precision=fp32", "device=cpu"]
+    code, out, err = run_script(script("sample"), [f"checkpoint={trained}", f"prompt={prompt}", *words], capsys)
+    text = model.generate(prompt, max_new_tokens=20)
+    said = "prompt has 36 tokens: its beginning is cut, and the model reads the last 32"
+    assert code == 0 and out == f"{prompt}{text}\n" and said in err and said in capsys.readouterr().err
+    assert model.generate(list(prompt.encode()), max_new_tokens=20) == text
+    assert model.generate([prompt], max_new_tokens=20) == [text]
+
+
+def test_a_list_that_memory_does_not_hold_is_a_user_error(model) -> None:
+    with pytest.raises(andrea.UserError, match="the list has 2000 prompts"):
+        model.generate(["a"] * 2000, max_new_tokens=100000)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [257], [0.5], 3, None], ids=str)
 def test_ids_that_no_model_reads_are_user_errors(model, ids) -> None:
-    for method in (model.generate, model.logits, model.attention):
+    for method in (model.generate, model.logits, model.attention, model.hidden_states):
         with pytest.raises(andrea.UserError):
             method(ids)
 
 
-def test_text_longer_than_the_window_is_a_user_error(model) -> None:
-    for method in (model.generate, model.logits, model.attention):
+def test_text_longer_than_the_window_has_no_logits(model) -> None:
+    for method in (model.logits, model.attention, model.hidden_states):
         with pytest.raises(andrea.UserError, match=r"the model sees at most model\.sequence_length=32"):
             method("x" * 33)
+        with pytest.raises(andrea.UserError, match=r"from 1 to model\.sequence_length=32"):
+            method([0] * 33)
 
 
 def test_a_run_that_is_not_there_is_a_user_error(trained: Path) -> None:
@@ -86,6 +114,34 @@ def test_attention_has_each_head_s_weights(model) -> None:
     assert weights.shape == (2, 2, 12, 12)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 12))
     assert not weights.triu(1).any()  # causal
+
+
+def test_hidden_states_are_what_layers_and_head_read(model) -> None:
+    text = "import this"
+    states = model.hidden_states(text)
+    assert states.shape == (3, 12, 32) and not states.requires_grad
+    torch.testing.assert_close(model.model.logits(model.model.final_norm(states[-1])), model.logits(text))
+    traced = [layer.before[0] for layer in trace_layers(model.model, model.batch_of(text))]
+    torch.testing.assert_close(states[:-1], torch.stack(traced))
+
+
+def test_each_token_has_its_log_probability(model) -> None:
+    text = "für immer"
+    ids = list(text.encode())
+    expected = model.logits(text).log_softmax(-1)[:-1].gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    torch.testing.assert_close(model.log_probabilities(text), expected)
+    with_end = [model.tokenizer.end_of_text, *ids]
+    torch.testing.assert_close(model.log_probabilities(with_end), expected)
+    assert model.log_probabilities("").shape == model.log_probabilities([7]).shape == (0,)
+
+
+@pytest.mark.parametrize("n", [31, 32, 33, 64, 65, 500])
+def test_a_long_text_is_read_in_windows(model, n: int) -> None:
+    ids = torch.randint(256, (n + 1,), generator=torch.Generator().manual_seed(n))
+    windows = [model.logits(ids[start : start + 32]).log_softmax(-1) for start in range(0, n, 32)]
+    expected = torch.cat(windows)[:n].gather(-1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(model.log_probabilities(ids), expected)
+    assert model.log_probabilities(ids).shape == (n,)
 
 
 def test_a_short_text_s_score_is_the_sum_of_its_log_probabilities(model) -> None:

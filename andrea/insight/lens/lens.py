@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from andrea.checkpoint import locate
-from andrea.checkpoint.model import load_model
+from andrea.checkpoint.model import open_model
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
 from andrea.generation.session import last_tokens, read_prompt
@@ -26,7 +25,6 @@ from andrea.insight.lens.token_text import token_texts
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, replacing
-from andrea.runtime.own_parts import allowing
 from andrea.text.tokenizer import Tokenizer
 
 LARGEST_PAGE_BYTES = 30_000_000
@@ -42,12 +40,7 @@ def lens(config: LensConfig, device: torch.device) -> int:
         raise UserError(
             'prompt is empty: the lens shows attention over a text; set prompt="the cat that …" or prompt=@FILE'
         )
-    checkpoint = locate(config.checkpoint, Path(config.runs_dir))
-    tokenizer = checkpoint.tokenizer()
-    with allowing((), config.trust):
-        model = load_model(checkpoint, tokenizer).to(device)
-    for block in model.blocks:
-        block.attention.implementation = "auto"  # the one used in training may not run on this device
+    checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust, print)
     tokens = last_tokens(Engine(model, tokenizer), prompt)
     print(checkpoint.path, flush=True)
     chosen = choose_heads(config.heads, model.config.n_layer, model.config.n_head)
