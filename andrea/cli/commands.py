@@ -16,8 +16,9 @@ from andrea.config import (
     LensConfig,
     RunConfig,
     RunsConfig,
+    UserError,
 )
-from andrea.runtime.program import typed_words
+from andrea.runtime.program import typed_command, typed_words
 
 
 def prepare(argv: list[str]) -> int:
@@ -94,12 +95,33 @@ def lens(argv: list[str]) -> int:
 
 
 def runs(argv: list[str]) -> int:
-    """List the runs of a folder: name, size, step, best evaluation, state, time."""
-    config = configure(RunsConfig, "runs", to_key_value(argv, positional="runs_dir"))
+    """List the runs of a folder; with disk, delete NAME or rename NAME NEW: show their sizes, delete or rename a run."""
+    config = configure(RunsConfig, "runs", to_key_value(with_action(argv), positional="runs_dir"))
 
+    from andrea.insight.manage_runs import delete_run, rename_run, show_disk
     from andrea.insight.runs import show_runs
 
-    return show_runs(config)
+    if config.delete is not None:
+        return delete_run(config)
+    if config.rename is not None:
+        return rename_run(config)
+    return (show_disk if config.disk else show_runs)(config)
+
+
+def with_action(words: list[str]) -> list[str]:
+    """The words of `runs` with an action at the beginning, such as `rename NAME NEW`, as rename=NAME to=NEW."""
+    keys = {"disk": [], "delete": ["delete"], "rename": ["rename", "to"]}
+    if not words or words[0] not in keys:
+        return words
+    action, needed = words[0], keys[words[0]]
+    names = words[1 : 1 + len(needed)]
+    if len(names) < len(needed) or any("=" in name for name in names):
+        usage = {"delete": "delete NAME confirm=true", "rename": "rename NAME NEW"}[action]
+        raise UserError(
+            f"`runs {action}` needs {len(needed)} name{'s' * (len(needed) > 1)}: {typed_command('runs')} {usage}"
+        )
+    found = [f"{key}={name}" for key, name in zip(needed, names, strict=True)] or ["disk=true"]
+    return found + words[1 + len(needed) :]
 
 
 def compare(argv: list[str]) -> int:

@@ -416,6 +416,12 @@ class RunsConfig:
     """Everything that `runs` needs (configs/runs.yaml)."""
 
     runs_dir: PathText
+    data_dir: PathText
+    disk: bool
+    delete: FolderName | None
+    confirm: bool
+    rename: FolderName | None
+    to: FolderName | None
 
 
 @dataclass(frozen=True)

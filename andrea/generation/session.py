@@ -25,7 +25,7 @@ from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, lines_of, replace_text, storing
 from andrea.runtime.native import REASONS
-from andrea.runtime.streams import raise_output_failure
+from andrea.runtime.streams import at_words, raise_output_failure
 from andrea.text.tokenizer import Tokenizer
 
 PROMPT = "prompt> "  # of an interactive session
@@ -46,7 +46,7 @@ def sample(config: SampleConfig, device: torch.device, dtype: torch.dtype) -> in
     engine = make_engine(config, model, tokenizer, dtype, in_place=True)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
     tokens = [last_tokens(engine, each) for each in prompts]
-    tell(description + "\n\n")
+    tell(at_words(description) + "\n\n")
     request = request_of(config)
     with contextlib.suppress(ReaderEnded):
         if config.prompts is not None:

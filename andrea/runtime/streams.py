@@ -15,10 +15,13 @@ import io
 import os
 import re
 import select
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, final
 
+# What a line is not broken in: text in backticks, a command up to the end of the line, a word
+UNITS = re.compile(r"`[^`]*`\S*|\S*(?:python\d?|torchrun|andrea) .*|\S+")
 STANDARD_DESCRIPTORS = (0, 1, 2)
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tab and line ends
 
@@ -31,6 +34,25 @@ def without_controls(text: str) -> str:
 def printable(text: str) -> str:
     """`text` on one line: all characters that cannot be printed are escaped, also those that change the direction."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def at_words(text: str, indent: str = "  ") -> str:
+    """`text` with lines broken between words where a terminal would break them inside words. A pipe gets whole lines.
+
+    A command, which somebody may copy, stays whole. indent: before each line that continues another.
+    """
+    width = shutil.get_terminal_size((sys.maxsize, 24)).columns
+    lines = []
+    for line in text.split("\n"):
+        while len(line) > width:
+            places = [found.start() for found in UNITS.finditer(line) if line[len(indent) : found.start()].strip()]
+            if not places:
+                break
+            place = max((place for place in places if place <= width), default=places[0])
+            lines.append(line[:place].rstrip())
+            line = indent + line[place:]
+        lines.append(line)
+    return "\n".join(lines)
 
 
 @final

@@ -193,7 +193,9 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
     progress.best_bpb = ranks.from_rank_0(lambda: mark_and_prune(folder, config.train.keep))  # of what is on the disk
     torchrun.record_run_folder(folder)
-    run_id = ranks.from_rank_0(lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None))
+    run_id = ranks.from_rank_0(
+        lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None, config.init_from)
+    )
     facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto, setup.groups)
     records = Records([], console, RunLog(folder), progress, setup.watchdog)
     if ranks.is_rank_0:

@@ -10,6 +10,7 @@ import pytest
 from conftest import CONFIGS_OF_COMMANDS
 
 from andrea.cli.command_line import configure
+from andrea.cli.commands import with_action
 from andrea.cli.key_value import to_key_value
 from andrea.cli.sweep import split
 from andrea.config import (
@@ -45,6 +46,7 @@ def test_the_commands_of_the_pages_are_accepted(page: Path) -> None:
         if "-m" in words:
             split(words)
         elif "--help" not in words and name in KINDS:
+            words = with_action(words) if name == "runs" else words
             typed = to_key_value(words, POSITIONAL[name]) if name in POSITIONAL else words
             config = configure(KINDS[name], "train" if KINDS[name] is RunConfig else name, typed)
             model = group_config("model", "andrea-nano")

@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from compare.run_folders import make_run
 
 from andrea.__main__ import main
 from andrea.config import UserError
 from andrea.runtime.files import exclusive_lock, is_locked
+from andrea.training.records.recognise import mark
 
 
 def table(capsys: pytest.CaptureFixture, *words: str) -> list[list[str]]:
@@ -32,26 +34,42 @@ def test_every_run_is_a_row_with_its_figures_and_state(tmp_path: Path, capsys: p
     os.utime(tmp_path / "young" / "metrics.jsonl", (1e9 - 1e6,) * 2)
     (tmp_path / "notes").mkdir()
     (tmp_path / "wandb").mkdir()
-    heads, *rows, left_out = table(capsys, str(tmp_path))
-    assert heads == ["run", "model", "params", "step", "bits/byte", "state", "last record"]
-    assert [row[:6] for row in rows] == [
-        ["whole", "andrea-nano", "2.00k", "100/100", rows[0][4], "done"],
-        ["broken", "andrea-nano", "2.00k", "60/100", rows[1][4], "crashed"],
-        ["young", "andrea-nano", "–", "5/100", "–", "interrupted"],
+    heads, *rows, left_out, _ = table(capsys, str(tmp_path))
+    assert heads == ["run", "model", "params", "step", "bits/byte", "state", "text", "parent", "last record"]
+    assert [row[:8] for row in rows] == [
+        ["whole", "andrea-nano", "2.00k", "100/100", rows[0][4], "done", "pystdlib", "–"],
+        ["broken", "andrea-nano", "2.00k", "60/100", rows[1][4], "crashed", "pystdlib", "–"],
+        ["young", "andrea-nano", "–", "5/100", "–", "interrupted", "pystdlib", "–"],
     ]
     last = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
     assert rows[0][4] == f"{last['val/bpb']:.4f}" and all(
-        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", row[6]) for row in rows
+        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", row[8]) for row in rows
     )
     assert left_out == ["left out, because they are not runs: notes"]
 
 
-def test_a_name_is_whole_so_that_other_commands_take_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_no_line_is_wider_than_the_terminal_and_a_name_is_whole(
+    columns: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", columns)
     name = make_run(tmp_path / "andrea-nano-pystdlib-20261122-122957").name
-    assert table(capsys, str(tmp_path))[1][0] == name
+    assert main(["runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    assert any(line.split("  ")[0] == name for line in lines) and any("pystdlib" in line for line in lines)
+
+
+def test_text_and_parents_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_run(tmp_path / "first", data__kind="text", data__path="/home/me/notes/")
+    source = str(tmp_path / "first" / "checkpoints" / "step-00000100")
+    second = make_run(tmp_path / "second", data__kind="mixture", data__sources={"code": {}, "notes": {}})
+    config = yaml.safe_load((second / "config.yaml").read_text())
+    config["train"]["teachers"] = [str(tmp_path / "other" / "checkpoints" / "step-00000001")]
+    mark(second, None, source)
+    (second / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = {row[0]: row[6:8] for row in table(capsys, str(tmp_path))}
+    assert rows["first"] == ["notes", "–"] and rows["second"] == ["code+notes", "first, other"]
 
 
 def test_a_run_in_progress_is_called_running(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

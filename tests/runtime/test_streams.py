@@ -9,8 +9,18 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from andrea.runtime.streams import drawable, new_failures, printable, raise_output_failure, unfailing, unfailing_output
+from andrea.runtime.streams import (
+    at_words,
+    drawable,
+    new_failures,
+    printable,
+    raise_output_failure,
+    unfailing,
+    unfailing_output,
+)
 
 
 def file_on(descriptor: int) -> io.TextIOWrapper:
@@ -111,3 +121,32 @@ def test_python_s_option_for_unbuffered_output_is_kept(option: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run([sys.executable, option, "-c", program], capture_output=True, text=True, env=environment)
     assert ended.stdout == ("seen" if option == "-u" else "")
+
+
+@given(st.lists(st.text("ab·│é", min_size=1, max_size=30), min_size=1), st.sampled_from([20, 60, 80]))
+def test_lines_are_broken_between_words_only(words: list[str], width: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", str(width))
+        lines = at_words(" ".join(words)).split("\n")
+    assert [word for line in lines for word in line.split()] == words
+    assert all(len(line) <= width or len(line.split()) == 1 for line in lines)
+
+
+def test_a_command_is_not_broken_and_a_pipe_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = (
+        "wandb: offline; to upload this run: `wandb login` once, then `wandb sync runs/wandb/offline-run-x` and so on"
+    )
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert at_words(line) == line
+    monkeypatch.setenv("COLUMNS", "50")
+    assert at_words(line).split("\n") == [
+        "wandb: offline; to upload this run: `wandb login`",
+        "  once, then",
+        "  `wandb sync runs/wandb/offline-run-x` and so on",
+    ]
+    assert at_words("next: python sample.py checkpoint=runs/one/checkpoints/step-00000700").count("\n") == 1
+    assert at_words("  │ one two " + 46 * "x" + " three", "  │ ").split("\n") == [
+        "  │ one two",
+        "  │ " + 46 * "x",
+        "  │ three",
+    ]

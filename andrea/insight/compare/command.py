@@ -15,7 +15,7 @@ from andrea.insight.compare.runs import find_run_folders, read_runs
 from andrea.insight.compare.table import terminal_table
 from andrea.runtime.files import replace_text, storing
 from andrea.runtime.own_parts import allowing
-from andrea.runtime.streams import printable
+from andrea.runtime.streams import at_words, printable
 
 LEAST_WIDTH, USUAL_WIDTH = 80, 100  # characters of the terminal's lines
 
@@ -56,4 +56,4 @@ def terminal_lines(comparison: Comparison) -> list[str]:
     if comparison.differing:
         lines.append("configuration keys that differ:")
         lines += [f"  {line}" for line in difference_lines(comparison.differing)]
-    return [terminal_table(heads, comparison.rows, width), *map(printable, lines)]
+    return [terminal_table(heads, comparison.rows, width), *(at_words(printable(line)) for line in lines)]

@@ -43,7 +43,7 @@ def comparability_warnings(runs: list[Run]) -> list[str]:
             f"compare bits per byte, on the same text"
         )
     if len({run.checkpoint.fingerprint for run in runs}) > 1:
-        data = group_names(runs, lambda run: f"{data_name(run)} {run.checkpoint.fingerprint[:12]}")
+        data = group_names(runs, lambda run: f"{data_name(run.config)} {run.checkpoint.fingerprint[:12]}")
         lines.append(
             f"data differ, and so do the validation sets ({name_groups(data)}): neither loss nor bits per byte is comparable"
         )
@@ -56,10 +56,11 @@ def comparability_warnings(runs: list[Run]) -> list[str]:
     return lines
 
 
-def data_name(run: Run) -> str:
-    data = run.config["data"]
+def data_name(config: dict[str, Any]) -> str:
+    """The path of the run's text, the names of its sources, or the kind of its data."""
+    data = config["data"]
     sources = data.get("sources")
-    return str(data.get("path") or "+".join(map(str, sources if isinstance(sources, dict) else ())) or data["kind"])
+    return str(data.get("path") or "+".join(map(str, sources if isinstance(sources, dict) else ())) or data.get("kind"))
 
 
 def group_names(runs: list[Run], key: Callable[[Run], str]) -> dict[str, list[str]]:

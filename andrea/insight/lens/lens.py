@@ -25,6 +25,7 @@ from andrea.insight.lens.token_text import token_texts
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, replacing
+from andrea.runtime.streams import at_words
 from andrea.text.tokenizer import Tokenizer
 
 LARGEST_PAGE_BYTES = 30_000_000
@@ -52,7 +53,7 @@ def lens(config: LensConfig, device: torch.device) -> int:
         title = f"{model.config.name} · step {checkpoint.step}"
         source = Source(title, str(checkpoint.path), tokenizer.identity)
         summary = write_page(out, model, tokenizer, tokens, chosen, source)
-    print(summary)
+    print(at_words(summary))
     return 0
 
 

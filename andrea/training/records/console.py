@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 from andrea.runtime.files import lines_of
-from andrea.runtime.streams import drawable, without_controls
+from andrea.runtime.streams import at_words, drawable, without_controls
 from andrea.training.expected.curves import Expected, Standing
 from andrea.training.records.format import format_duration
 from andrea.training.records.logger import Logger
@@ -37,7 +37,7 @@ class Console(Logger):
 
     def say(self, line: str) -> None:
         """Print a permanent line. Control characters in it, such as those of a sample, are escaped."""
-        self.rich.print(without_controls(line))
+        self.rich.print(at_words(without_controls(line)))
 
     def start(self) -> None:
         """Show the live line from now on."""
@@ -109,7 +109,8 @@ class Console(Logger):
         return f" · {Standing(record['val/bpb'], expected).words}"
 
     def sample(self, sample: dict[str, Any]) -> None:
-        text = "\n".join("  │ " + line for line in lines_of(sample["prompt"] + sample["text"]))
+        written = sample["prompt"] + sample["text"]
+        text = "\n".join(at_words("  │ " + line, "  │ ") for line in lines_of(written)) or "  (no text)"
         self.say(f"sample at step {sample['step']}:\n{text}")
 
     def page(self, page: dict[str, Any]) -> None:

@@ -46,23 +46,32 @@ def run_folder_of(checkpoint: Checkpoint) -> Path | None:
     return folder if agrees(folder, checkpoint) else None
 
 
-def mark(folder: Path, run_id: str | None) -> str:
-    """The id of the run in `folder`. A folder without an id gets `run_id`, or a new id. Raises StorageFailed."""
+def mark(folder: Path, run_id: str | None, parent: str | None = None) -> str:
+    """The id of the run in `folder`. A folder without an id gets `run_id`, or a new id. Raises StorageFailed.
+
+    parent: the checkpoint from whose weights the run begins. The mark keeps it, because a resumed run has no init_from.
+    """
     found = run_id_of(folder)
     if found is None:
         found = run_id or secrets.token_hex(8)
         with storing(folder / MARK):
-            replace_text(folder / MARK, json.dumps({"run": found}) + "\n")
+            about = {"run": found} | ({"init_from": str(parent)} if parent else {})
+            replace_text(folder / MARK, json.dumps(about) + "\n")
     return found
+
+
+def mark_of(folder: Path) -> dict[str, Any]:
+    """The content of the folder's mark; empty without a readable mark."""
+    try:
+        found = from_json(read_plain_file(folder / MARK, LARGEST_CONFIG_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def run_id_of(folder: Path) -> str | None:
     """The id in the folder's mark; None without a readable mark."""
-    try:
-        found = from_json(read_plain_file(folder / MARK, LARGEST_CONFIG_BYTES))
-    except (OSError, ValueError):
-        return None
-    run_id = found.get("run") if isinstance(found, dict) else None
+    run_id = mark_of(folder).get("run")
     return run_id if isinstance(run_id, str) and RUN_ID.fullmatch(run_id) else None
 
 
