@@ -19,7 +19,6 @@ from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
 from andrea.config.keys import suggestion
-from andrea.evaluation.scoring import LARGEST_LOGITS
 from andrea.generation.engine import Engine
 from andrea.generation.session import check_batch, describe, last_tokens, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
@@ -42,6 +41,7 @@ GENERATE_KEYS = (
     "stop",
 )
 WINDOWS_AT_ONCE = 8  # windows of T tokens that `log_probabilities` reads in one pass
+LARGEST_LOGITS = 1 << 25  # numbers that are computed at once: 128 MiB
 
 
 def load(
