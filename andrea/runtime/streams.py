@@ -45,7 +45,8 @@ def at_words(text: str, indent: str = "  ") -> str:
     lines = []
     for line in text.split("\n"):
         while len(line) > width:
-            places = [found.start() for found in UNITS.finditer(line) if line[len(indent) : found.start()].strip()]
+            begin = len(indent) if line.startswith(indent) else 0
+            places = [found.start() for found in UNITS.finditer(line) if line[begin : found.start()].strip()]
             if not places:
                 break
             place = max((place for place in places if place <= width), default=places[0])
