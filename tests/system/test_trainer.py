@@ -23,6 +23,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.compiling import configure_compiler
 from andrea.runtime.device import Choice
+from andrea.runtime.program import typed_command
 from andrea.training.records.run_folder import read_lines
 from andrea.training.step import Batch, TrainingStep
 
@@ -432,7 +433,7 @@ def test_the_best_checkpoint_is_chosen_on_the_same_held_out_tokens(tiny_run, tmp
 
 def test_help_lists_the_keys(script, capsys) -> None:
     assert script("train")(["--help"]) == 0
-    assert "train.py [key=value" in capsys.readouterr().out
+    assert f"{typed_command('train')} [key=value" in capsys.readouterr().out
 
 
 @pytest.mark.slow
