@@ -111,6 +111,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     """Split words of the form key=value and check every key against the dataclass `kind`. Raises UserError."""
     groups: dict[str, str] = {}
     values: dict[str, Any] = {}
+    words: dict[str, str] = {}
     for word in argv:
         key, equals, value = word.partition("=")
         if not equals:
@@ -118,6 +119,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
         if key[:1] in "+~":
             raise UserError(f"{word!r}: keys cannot be added (+) or removed (~); write {key.lstrip('+~')}=…")
         hint = type_of_key(kind, key)
+        check_once(words, word, hint)
         if dataclasses.is_dataclass(hint):
             groups[key] = value
         elif typing.get_origin(hint) is list:
@@ -129,6 +131,18 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     for group, choice in groups.items():
         group_files.check_choice(group, choice)
     return CommandLine(groups, values)
+
+
+def check_once(words: dict[str, str], word: str, hint: Any) -> None:
+    """Add a word key=value to the words before it, by key. Raises UserError if it replaces one of them without a word.
+
+    hint: the type of the key. The words of a list add up. One value of a mapping may be set after the mapping.
+    """
+    key, kind = word.partition("=")[0], typing.get_origin(hint)
+    for other, earlier in words.items():
+        if (other == key and kind is not list) or (kind is dict and other.startswith(f"{key}.")):
+            raise UserError(f"{earlier} and {word} both set {key}; leave one out")
+    words[key] = word
 
 
 def hint_for_text(kind: type, word: str) -> str:

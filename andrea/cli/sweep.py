@@ -15,20 +15,22 @@ import shutil
 import subprocess
 import sys
 import time
+import typing
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import hydra_errors
+from andrea.cli.command_line import check_once, hydra_errors
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
 from andrea.config.keys import not_key_value, type_of_key
+from andrea.config.parse import is_text
 from andrea.runtime.program import module_command, module_environment, typed_command
 
 SWITCHES = ("-m", "--multirun")
 INTERRUPTED = (129, 130, 143)
-FULL_ERROR = "HYDRA_FULL_ERROR"
+FULL_ERROR, FOLDER = "HYDRA_FULL_ERROR", "ANDREA_SWEEP_FOLDER"  # environment variables
 LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
 
 
@@ -46,32 +48,38 @@ def sweep(argv: list[str]) -> int:
     The runs form one wandb group (logger.group, or one named by the time) and are named by size, tokens and seed. The
     last line counts the runs that are done and names the runs that failed.
     """
-    typed, for_hydra = split(argv)
-    group = typed.setdefault("logger.group", time.strftime("sweep-%Y%m%d-%H%M%S"))
-    if "name" in typed:
+    fixed, varied, for_hydra = split(argv)
+    settings = dict(word.split("=", 1) for word in fixed)
+    group = settings.get("logger.group", time.strftime("sweep-%Y%m%d-%H%M%S"))
+    fixed += [] if "logger.group" in settings else [f"logger.group={group}"]
+    keys = [word.partition("=")[0] for word in varied]
+    if "name" in (*settings, *keys):
         raise UserError(
             "name=… would give all runs of a sweep the same folder; leave it out: runs are named by the settings that differ"
         )
     folder_name("logger.group", group)  # it becomes part of a path whose old content is removed
-    readable_path("runs_dir", typed.get("runs_dir", "runs"))
-    values = read_values(typed)
-    varied = [key for key, value in values.items() if value.is_sweep_override()]
-    folder = Path(typed.get("runs_dir", "runs")) / "sweeps" / group
+    runs_dir = Path(readable_path("runs_dir", settings.get("runs_dir", "runs")))
+    if alone := {"logger.group", "runs_dir"} & set(keys):
+        raise UserError(f"{min(alone)} holds all runs of a sweep, so it has one value; leave the others out")
+    folder = runs_dir / "sweeps" / group
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    launch(typed, varied, group, folder, for_hydra)
+    launch(fixed, varied, group, folder, for_hydra)
     runs = [SweepRun(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
     if not runs:
-        raise UserError(f"the sweep makes no run: {' '.join(f'{key}={typed[key]}' for key in varied)} has no values")
-    for line in result_lines(Path(typed.get("runs_dir", "runs")), group, varied):
+        raise UserError(f"the sweep makes no run: {' '.join(varied)} has no values")
+    for line in result_lines(runs_dir, group, keys):
         print(line)
     return report(runs)
 
 
-def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the values of this package's keys, and the words for Hydra. Raises UserError for an unknown key."""
-    typed: dict[str, str] = {}
-    for_hydra = []
+def split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the words with one value, as each run gets them, the words with several values, and the words for Hydra.
+
+    Raises UserError for an unknown key or group choice, for a key that is typed twice, and for values that Hydra cannot read.
+    """
+    words: dict[str, str] = {}
+    fixed, varied, for_hydra = [], [], []
     for word in argv:
         key, equals, value = word.partition("=")
         if word in SWITCHES:
@@ -81,39 +89,41 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             continue
         if not equals:
             raise not_key_value(RunConfig, word)
-        type_of_key(RunConfig, key)
-        typed[key] = value
-    return typed, for_hydra
+        check_once(words, word, type_of_key(RunConfig, key))
+        override = read_value(key, value)
+        is_varied = override is not None and override.is_sweep_override()
+        text = as_text(override.value()) if override and not is_varied and value[:1] in ("'", '"') else value
+        (varied if is_varied else fixed).append(f"{key}={text}")
+        if (CONFIGS / key).is_dir():
+            for choice in override.sweep_iterator() if is_varied else [text]:
+                check_choice(key, str(choice))
+    return fixed, varied, for_hydra
 
 
-def read_values(typed: dict[str, str]) -> dict[str, Any]:
-    """Parse each value into an override object of Hydra. Group choices are checked. Raises UserError."""
+def read_value(key: str, value: str) -> Any:
+    """The value as an override object of Hydra; None for a single text or path that Hydra cannot read. Raises UserError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parser, values = OverridesParser.create(), {}
-    for key, value in typed.items():
-        if len(value) > LONGEST_VALUE:
-            raise UserError(f"{key} is {len(value)} characters long; -m reads at most {LONGEST_VALUE}")
-        try:
-            values[key] = parser.parse_override(f"value={value}")
-        except (HydraException, RecursionError):
-            raise UserError(
-                f"{key}={value} cannot be read by -m: write a,b or range(1,4) for several values; for text with spaces "
-                f"or brackets, add a second pair of quotes: {key}=\"'…'\""
-            ) from None
-        if (CONFIGS / key).is_dir():
-            is_varied = values[key].is_sweep_override()
-            for choice in values[key].sweep_iterator() if is_varied else [values[key].value()]:
-                check_choice(key, str(choice))
-    return values
+    if len(value) > LONGEST_VALUE:
+        raise UserError(f"{key} is {len(value)} characters long; -m reads at most {LONGEST_VALUE}")
+    try:
+        return OverridesParser.create().parse_override(f"value={value}")
+    except (HydraException, RecursionError):
+        hint = type_of_key(RunConfig, key)
+        if any(map(is_text, typing.get_args(hint) or (hint,))) and "," not in value:
+            return None
+        raise UserError(
+            f"{key}={value} cannot be read by -m: write a,b or range(1,4) for several values; quote a text that has "
+            f"spaces, brackets or other special characters once more: {key}=\"'…'\" for one, {key}=\"'…','…'\" for two"
+        ) from None
 
 
-def launch(typed: dict[str, str], varied: list[str], group: str, folder: Path, for_hydra: list[str]) -> None:
+def launch(fixed: list[str], varied: list[str], group: str, folder: Path, for_hydra: list[str]) -> None:
     """Let Hydra start all runs. Each run writes its words and its exit code to a file in `folder`."""
     import hydra
 
-    names = list(typed)
+    keys = [word.partition("=")[0] for word in varied]
 
     def run_job(_: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -121,23 +131,23 @@ def launch(typed: dict[str, str], varied: list[str], group: str, folder: Path, f
 
         job = HydraConfig.get()
         overrides = OverridesParser.create().parse_overrides(list(job.overrides.task))
-        given = {names[int(override.key_or_group.removeprefix("value"))]: override.value() for override in overrides}
-        words = [f"{key}={as_text(value)}" for key, value in given.items()]
-        own = [word for word in words if word.partition("=")[0] in varied]
+        given = {int(override.key_or_group.removeprefix("value")): override.value() for override in overrides}
+        own = [f"{keys[number]}={as_text(value)}" for number, value in sorted(given.items())]
         print(f"sweep: run {job.job.num + 1}: {' '.join(own)}", flush=True)
         task = cluster_task()
-        command = module_command("andrea", ["train", *words, f"name={run_name(own, group)}"])
+        command = module_command("andrea", ["train", *fixed, *own, f"name={run_name(own, group)}"])
         code = wait_for(command, module_environment() | task)
         if task.get("RANK", "0") == "0":
             (folder / f"{job.job.num:04d}.json").write_text(json.dumps({"words": own, "code": code}), encoding="utf-8")
         if code in INTERRUPTED:
             raise KeyboardInterrupt
 
-    numbered = [f"+value{number}={value}" for number, value in enumerate(typed.values())]
+    numbered = [f"+value{number}={word.partition('=')[2]}" for number, word in enumerate(varied)]
     quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", "hydra.output_subdir=null"]
-    place = [f"hydra.sweep.dir={folder.resolve()}", "hydra.sweep.subdir=."]
+    place = [f"hydra.sweep.dir=${{oc.env:{FOLDER}}}", "hydra.sweep.subdir=."]  # Hydra cannot read each path in a word
     argv, full_error = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = [sys.argv[0], "--multirun", *quiet, *place, *for_hydra, *numbered]
+    os.environ[FOLDER] = str(folder.resolve())
     os.environ[FULL_ERROR] = "1"  # otherwise Hydra prints its errors itself and exits with code 1
     try:
         hydra.main(config_path=None, config_name=None, version_base="1.3")(run_job)()

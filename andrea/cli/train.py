@@ -7,7 +7,7 @@ import time
 from andrea.cli.command_line import CommandLine, compose, read
 from andrea.cli.precompile_headers import precompile_headers
 from andrea.cli.sweep import SWITCHES, sweep
-from andrea.config import RunConfig, chosen_groups, parse, to_plain
+from andrea.config import RunConfig, check_combinations, chosen_groups, parse, parse_values, to_plain
 from andrea.runtime.own_parts import allowing
 from andrea.training.progress import FinishedRun
 
@@ -35,7 +35,9 @@ def train_one(argv: list[str]) -> FinishedRun:
         from andrea.training.planning.init_from import with_teachers
 
         composed = with_teachers(composed)
-    typed = parse(RunConfig, composed)  # without init_from, a wrong command line ends here, before torch is loaded
+    typed = parse_values(RunConfig, composed)
+    if not typed.resume:  # typed values of a resumed run are checked with those of the run
+        check_combinations(typed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
     with allowing(named, typed.trust):
         return new_or_resumed(typed, line, started)
@@ -55,7 +57,9 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.training.start import start
 
     check_source(typed)
-    config, progress, groups = with_length_and_name(typed), None, chosen_groups(line.groups)
+    is_named = "{" not in (typed.name or "")  # a name that has no places to fill in
+    config = typed if typed.resume and is_named else with_length_and_name(typed)
+    progress, groups = None, chosen_groups(line.groups)
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         left_auto = keys_left_auto(resume.flatten(to_plain(typed)))
@@ -79,6 +83,8 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             if not done:
                 ranks.from_rank_0(lambda: resume.show_resume(checkpoint, changes, saved, progress, config))
         elif config.resume:
+            check_combinations(typed)
+            config = with_length_and_name(typed)
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
         if config.dry_run:
             ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))

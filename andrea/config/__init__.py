@@ -6,7 +6,7 @@ from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
 from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values, settings_of_runs
 from andrea.config.keys import lay_over, nearest, with_current_keys, with_missing_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
-from andrea.config.parse import as_typed, parse, to_plain
+from andrea.config.parse import as_typed, check_combinations, parse, parse_values, to_plain
 from andrea.config.schema import (
     ON_LARGE_TEXT,
     AttentionConfig,
@@ -61,6 +61,7 @@ __all__ = [
     "TrainConfig",
     "UserError",
     "as_typed",
+    "check_combinations",
     "chosen_groups",
     "digest",
     "folder_name",
@@ -69,6 +70,7 @@ __all__ = [
     "lay_over",
     "nearest",
     "parse",
+    "parse_values",
     "readable_path",
     "recipe_fingerprint",
     "recipe_values",

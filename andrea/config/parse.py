@@ -26,7 +26,23 @@ def parse(kind: type, values: Any, path: str = "") -> Any:
     path: the dotted key of `values` ('' at the top), used in messages. Old names of keys are accepted.
     Raises UserError.
     """
+    config = parse_values(kind, values, path)
+    check_combinations(config, path)
+    return config
+
+
+def parse_values(kind: type, values: Any, path: str = "") -> Any:
+    """As `parse`, without checking combinations of values."""
     return parse_group(kind, with_current_keys(kind, values), path)
+
+
+def check_combinations(config: Any, path: str = "") -> None:
+    """Check the values of a dataclass, and of all dataclasses in it, against each other. Raises UserError."""
+    parts = config if isinstance(config, dict) else vars(config) if dataclasses.is_dataclass(config) else {}
+    for key, part in parts.items():
+        check_combinations(part, f"{path}.{key}" if path else key)
+    if type(config) in CHECKS:
+        CHECKS[type(config)](config, path)
 
 
 def parse_group(kind: type, values: Any, path: str) -> Any:
@@ -47,10 +63,7 @@ def parse_group(kind: type, values: Any, path: str) -> Any:
             parsed[field.name] = convert(hints[field.name], values[field.name], where)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"{where} is missing; set {where}=…")
-    config = kind(**parsed)
-    if kind in CHECKS:
-        CHECKS[kind](config, path)
-    return config
+    return kind(**parsed)
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ def checkpoint_facts(
         "groups": dict(groups),
         "run": run_id,
         "config": to_plain(config),
+        "working_folder": os.getcwd(),  # relative paths in `config` mean this folder
         "data": corpus.fingerprint,
         "tokenizer": corpus.tokenizer.identity,
         "ranks": ranks.size,

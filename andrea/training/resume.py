@@ -39,6 +39,7 @@ from andrea.config import (
 )
 from andrea.config.keys import member_type
 from andrea.runtime import torchrun
+from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import saved_shapes
@@ -70,12 +71,19 @@ OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 def find_resume(config: RunConfig) -> Checkpoint | None:
     """The checkpoint that `resume` names, or None for a new run. Raises UserError if that checkpoint does not exist."""
-    if not config.resume:
-        return None
+    found = named_or_newest(config) if config.resume else None
+    return found and with_found_paths(found)
+
+
+def named_or_newest(config: RunConfig) -> Checkpoint | None:
     if config.resume != "auto":
+        assert config.resume is not None
         found = locate(config.resume, Path(config.runs_dir), key="resume", newest=True)
         began = torchrun.recorded_run_folder()  # the run goes on from its own checkpoints, as soon as it has one
-        return (newest_whole(began) if began else None) or found
+        own = newest_whole(began) if began else None
+        if own is None and not config.name:
+            check_newest(found, config)
+        return own or found
     folder = torchrun.recorded_run_folder() or named_or_newest_run(config)
     if folder is None or not os.path.isdir(folder):
         return None
@@ -87,6 +95,41 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
 
 def named_or_newest_run(config: RunConfig) -> Path | None:
     return Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
+
+
+def check_newest(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Raises UserError if the run of the checkpoint went further: going on would cut the run's records after this step."""
+    run = run_folder_of(checkpoint)
+    if run is None or checkpoints_of(run)[-1].name == checkpoint.path.name:
+        return
+    newest = newest_whole(run, report=lambda line: None)
+    if newest is not None and newest.step > checkpoint.step:
+        is_usual = run.parent.resolve() == Path(config.runs_dir).resolve()
+        itself = typed_words(name=run.name, **({} if is_usual else {"runs_dir": run.parent}))
+        raise UserError(
+            f"resume={config.resume} is step {checkpoint.step}, but the run went on to step {newest.step}; add name=NEW to "
+            f"go on from this step in another run, or add {itself} to take the run itself back to it"
+        )
+
+
+def with_found_paths(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with relative paths in its configuration made absolute, if the run was started in another folder.
+
+    A path that does not exist there any more stays as it is.
+    """
+    started_in = checkpoint.state.get("working_folder")
+    if not isinstance(started_in, str) or started_in == os.getcwd():
+        return checkpoint
+
+    def found(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {name: found(inner, name) for name, inner in value.items()}
+        if isinstance(value, list) and key == "teachers":
+            return [found(inner, "path") for inner in value]
+        is_there = key == "path" and isinstance(value, str) and os.path.exists(os.path.join(started_in, value))
+        return os.path.join(started_in, value) if is_there else value
+
+    return dataclasses.replace(checkpoint, state=checkpoint.state | {"config": found(checkpoint.state["config"], "")})
 
 
 def without_run(checkpoint: Checkpoint) -> Checkpoint:

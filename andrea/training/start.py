@@ -115,7 +115,9 @@ def start(
     machine = Machine.of_rank(config.device, ranks)
     folder, holds_checkpoint = ranks.from_rank_0(lambda: folder_to_write(config, checkpoint))
     if checkpoint and not holds_checkpoint:
-        console.say(f"{checkpoint.path} is a copy outside the folder of its run; the run continues in {folder}")
+        console.say(
+            f"{checkpoint.path} is not in the folder of this run, and stays as it is; the run continues in {folder}"
+        )
         checkpoint = without_run(checkpoint)
     tokenizer = tokenizer_config(config, checkpoint)
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))

@@ -144,6 +144,21 @@ def test_hostile_yaml_is_refused_in_one_line(value: str) -> None:
     assert len(one_line(str(refused.value))) < 2100
 
 
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        ("train.steps=5", "train.steps=7"),
+        ("data.field=a", "data.field=b"),
+        ("model=gpt2", "model=andrea-nano"),
+        ("data.sources.a.weight=2", "data.sources={a: {kind: pystdlib}}"),
+    ],
+)
+def test_a_key_that_is_typed_twice_is_refused(earlier: str, later: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read(RunConfig, [earlier, "seed=1", later])
+    assert str(refused.value) == f"{earlier} and {later} both set {later.partition('=')[0]}; leave one out"
+
+
 def test_lists_may_be_written_or_repeated() -> None:
     assert configure(RunConfig, "train", ["logger.tags=[a, b]"]).logger.tags == ["a", "b"]
     assert configure(RunConfig, "train", ["logger.tags=a", "logger.tags=b"]).logger.tags == ["a", "b"]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from andrea.__main__ import main
 from andrea.checkpoint import checkpoints_of
 from andrea.config import UserError, lay_over
 from andrea.training.resume import flatten, merge, same
@@ -165,7 +166,7 @@ def test_a_false_state_is_refused_before_anything_is_written_or_moved(
     edit_state(run / "checkpoints" / "step-00000004", key, value)
     before = contents(tmp_path)
     with pytest.raises(UserError, match="step-00000004"):
-        tiny_run(f"resume={run / 'checkpoints' / 'step-00000004'}", "train.steps=6", "precision=fp32")
+        tiny_run(f"resume={run / 'checkpoints' / 'step-00000004'}", "name=first", "train.steps=6", "precision=fp32")
     assert contents(tmp_path) == before  # no data were prepared either
     assert "resuming" not in capsys.readouterr().out
 
@@ -181,7 +182,7 @@ def test_weights_that_are_not_finite_set_no_checkpoint_aside(run: Path, tmp_path
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     before = contents(run)
     with pytest.raises(UserError, match="not finite"):
-        tiny_run(f"resume={checkpoint}", "train.steps=6", "precision=fp32")
+        tiny_run(f"resume={checkpoint}", "name=first", "train.steps=6", "precision=fp32")
     assert contents(run) == before
 
 
@@ -199,7 +200,7 @@ def test_fields_of_other_versions_are_accepted(run: Path, tiny_run) -> None:
         ("val_loss", float("nan")),
     ):  # fmt: skip
         edit_state(checkpoint, key, value)
-    assert tiny_run(f"resume={checkpoint}", "train.steps=6", "precision=fp32") == 0
+    assert tiny_run(f"resume={checkpoint}", "name=first", "train.steps=6", "precision=fp32") == 0
 
 
 def test_the_data_are_named_before_they_are_prepared(run: Path, tmp_path: Path, tiny_run, capsys) -> None:
@@ -259,6 +260,62 @@ def test_a_length_by_flops_or_parameters_stays_where_the_text_has_fewer_tokens_t
     assert checkpoints_of(run)[-1].name == last
 
 
+# ------------------------------------------------------------------------- going on from an earlier step, or elsewhere
+
+
+def test_an_earlier_step_is_refused_unless_a_run_is_named(run: Path, tmp_path: Path, tiny_run, capsys) -> None:
+    before, named = contents(tmp_path), f"resume={run / 'checkpoints' / 'step-00000004'}"
+    with pytest.raises(
+        UserError, match="is step 4, but the run went on to step 8; add name=NEW .* or add name=first to "
+    ):
+        tiny_run(named, "train.steps=9")
+    with pytest.raises(UserError, match=f"or add name=first runs_dir={run.parent} to "):
+        tiny_run(named, "runs_dir=elsewhere")
+    with pytest.raises(UserError, match="name=other: .* exists and is not a run folder"):
+        (run.parent / "other" / "mine").mkdir(parents=True)
+        tiny_run(named, "name=other", "train.steps=6")
+    shutil.rmtree(run.parent / "other")
+    assert contents(tmp_path) == before
+    assert tiny_run(named, "name=second", "train.steps=6", "precision=fp32") == 0
+    assert contents(run) == {name: before[f"runs/first/{name}"] for name in contents(run)}
+    assert [path.name for path in checkpoints_of(run.parent / "second")] == ["step-00000006"]
+    assert tiny_run(named, "name=first", "train.steps=6", "precision=fp32") == 0
+    assert [path.name for path in checkpoints_of(run)] == ["step-00000004", "step-00000006"]
+    assert [path.name[:19] for path in run.glob("checkpoints/aside-*")] == ["aside-step-00000008"]
+    one, other = ((run.parent / name / "checkpoints" / "step-00000006") for name in ("first", "second"))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def test_typed_values_are_checked_with_those_of_the_run(tmp_path: Path, tiny_run, script) -> None:
+    """The default model has longer sequences than one step of this run has tokens, and a width that 7 does not divide."""
+    shape = ["model.d_model=28", "model.n_head=7", "model.sequence_length=16", "train.tokens_per_step=64"]
+    assert tiny_run("name=a", *shape, "train.steps=2", "train.sample_tokens=0") == 0
+    places = [f"resume={tmp_path / 'runs' / 'a'}", f"data_dir={tmp_path / 'data'}", "dry_run=true"]
+    assert script("train")([*places, "train.tokens_per_step=64", "model.n_head=7"]) == 0
+    with pytest.raises(UserError, match="train.tokens_per_step=128 cannot replace train.tokens_per_step=64 of the run"):
+        script("train")([*places, "train.tokens_per_step=128"])
+    with pytest.raises(UserError, match="less than one sequence"):
+        script("train")(["name=new", f"runs_dir={tmp_path}", "resume=auto", "train.tokens_per_step=64"])
+
+
+def test_a_relative_path_is_found_from_another_folder(
+    tmp_path: Path, notes: Path, tiny_run, monkeypatch, capsys
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    shutil.copytree(notes, tmp_path / "here" / "text")
+    monkeypatch.chdir(tmp_path / "here")
+    assert tiny_run("name=a", "data.path=text", "train.steps=2", "train.sample_tokens=0") == 0
+    monkeypatch.chdir(tmp_path / "there")
+    again = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "resume=a"]
+    assert main(["train", *again, "train.steps=4"]) == 0
+    out = capsys.readouterr().out
+    assert f"  data: text {tmp_path / 'here' / 'text'}\n" in out and "changed data.path" not in out
+    (tmp_path / "here").rename(tmp_path / "moved")  # from now on paths mean the working folder again
+    monkeypatch.chdir(tmp_path / "moved")
+    assert main(["train", *again, "train.steps=6", "data.path=text"]) == 0
+
+
 # -------------------------------------------------------------------------------------------- restarts by torchrun
 
 
@@ -298,7 +355,7 @@ def test_a_restart_before_the_run_has_begun_goes_back_to_the_named_checkpoint(
     """Not on from the newest one, which the user wants to abandon."""
     start(1)
     named = run / "checkpoints" / "step-00000004"
-    assert tiny_run(f"resume={named}", "train.steps=9") == 0
+    assert tiny_run(f"resume={named}", "name=first", "train.steps=9") == 0
     assert f"resuming {named}: step 4" in capsys.readouterr().out
 
 

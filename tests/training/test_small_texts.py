@@ -301,7 +301,7 @@ def test_patience_begins_the_decay_and_then_ends_the_run_also_if_it_was_resumed(
     whole = newest_whole(run)
     assert whole.step == 10
     for step in (4, 8):  # before the decay began, and after it
-        assert tiny_run(f"resume={run / 'checkpoints' / f'step-{step:08d}'}", *words) == 0
+        assert tiny_run(f"resume={run / 'checkpoints' / f'step-{step:08d}'}", "name=whole", *words) == 0
         again = newest_whole(run)
         assert (again.step, again.state["planned_steps"]) == (10, 12)
         assert again.state["evaluations_since_best"] == whole.state["evaluations_since_best"]

@@ -126,10 +126,14 @@ def new_run_folder(config: RunConfig) -> Path:
 def folder_to_write(config: RunConfig, checkpoint: Checkpoint | None) -> tuple[Path, bool]:
     """The folder that the run writes to, and whether it holds the checkpoint from which the run is resumed.
 
-    A checkpoint outside the folder of its run is a copy: the run continues in a new folder. Raises UserError.
+    A checkpoint outside the folder of its run is a copy: the run continues in a new folder. With a name of its own, the
+    run becomes another one, in the folder of this name. Raises UserError.
     """
     own = run_folder_of(checkpoint) if checkpoint else None
-    return (new_run_folder(config), False) if own is None else (own, True)
+    named = Path(config.runs_dir) / config.name if config.name else own
+    if own is None or named is None or named.resolve() != own.resolve():
+        return new_run_folder(config), False
+    return own, True
 
 
 @contextlib.contextmanager

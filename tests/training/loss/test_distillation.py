@@ -100,7 +100,7 @@ def test_a_run_learns_from_two_runs_and_resumes_exactly(tiny_run, tmp_path: Path
     teachers = once["config"]["train"]["teachers"]
     assert teachers == [str(newest_whole(runs / f"teacher-{seed}").path) for seed in (1, 2)]
     halfway = runs / "whole" / "checkpoints" / "step-00000003"
-    assert tiny_run(f"resume={halfway}", *QUICK) == 0
+    assert tiny_run(f"resume={halfway}", "name=whole", *QUICK) == 0
     assert newest_whole(runs / "whole").state["val_loss"] == once["val_loss"]
     assert tiny_run("name=alone", *QUICK) == 0
     assert newest_whole(runs / "alone").state["val_loss"] != once["val_loss"]

@@ -60,7 +60,7 @@ def train(
         given = {word.split("=")[0] for word in words}
         first = [word for word in tiny_words(tmp_path, notes, *QUIET) if word.split("=")[0] not in given]
         name = "name=b" if "name=b" in words else "name=a"
-        assert script("train")([*first, name, *words]) == 0
+        assert script("train")([*first, *dict.fromkeys([name, *words])]) == 0
         run = tmp_path / "runs" / name[5:]
         return newest_whole(run), read_lines(run / "metrics.jsonl")
 
