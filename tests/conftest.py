@@ -205,10 +205,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
 
 
 def tiny_words(place: Path, notes: Path, *words: str) -> list[str]:
-    """The command line that trains the tiny model on the notes under `place`/runs; `words` override the defaults."""
+    """The command line that trains the tiny model on the notes under `place`/runs; later `words` override earlier ones."""
     places = [f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}", "data=text", f"data.path={notes}"]
-    given = {word.split("=")[0] for word in words}
-    return [*(word for word in places + TINY if word.split("=")[0] not in given), *words]
+    listed = ("train.teachers=", "data.include=", "data.exclude=", "logger.tags=")  # keys whose words add up
+    typed = {(word if word.startswith(listed) else word.partition("=")[0]): word for word in [*places, *TINY, *words]}
+    return list(typed.values())
 
 
 def tiny_command(place: Path, notes: Path, *words: str) -> list[str]:

@@ -158,6 +158,14 @@ EVALUATE_NAMES = {
     "few_shot": "num_fewshot n_shot shots fewshot",
     "batch_size": "batch",
 }
+COMMANDS = {
+    "train": RunConfig,
+    "sample": SampleConfig,
+    "lens": LensConfig,
+    "export": ExportConfig,
+    "import": ImportConfig,
+    "evaluate": EvaluateConfig,
+}
 OTHER_NAMES: dict[Any, dict[str, str]] = {
     RunConfig: TRAINING_NAMES,
     SampleConfig: SAMPLING_NAMES,
@@ -247,7 +255,9 @@ def type_of_key(kind: type, key: str) -> Any:
     for name in key.split("."):
         inner = member_type(hint, name)
         if inner is None:
-            raise UserError(f"unknown key {key}{suggestion(kind, key)}")
+            others = [name for name, other in COMMANDS.items() if other is not kind and key in dotted_keys(other)]
+            belongs = f", which belongs to {' and '.join(others)}" if others else ""
+            raise UserError(f"unknown key {key}{belongs}{suggestion(kind, key)}")
         hint = inner
     return hint
 

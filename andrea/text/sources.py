@@ -68,10 +68,10 @@ class Source:
         self.usable_bytes: int | None = None  # of `check`
         if not self.files:
             why = "; ".join(self.unread.lines())
-            sought = "text" if kind == "text" else ".py"
-            raise UserError(
-                f"{key}={self.root} holds no {sought} file{f' ({why})' * bool(why)}; name a file or folder of text"
+            sought, remedy = (
+                ("text", "name a file or folder of text") if kind == "text" else (".py", "data=text reads text")
             )
+            raise UserError(f"{key}={self.root} holds no {sought} file{f' ({why})' * bool(why)}; {remedy}")
         self.bytes = sum(size for _, size, *_ in self.listing)
 
     @property

@@ -120,6 +120,7 @@ def test_a_bug_keeps_its_traceback() -> None:
         ("model.depth=3", "unknown key model.depth"),
         ("model=../gpt2", "not known"),
         ("seed.x=3", "unknown key"),
+        ("prompt=x", "unknown key prompt, which belongs to sample and lens; did you mean data.sample_prompt"),
         ("optimizer.lr=1", "unknown key optimizer.lr; did you mean optimizer.learning_rate"),
         ("--lr", r"key=value; did you mean optimizer.learning_rate=… or optimizer.matrix_learning_rate=…\?$"),
         ("batch_size", r"did you mean train.tokens_per_step=… or train.micro_batch=…\?$"),
@@ -181,6 +182,11 @@ def test_one_line_is_one_line(text: str) -> None:
 def test_a_key_without_an_equals_sign_is_shown_with_it(word: str) -> None:
     with pytest.raises(UserError, match=rf"^'{word}' is not of the form key=value; did you mean prompt=…\?$"):
         read(LensConfig, [word, "def main("])
+
+
+def test_a_key_of_another_command_is_named_with_it() -> None:
+    with pytest.raises(UserError, match="^unknown key model.sequence_length, which belongs to train"):
+        read(SampleConfig, ["model.sequence_length=256"])
 
 
 def test_a_text_without_its_key_is_told_the_key() -> None:

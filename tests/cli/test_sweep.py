@@ -42,7 +42,7 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
         (["seed"], "key=value"),
         (["data.path={a,b", "seed=1,2"], "data.path={a,b"),
         (["seed=1,2", "seed=3"], "seed=1,2 and seed=3 both set seed"),
-        (["runs_dir=a,b"], "runs_dir holds all runs"),
+        (["logger.group=a,b"], "logger.group holds all runs"),
         (["hydra.nonsense=1", "seed=1,2"], "hydra.nonsense=1 is refused by Hydra"),
         (["hydra/launcher=nope", "seed=1,2"], "hydra/launcher=nope"),
         (["hydra.sweep.dir=${nope}", "seed=1,2"], "hydra.sweep.dir"),
