@@ -30,15 +30,15 @@ def words(tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 
 def interrupted(words: list[str], script, capsys, monkeypatch) -> str:
     """What a run prints that is interrupted at its sixth step."""
-    batches = TrainingStep.batches
+    batch = TrainingStep.batch
 
-    def with_ctrl_c(self: TrainingStep, step: int) -> list[Batch]:
+    def with_ctrl_c(self: TrainingStep, step: int) -> Batch:
         if step == 5:
             signal.raise_signal(signal.SIGINT)
-        return batches(self, step)
+        return batch(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingStep, "batches", with_ctrl_c)
+        patch.setattr(TrainingStep, "batch", with_ctrl_c)
         code, out, err = run_script(script("train"), words, capsys)
     assert code == 130, out + err
     return out
