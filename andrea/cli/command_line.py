@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.config import LARGEST_INTEGER, Text, UserError, group_files, lay_over, parse
+from andrea.config import LARGEST_INTEGER, ImportConfig, Text, UserError, group_files, lay_over, parse
 from andrea.config.keys import key_types, not_key_value, type_of_key
 from andrea.runtime import shared_cores, torchrun
 from andrea.runtime.files import REMEDIES, StorageFailed
@@ -118,8 +118,9 @@ def read(kind: type, argv: list[str]) -> CommandLine:
             raise not_key_value(kind, word, hint_for_text(kind, word))
         if key[:1] in "+~":
             raise UserError(f"{word!r}: keys cannot be added (+) or removed (~); write {key.lstrip('+~')}=…")
+        key = "source" if (kind, key) == (ImportConfig, "from") else key  # no field of a dataclass can be called `from`
         hint = type_of_key(kind, key)
-        check_once(words, word, hint)
+        check_once(words, key, word, hint)
         if dataclasses.is_dataclass(hint):
             groups[key] = value
         elif typing.get_origin(hint) is list:
@@ -133,12 +134,12 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     return CommandLine(groups, values)
 
 
-def check_once(words: dict[str, str], word: str, hint: Any) -> None:
+def check_once(words: dict[str, str], key: str, word: str, hint: Any) -> None:
     """Add a word key=value to the words before it, by key. Raises UserError if it replaces one of them without a word.
 
     hint: the type of the key. The words of a list add up. One value of a mapping may be set after the mapping.
     """
-    key, kind = word.partition("=")[0], typing.get_origin(hint)
+    kind = typing.get_origin(hint)
     for other, earlier in words.items():
         if (other == key and kind is not list) or (kind is dict and other.startswith(f"{key}.")):
             raise UserError(f"{earlier} and {word} both set {key}; leave one out")

@@ -64,9 +64,7 @@ def export(argv: list[str]) -> int:
 
 def import_(argv: list[str]) -> int:
     """Read a model of Hugging Face's layout (GPT-2, Llama, Qwen3, …) into a checkpoint, and prove it equal."""
-    words = to_key_value(argv, positional="source")
-    from_is_source = [f"source={word[5:]}" if word.startswith("from=") else word for word in words]  # Python has `from`
-    config = configure(ImportConfig, "import", from_is_source)
+    config = configure(ImportConfig, "import", to_key_value(argv, positional="source"))
 
     from andrea.interop.importing.import_model import import_model
 

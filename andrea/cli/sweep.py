@@ -89,7 +89,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
             continue
         if not equals:
             raise not_key_value(RunConfig, word)
-        check_once(words, word, type_of_key(RunConfig, key))
+        check_once(words, key, word, type_of_key(RunConfig, key))
         override = read_value(key, value)
         is_varied = override is not None and override.is_sweep_override()
         text = as_text(override.value()) if override and not is_varied and value[:1] in ("'", '"') else value

@@ -34,7 +34,8 @@ def started(*words: str) -> bool:
 
 def test_nothing_is_started_where_headers_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("device=cuda", "device=mps", "compile=off", "dry_run=true"):
-        assert not started(*LONG, other), other
+        kept = [word for word in LONG if word.partition("=")[0] != other.partition("=")[0]]
+        assert not started(*kept, other), other
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_RANK", "1")
         assert not started(*LONG)
