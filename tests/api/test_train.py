@@ -22,7 +22,7 @@ def figures_of(folder: Path) -> list[float]:
 
 
 def test_it_is_the_run_of_the_command(tmp_path: Path, notes: Path, script) -> None:
-    words = [*tiny_words(tmp_path, notes), *SHORT]
+    words = tiny_words(tmp_path, notes, *SHORT)
     run = andrea.train(*words, "name=called")
     assert script("train")([*words, "name=typed"]) == 0 == run.exit_code
     assert figures_of(run.folder) == figures_of(tmp_path / "runs" / "typed") != []
@@ -51,10 +51,10 @@ def test_the_process_is_as_it_was_before(tmp_path: Path, notes: Path, gradients:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with torch.set_grad_enabled(gradients):
         before = settings()
-        assert andrea.train(*tiny_words(tmp_path, notes), *SHORT).exit_code == 0
+        assert andrea.train(*tiny_words(tmp_path, notes, *SHORT)).exit_code == 0
         assert settings() == before
         with pytest.raises(andrea.UserError):
-            andrea.train(*tiny_words(tmp_path, notes), *SHORT, "device=cuda:99")
+            andrea.train(*tiny_words(tmp_path, notes, *SHORT, "device=cuda:99"))
         assert settings() == before
 
 
@@ -63,7 +63,7 @@ def test_no_memory_is_read_before_it_is_written(
     tmp_path: Path, notes: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where torch fills new tensors with NaN, which a run switches off, the figures are the same."""
-    words = [*tiny_words(tmp_path, notes), *SHORT, f"precision={precision}", "model.d_model=32", "model.n_head=2"]
+    words = tiny_words(tmp_path, notes, *SHORT, f"precision={precision}", "model.d_model=32", "model.n_head=2")
     plain = andrea.train(*words, "name=plain")
     torch.utils.deterministic.fill_uninitialized_memory = True
     monkeypatch.setattr(torch._C, "_set_deterministic_fill_uninitialized_memory", lambda on: None)
@@ -74,7 +74,7 @@ def test_no_memory_is_read_before_it_is_written(
 
 def test_it_trains_outside_the_main_thread(tmp_path: Path, notes: Path) -> None:
     runs = []
-    words = [*tiny_words(tmp_path, notes), *SHORT]
+    words = tiny_words(tmp_path, notes, *SHORT)
     thread = threading.Thread(target=lambda: runs.append(andrea.train(*words)))
     thread.start()
     thread.join()

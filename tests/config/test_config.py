@@ -224,7 +224,8 @@ def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None
 )
 def test_values_that_no_machine_supports_are_refused(word: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        make("data=mixture" if "sources" in word else "data=text", "data.path=x", word)
+        path = [] if word.startswith("data.path=") else ["data.path=x"]
+        make("data=mixture" if "sources" in word else "data=text", *path, word)
 
 
 @pytest.mark.parametrize(

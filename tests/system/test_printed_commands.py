@@ -25,6 +25,7 @@ def words(tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     place = tmp_path / "my place"
     place.mkdir()
     monkeypatch.chdir(place)
+    monkeypatch.setenv("COLUMNS", "1000")  # a narrow terminal gets each command on a line of its own
     return tiny_words(place, notes, *PLACES, "name=k 9", "train.lens_prompt=", "train.sample_tokens=0")
 
 
