@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+os.environ.pop("COLUMNS", None)  # 80 in the workers of pytest-xdist, where no output goes to a terminal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist runs one process per core
 os.environ.setdefault("TRITON_INTERPRET", "1")  # runs our kernels without a GPU; Triton reads it at import
 

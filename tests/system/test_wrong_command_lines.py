@@ -97,7 +97,7 @@ TRAIN_WRONG = [
     ([*TEXT, "tokenizer=bpe", "tokenizer.path={place}/absent"], "tokenizer.path"),
     ([*TEXT, "name=good"], "name"),
     ([*TEXT, "name=good", "resume=auto", "train.steps=9", "model.d_mlp=32"], "model.d_mlp"),
-    ([*TEXT, "name=good", "resume=auto", "train.steps=9", "tokenizer.kind=bpe"], "tokenizer.vocab_size"),
+    ([*TEXT, "name=good", "resume=auto", "train.steps=9", "tokenizer.kind=bpe"], "tokenizer.kind"),
     ([*TEXT, "resume={place}/absent"], "resume"),
     ([*TEXT, "resume={place}/truncated"], "truncated"),
     ([*TEXT, "init_from={place}/foreign"], "foreign"),

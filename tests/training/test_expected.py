@@ -162,7 +162,7 @@ def test_a_resumed_run_is_compared_if_it_has_followed_one_recipe(
     quiet = ["health.samples=0", "train.lens_prompt=", "train.sample_tokens=0", "optimizer.warmup_steps=2"]
     assert tiny_run("name=a", *first, *quiet) == 0
     run = tmp_path / "runs" / "a"
-    again = [f"runs_dir={run.parent}", f"data_dir={tmp_path / 'data'}", "name=b", "train.steps=12", *then]
+    again = [f"runs_dir={run.parent}", f"data_dir={tmp_path / 'data'}", "name=a", "train.steps=12", *then]
     assert script("train")([f"resume={run / 'checkpoints' / 'step-00000004'}", *again]) == 0
     (found,) = [each for folder in run.parent.iterdir() for each in [evaluations(tmp_path, folder.name)] if 12 in each]
     assert ("expected/bpb" in found[12]) == compared

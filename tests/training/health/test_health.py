@@ -31,8 +31,14 @@ N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91
 DATA = DataSummary({"code": 0.75, "notes": 0.25}, {"code": 1000, "notes": 500}, UNIGRAM)
 
 
+def configured(*words: str) -> RunConfig:
+    """The run of these words, of which a later one replaces an earlier one."""
+    typed = {word.partition("=")[0]: word for word in ("optimizer.warmup_steps=5", *words)}
+    return configure(RunConfig, "train", list(typed.values()))
+
+
 def make_health(*words: str) -> Health:
-    run = configure(RunConfig, "train", ["optimizer.warmup_steps=5", *words])
+    run = configured(*words)
     return Health(run, N_VOCAB, DATA, None)
 
 
@@ -328,7 +334,7 @@ def every_message(notes: Path, folder: Path, *words: str) -> dict[str, str]:
     messages |= found(noted(clipped, steady(50, 1.9)), seen(110, later, tokens=5400, heads=heads([0.999] * 10)))
     messages |= found(noted(make(), steady(20, 4.2)), seen(20)) | found(noted(make(), steady(60, 3.3)), seen(60))
     reference = notes_reference(notes, folder)[1]
-    run = configure(RunConfig, "train", ["optimizer.warmup_steps=5", "name=a b", *words])
+    run = configured("name=a b", *words)
     for text in ("region ", "games, ", "''''' ", None):
         drawn = np.random.default_rng(1).choice(["to", "of", "and", "it"], 80)
         sample = text * 30 if text else " ".join(drawn)
