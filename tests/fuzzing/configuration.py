@@ -13,7 +13,7 @@ from hypothesis.strategies import SearchStrategy
 
 from andrea.cli.command_line import compose, lay_over, read
 from andrea.cli.key_value import to_key_value
-from andrea.cli.sweep import read_values, split
+from andrea.cli.sweep import split
 from andrea.config import CompareConfig, DashboardConfig, LensConfig, RunConfig, SampleConfig, parse
 from andrea.training.planning.dry_run import describe as describe_plan
 from andrea.training.planning.length import with_length_and_name
@@ -114,7 +114,7 @@ def make_configurations(folder: Path) -> Handler:
     def handle(tried: tuple[type, list[str], int]) -> None:
         kind, words, number = tried
         if kind is RunConfig and number % 10 == 0:
-            read_values(split(words)[0])
+            split(words)
         if kind is CompareConfig:
             words = to_key_value(words, positional="runs")
         if kind is DashboardConfig:
