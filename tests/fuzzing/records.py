@@ -122,6 +122,7 @@ def check_accounts(path: Path, good: bytes) -> list[str]:
 def make_records(folder: Path) -> Handler:
     run = DamagedRecords(folder)
     typed = parse(RunConfig, compose("train", read(RunConfig, [*run.words, "resume=auto"])))
+    listed = parse(RunsConfig, compose("runs", read(RunsConfig, [f"runs_dir={run.runs}"])))
 
     def resume(step: int, say: list[str]) -> None:
         """What `train.py resume=auto` does with the run folder before it trains."""
@@ -137,7 +138,7 @@ def make_records(folder: Path) -> Handler:
     def look(complaints: dict[str, list[str]]) -> None:
         """What `andrea runs` and `andrea compare` read. Raises UserError if both leave the run out by name."""
         said: list[str] = []
-        show_runs(parse(RunsConfig, {"runs_dir": str(run.runs)}), said.append)
+        show_runs(listed, said.append)
         compared, left_out = read_runs([run.run])
         if compared:
             comparison = compare_runs(compared, left_out, None, None, 0)
