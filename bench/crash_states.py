@@ -289,7 +289,9 @@ def without_times(path: Path, content: bytes) -> Any:
     if path.name in ("state.json", "manifest.json", "run.json"):
         with contextlib.suppress(ValueError):
             loaded = json.loads(content)
-            return without_keys(loaded, {"seconds", "run"} if path.name != "manifest.json" else {"state.json"})
+            return without_keys(
+                loaded, {"seconds", "run", "working_folder"} if path.name != "manifest.json" else {"state.json"}
+            )
     return content
 
 

@@ -67,7 +67,11 @@ def outcome(setting: Setting) -> dict[str, Any]:
     return {
         "text": {path.name: file_sha256(path) for path in sorted(prepared.iterdir()) if path.suffix != ".json"},
         "files": {path.name: file_sha256(path) for path in sorted(last.glob("*.safetensors"))},
-        "state": {key: digest(value) for key, value in state.items() if key not in ("seconds", "run", "config")},
+        "state": {
+            key: digest(value)
+            for key, value in state.items()
+            if key not in ("seconds", "run", "config", "working_folder")
+        },
         "config": digest(config),
         "best": (run / "checkpoints" / "best").read_text(),
         **{name: records_of(run / f"{name}.jsonl") for name in ("metrics", "samples", "health")},
