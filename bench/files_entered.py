@@ -57,7 +57,7 @@ def main() -> None:
             andrea.main(["train", *words])
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
     start, step = visited.parts[0], visited.parts[COUNTED_STEP]
     lines = {name: (PACKAGE / name).read_text(encoding="utf-8").count("\n") for name in start | step}
     for title, part in (("one step", step), ("from the command to the loop", start)):

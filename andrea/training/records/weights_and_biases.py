@@ -107,7 +107,7 @@ class Wandb(Logger):
         """Context in which an error ends wandb's process. It would fail again when Python exits, and print a traceback."""
         try:
             yield
-        except Exception:
+        except Exception:  # whatever it is: it is raised again, and Records.guest turns it into one line
             import wandb
 
             self.run = None
