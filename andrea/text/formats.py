@@ -218,12 +218,17 @@ def values_of_array(open_file: OpenFile) -> Iterator[Any]:
     decoder, at = json.JSONDecoder(), 1
     with io.TextIOWrapper(open_file(), "utf-8", newline="") as file:
         text = file.read(PIECE_BYTES).lstrip()
-        while text.startswith("[") or at != 1:
+        if not text.startswith("["):
+            return
+        while True:
             at = BETWEEN.match(text, at).end()
             if text.startswith("]", at):
                 return
             try:
-                value, at = decoder.raw_decode(text, at)
+                value, end = decoder.raw_decode(text, at)
+                if end == len(text) and isinstance(value, (int, float)):
+                    raise ValueError("the number may go on")
+                at = end
             except (ValueError, RecursionError):
                 text, at = text[at:], 0
                 more = file.read(max(PIECE_BYTES, len(text)))  # twice as much each time: a long value is decoded seldom

@@ -141,7 +141,9 @@ def test_a_list_of_records_of_an_unknown_form_is_read_as_it_stands_and_named(tmp
 @settings(max_examples=80, deadline=None)
 @given(
     values=st.lists(
-        st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+        st.recursive(
+            st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+        )
     ),
     piece=st.integers(1, 40),
     cut=st.integers(0, 30),
