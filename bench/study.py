@@ -203,7 +203,11 @@ class Study:
 
     @functools.cache  # noqa: B019
     def config(self, words: tuple[str, ...]) -> RunConfig:
-        return configure(RunConfig, "train", [*words, *self.chosen.words])
+        return configure(RunConfig, "train", self.replaced(words))
+
+    def replaced(self, words: tuple[str, ...]) -> list[str]:
+        """A variant's words replace the shape's, and the command line's replace both."""
+        return list({word.partition("=")[0]: word for word in (*words, *self.chosen.words)}.values())
 
     def steps(self, variant: Variant) -> int:
         """As many as the shape's tokens, or the variant's share of them, take."""

@@ -76,7 +76,7 @@ def train(study: Study, words: list[str], name: str) -> subprocess.Popen:
     place = study.place
     words = [*words, f"runs_dir={place / 'runs'}", f"data_dir={place.parent / 'data'}", f"name={name}"]
     with open(place / f"{name}.txt", "w", encoding="utf-8") as log:
-        command = [sys.executable, str(ROOT / "train.py"), *words, *study.chosen.words]
+        command = [sys.executable, str(ROOT / "train.py"), *study.replaced(tuple(words))]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 

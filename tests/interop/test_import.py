@@ -389,6 +389,14 @@ def test_settings_that_compute_nothing_may_have_any_type(copied: Folder, tmp_pat
     assert main(["import", f"from={folder}", f"out={tmp_path / 'in'}"]) == 0
 
 
+def test_two_values_of_one_setting_are_refused_before_a_model_is_built(copied: Folder, tmp_path: Path) -> None:
+    folder = copied("gpt2")
+    edited(num_hidden_layers=1 << 29)(folder)  # transformers takes it for n_layer
+    with pytest.raises(UserError, match="num_hidden_layers=536870912 and n_layer=3 of config.json are one setting"):
+        main(["import", f"from={folder}", f"out={tmp_path / 'in'}"])
+    assert not (tmp_path / "in").exists()
+
+
 def test_a_tensor_of_many_dimensions_is_refused_by_its_header(copied: Folder, tmp_path: Path) -> None:
     folder = copied()
     header = json.dumps({"x": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}}).encode()

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from andrea.config import UserError
 from andrea.interop.hugging_face.program import LoadedByTransformers
 from andrea.text.hf_tokenizer import HfTokenizer, foreign_library
 
@@ -40,6 +41,11 @@ class ImportedByTransformers(LoadedByTransformers):
 
             return AndreaForCausalLM, AndreaConfig(**values)
         config = self.transformers.AutoConfig.for_model(model_type, **values)
+        for alias, key in config.attribute_map.items():
+            if alias in values and values[alias] != values.get(key):
+                raise UserError(
+                    f"{alias}={values[alias]!r:.60} and {key}={values.get(key)!r:.60} of config.json are one setting; copy it again"
+                )
         with torch.device("meta"):
             return type(self.transformers.AutoModelForCausalLM.from_config(config)), config
 

@@ -22,8 +22,9 @@ CPU = torch.device("cpu")
 
 
 def tiny_run(*words: str) -> RunConfig:
-    tiny = ["model.d_model=24", "model.n_layer=3", "model.n_head=3", "model.d_mlp=40", "model.sequence_length=11"]
-    return configure(RunConfig, "train", [*tiny, "train.tokens_per_step=11", *words])
+    tiny = ["model.d_model=24", "model.n_layer=3", "model.n_head=3", "model.d_mlp=40"]
+    length = [] if words else ["model.sequence_length=11", "train.tokens_per_step=11"]
+    return configure(RunConfig, "train", [*tiny, *length, *words])
 
 
 @pytest.mark.parametrize(
