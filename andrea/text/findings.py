@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from pathlib import PurePosixPath
 from andrea.runtime.streams import printable
 
 NAMED_AT_MOST = 3
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE)  # a run without such a file would have other data
 FIELDS_NAMED_AT_MOST, FIELD_CHARACTERS = 12, 40
 NUMBERED = re.compile(r"(\.\d+)+$")  # libm.so.6 ends in .so
 
@@ -36,6 +38,12 @@ class Findings:
     def leave_out_file(self, reason: str, name: str) -> None:
         self.n_file_left_out += 1
         self.leave_out(reason, name)
+
+    def leave_out_unreadable(self, error: Exception, name: str, reason: str = "unreadable") -> None:
+        """Count a file or folder that cannot be read. Raises the error if it may be another one the next time."""
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise error
+        self.leave_out_file(reason, name)
 
     def leave_out_binary(self, name: str) -> None:
         """Count a file as left out. Binary files are named by their endings, because there may be many."""

@@ -83,8 +83,8 @@ def documents_of(path: Path, name: str, field: str | None, findings: Findings) -
             f"expands to more than {LARGEST_RATIO} times its size, which text hardly ever does", name
         )
         return
-    except (OSError, EOFError, zlib.error):  # of the last two, gzip raises some
-        findings.leave_out_file("unreadable", name)
+    except (OSError, EOFError, zlib.error) as error:  # of the last two, gzip raises some
+        findings.leave_out_unreadable(error, name)
         return
     if trailing:
         findings.add(TRAILING, name)
@@ -182,8 +182,8 @@ def documents_of_jsonl(open_file: OpenFile, name: str, field: str | None, findin
     """One document for each line of JSON."""
     try:
         file = open_file()
-    except OSError:
-        findings.leave_out_file("unreadable", name)
+    except OSError as error:
+        findings.leave_out_unreadable(error, name)
         return
     with file:
         for index, line in enumerate(file):
@@ -311,8 +311,8 @@ def documents_of_parquet(path: Path, name: str, field: str | None, findings: Fin
             )
             for index, row in enumerate(rows):
                 yield from documents_of_record(row, f"{name}#{index}", field, findings)
-    except (pyarrow.ArrowException, OSError):
-        findings.leave_out_file("unreadable parquet", name)
+    except (pyarrow.ArrowException, OSError) as error:
+        findings.leave_out_unreadable(error, name, "unreadable parquet")
 
 
 def has_one_of_each(columns: list[str], fields: tuple[str, ...], name: str, findings: Findings) -> bool:

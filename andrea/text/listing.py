@@ -86,8 +86,8 @@ def list_text(root: Path) -> Listing:
         try:
             with open(path, "rb") as file:
                 head = file.read(HEAD_BYTES)
-        except OSError:
-            findings.leave_out_file("unreadable", name)
+        except OSError as error:
+            findings.leave_out_unreadable(error, name)
             continue
         if reason := other_format(head, path.suffix.lower()):
             findings.leave_out_file(reason, name)
@@ -136,8 +136,8 @@ class Walk:
             prefix, folder, reason, ignore = waiting.pop()
             try:
                 here, entries = identity(folder.stat()), sorted(os.scandir(folder), key=lambda entry: entry.name)
-            except OSError:
-                self.findings.leave_out_file("unreadable", prefix)
+            except OSError as error:
+                self.findings.leave_out_unreadable(error, prefix)
                 continue
             if here in self.folders:
                 continue
@@ -163,8 +163,8 @@ class Walk:
     def take(self, name: str, path: Path) -> list[FoundFile]:
         try:
             stat = path.stat()
-        except OSError:
-            self.findings.leave_out_file("unreadable", name)
+        except OSError as error:
+            self.findings.leave_out_unreadable(error, name)
             return []
         if not S_ISREG(stat.st_mode):
             self.findings.leave_out_file("neither file nor folder", name)
@@ -179,8 +179,8 @@ class Walk:
         """The files that the link at `path` leads to and that are not listed yet."""
         try:
             stat = path.stat()
-        except OSError:  # the target is gone, or a link to itself
-            self.findings.leave_out_file("broken link", name)
+        except OSError as error:  # the target is gone, or a link to itself
+            self.findings.leave_out_unreadable(error, name, "broken link")
             return []
         if identity(stat) in self.around:
             self.findings.leave_out_file("link to a folder that contains it", name)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from andrea.config import UserError
 from andrea.runtime.files import size_words
 from andrea.text.encodings import cut_at, whole_blocks
-from andrea.text.findings import Findings
+from andrea.text.findings import PASSING, Findings
 from andrea.text.formats import Document, documents_of
 from andrea.text.listing import Selection, list_python, list_text, selected
 
@@ -61,6 +61,8 @@ class Source:
         try:
             found = list_text(self.root) if kind == "text" else list_python(self.root, NOT_LIBRARY)
         except OSError as error:
+            if error.errno in PASSING:
+                raise
             raise UserError(f"{key}={self.root} cannot be read: {error.filename}: {error.strerror}") from error
         found = selected(found, selection, self.prefix)
         # [name, bytes, time of the last change, …] of each file, for the hash in the prepared folder's name

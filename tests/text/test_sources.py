@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import hashlib
 import json
+import os
+import resource
 import sys
 import sysconfig
 from pathlib import Path
@@ -171,6 +175,24 @@ def test_a_file_that_vanishes_is_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").unlink()
     said: list[str] = []
     assert source.check(said.append) == 90 and any("1 (unreadable): b.jsonl" in line for line in said)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_too_few_open_files_stop_a_start_and_leave_nothing_out(name: str, spare: int, tmp_path: Path) -> None:
+    content = b'{"text": "more"}\n' * 9
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    os.close(first_free := os.dup(0))
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + spare, usual[1]))
+    try:
+        n_byte = Source("s", "text", tmp_path).check(lambda line: None)
+    except OSError as error:
+        assert error.errno == errno.EMFILE
+    else:
+        assert spare and n_byte
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
