@@ -239,6 +239,7 @@ class Setting:
     def start(self, disk: Path, prepare: Callable[[], None]) -> Any:
         def prepared() -> None:
             os.chdir(disk)
+            multiprocessing.current_process()._config["daemon"] = False  # else an import cannot start its own process
             prepare()
 
         with open(disk.with_name("output"), "w") as output, open(disk.with_name("errors"), "w") as errors:
@@ -427,7 +428,10 @@ def failed(setting: Setting, number: int, error: int, disk: Path) -> dict[str, A
     if again != 0 and not (again == 2 and setting.done and setting.done in errors):
         row["resumed"] = f"exit code {again}: {errors[-600:]}"
     different = differing(outcome_on(disk), setting.reference)
-    optional = {path for path in different if path.startswith(OPTIONAL)}
+    # A newer checkpoint that could not be read is kept under another name when the run goes on from an older one.
+    optional = {
+        path for path in different if path.startswith(OPTIONAL) or ("/aside-" in path and "aside" in output + errors)
+    }
     if different and has_said and code == 0 and (call.path.startswith("text") or set(different) <= optional):
         row["without"] = different
     elif different:

@@ -21,7 +21,7 @@ from andrea.interop.hugging_face.target import HuggingFace
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.interop.settings import Trained
 from andrea.interop.target import Target
-from andrea.runtime.files import flush_files_of, flush_to_disk, staging_path, storing
+from andrea.runtime.files import publish_folder, staging_path, storing
 from andrea.runtime.own_parts import is_own
 
 PROOF_FAILED = 1  # exit code
@@ -71,9 +71,7 @@ def publish(staging: Path, folder: Path, record: dict[str, Any], card: str) -> N
     """Add proof.json and README.md to the staging folder, and give it its name. Raises OSError."""
     (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (staging / "README.md").write_text(card, encoding="utf-8")
-    flush_files_of(staging)
-    os.rename(staging, folder)
-    flush_to_disk(folder.parent)
+    publish_folder(staging, folder)
 
 
 def folder_of(config: ExportConfig, checkpoint: Checkpoint) -> Path:

@@ -162,6 +162,13 @@ def flush_files_of(folder: Path) -> None:
         flush_to_disk(path)
 
 
+def publish_folder(staging: Path, folder: Path) -> None:
+    """Give a folder of files its final name, when both would outlast a loss of power. Raises OSError."""
+    flush_files_of(staging)
+    os.replace(staging, folder)
+    flush_to_disk(folder.parent)
+
+
 def read_plain_file(path: Path, most_bytes: int) -> bytes:
     """The content of a small file that may come from somebody else.
 

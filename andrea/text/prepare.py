@@ -23,7 +23,7 @@ from andrea.config import TokenizerConfig, UserError
 from andrea.runtime.files import (
     exclusive_lock,
     flush_files_of,
-    flush_to_disk,
+    publish_folder,
     remove_unfinished,
     replace_text,
     size_words,
@@ -263,9 +263,7 @@ def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], rep
     fingerprint = fingerprint_of(tokenizer.identity, meta)
     head = {"format_version": FORMAT_VERSION, "source": folder.source.name, "tokenizer": tokenizer.identity}
     replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
-    flush_files_of(folder.partial)
-    os.replace(folder.partial, folder.path)
-    flush_to_disk(folder.path.parent)
+    publish_folder(folder.partial, folder.path)
     train_size, val_size = (size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
     report(
         f"{folder.source.name}: prepared {train_size} of training text and {val_size} of validation text in "

@@ -26,7 +26,7 @@ from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, r
 from andrea.interop.importing.program import ImportedByTransformers
 from andrea.interop.importing.source import CONFIG, folder_of, is_ckpt, open_weights, read_config, tensors_of
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
-from andrea.runtime.files import exclusive_lock, staging_path, storing
+from andrea.runtime.files import exclusive_lock, publish_folder, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
@@ -203,7 +203,7 @@ def proof_of(folder: Path, settings: dict[str, Any], imported: Path, text: Path 
 def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
     """Write proof.json beside the checkpoint's files, and give the folder its name. Raises OSError."""
     (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.rename(staging, out)
+    publish_folder(staging, out)
 
 
 def name_of(folder: Path, named: str) -> str:
