@@ -1,7 +1,7 @@
-"""The page of a run, `run.html` in its folder: its curves, heads and samples. Made again at each evaluation and sample.
+"""The page of a run, `run.html` in its folder: its curves, heads, samples and settings. Made again at each evaluation.
 
-It is the page that `python -m andrea compare runs/NAME` writes. Training gets the class as an argument, as one of its
-loggers.
+It is the page that `python -m andrea compare runs/NAME` writes, with links to the run's lens pages. Training gets the
+class as an argument, as one of its loggers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RunPage(Logger):
             run = read_run(self.folder, self.folder.resolve().name)
         except LeftOut:
             return
-        page = render_page(compare_runs([run], [], None, None, seed=0))
-        replace_text(self.folder / PAGE_NAME, page)
+        lenses = [f"lens/{path.name}" for path in sorted((self.folder / "lens").glob("*.html"))]
+        replace_text(self.folder / PAGE_NAME, render_page(compare_runs([run], [], None, None, seed=0), lenses))
 
     def record(self, record: dict[str, Any]) -> None:
         if "val/loss" in record:
@@ -42,10 +42,10 @@ class RunPage(Logger):
         self.draw()
 
     def page(self, page: dict[str, Any]) -> None:
-        pass
+        self.draw()
 
     def alert(self, alert: dict[str, Any]) -> None:
         pass
 
     def finish(self, exit_code: int) -> None:
-        pass
+        self.draw()  # a run that goes on after its last page was written has no other event

@@ -32,9 +32,14 @@ def test_the_page_is_written_at_evaluations_and_samples(tmp_path: Path) -> None:
     (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     logger.sample(RECORD | sample)
     assert data_of(page)["samples"] == [sample]
-    for ignored in (logger.page, logger.alert):
-        ignored(RECORD)
+    logger.alert(RECORD)
+    (folder / "lens").mkdir()
+    (folder / "lens" / "step-00000100.html").touch()
+    logger.page(RECORD)
+    assert data_of(page)["lenses"] == ["lens/step-00000100.html"]
+    page.unlink()
     logger.finish(0)
+    assert data_of(page)["lenses"] == ["lens/step-00000100.html"]
 
 
 def test_there_is_no_page_before_the_first_checkpoint(tmp_path: Path) -> None:
@@ -67,5 +72,6 @@ def test_a_sharded_run_has_its_page_before_its_end(tmp_path: Path) -> None:
 def test_training_writes_the_page(trained: Path) -> None:
     data = data_of(trained / "run.html")
     assert data["title"] == "Run first" and data["summary"].endswith("finished")
+    assert ["train.steps", "8"] in data["settings"]
     assert [point["step"] for point in data["runs"][0]["validation"]] == [4, 8]
     assert data["measured_heads"][-1]["step"] == 8

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from andrea.config import ModelConfig, as_typed
-from andrea.insight.compare.differences import comparability_warnings, differences
+from andrea.insight.compare.differences import comparability_warnings, data_name, differences
 from andrea.insight.compare.line_styles import LineStyle, line_styles
 from andrea.insight.compare.runs import Run
 from andrea.insight.compare.scaling.fit import count
@@ -34,7 +34,8 @@ class Comparison:
             run = self.runs[0]
             state = "finished" if run.finished else run.progress
             return (
-                f"{run.model}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens · {state}"
+                f"{run.model}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens of "
+                f"{data_name(run.config)} · {state}"
             )
         smallest, largest = (format_number(run.parameters) for run in (self.runs[0], self.runs[-1]))
         sizes = f"of {smallest}" if smallest == largest else f"from {smallest} to {largest}"

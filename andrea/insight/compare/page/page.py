@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from andrea.config import as_typed
 from andrea.insight.compare.comparison import Comparison
+from andrea.insight.compare.differences import flatten
 from andrea.insight.compare.line_styles import LineStyle
 from andrea.insight.compare.runs import Run
 from andrea.insight.html import fill_template, json_for_script
@@ -20,9 +23,9 @@ EXPECTED = {"expected": "bpb", "spread": "spread_bpb"}  # figures of a run with 
 MOST_SAMPLES, MOST_MEASUREMENTS = 12, 40  # shown of a single run
 
 
-def render_page(comparison: Comparison) -> str:
-    """The HTML text of the page."""
-    return fill_template(TEMPLATE, {"DATA": json_for_script(page_data(comparison))})
+def render_page(comparison: Comparison, lenses: Sequence[str] = ()) -> str:
+    """The HTML text of the page. lenses: addresses of a single run's lens pages, the oldest first."""
+    return fill_template(TEMPLATE, {"DATA": json_for_script(page_data(comparison) | {"lenses": lenses})})
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
@@ -30,7 +33,11 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
     return {
         "title": "Comparison of runs" if len(comparison.runs) > 1 else f"Run {comparison.runs[0].name}",
         "summary": comparison.summary,
-        **(one_run_data(comparison.runs[0]) if len(comparison.runs) == 1 else {"samples": [], "measured_heads": []}),
+        **(
+            one_run_data(comparison.runs[0])
+            if len(comparison.runs) == 1
+            else {"samples": [], "measured_heads": [], "settings": []}
+        ),
         "warnings": comparison.warnings,
         "notes": [*comparison.notes, *comparison.left_out],
         "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
@@ -41,8 +48,10 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def one_run_data(run: Run) -> dict[str, Any]:
-    """The data shown for a single run besides its curves: the last samples, newest first, and the heads over time."""
+def one_run_data(run: Run | None) -> dict[str, Any]:
+    """The data shown for a single run besides its curves: the last samples, newest first, its heads over time, its settings."""
+    if run is None:
+        return {"samples": [], "measured_heads": [], "settings": []}
     stride = -(-len(run.heads) // MOST_MEASUREMENTS) or 1
     shown = run.samples[-MOST_SAMPLES:][::-1]
     return {
@@ -56,6 +65,7 @@ def one_run_data(run: Run) -> dict[str, Any]:
         ],
         "earlier_samples": len(run.samples) - len(shown),
         "measured_heads": run.heads[::-1][::stride][::-1],  # with the last measurement
+        "settings": [[key, as_typed(value)] for key, value in flatten(run.config)],
     }
 
 

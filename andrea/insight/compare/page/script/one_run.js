@@ -13,8 +13,16 @@ function fillOneRun() {
   for (const section of document.querySelectorAll(".several")) section.hidden = data.runs.length === 1;
   byId("samples-section").hidden = !data.samples.length;
   byId("heads-section").hidden = !data.measured_heads.length;
+  byId("lenses-section").hidden = !data.lenses.length;
+  byId("settings-section").hidden = !data.settings.length;
+  byId("lenses").append(...data.lenses.map(lensLink));
+  fillTable(byId("settings"), [["key"], ["value"]], data.settings);
   if (data.samples.length) fillSamples();
   if (data.measured_heads.length) fillHeads();
+}
+
+function lensLink(address) {
+  return newElement("a", { href: address }, `step ${+address.match(/\d+/)[0]}`);
 }
 
 // The newest sample is open.
