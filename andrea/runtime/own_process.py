@@ -79,7 +79,7 @@ def answer(
     try:
         with redirect_stdout(Printed(pipe)):
             message = ("returned", function(*given))
-    except (UserError, StorageFailed, ImportError, KeyboardInterrupt) as error:
+    except (UserError, StorageFailed, OSError, ImportError, KeyboardInterrupt) as error:
         message = ("raised", error)
     except BaseException as error:  # a panic of Rust cannot be sent
         message = ("raised", RuntimeError(traceback.format_exc()))

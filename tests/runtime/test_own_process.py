@@ -48,6 +48,9 @@ def test_results_output_and_errors_come_back(capsys: pytest.CaptureFixture) -> N
         called(refuse)
     with pytest.raises(RuntimeError, match="AssertionError: a bug"):
         called(fail)
+    with pytest.raises(FileNotFoundError) as raised:  # with what the last line of a command says of it
+        called(os.listdir, "/nowhere")
+    assert raised.value.filename == "/nowhere"
 
 
 @pytest.mark.parametrize(
