@@ -21,7 +21,7 @@ from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.cli.command_line import configure
-from andrea.config import HealthConfig, RunConfig, group_config
+from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
@@ -35,6 +35,7 @@ from andrea.training.records.run_folder import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()
 MARKS = list("'\"-=*#.,;:!?()[]{}/\\|_~^&@$%+<>`") + ["'''''", "...", "--", "),", "==", "//", '"""']
+TEXTS = 5  # of an evaluation, as by default in training (health.samples)
 COLLAPSES_PER_TABLE = 4  # collapsed texts of each kind, for each list of a kind
 HEALTHY_STARTS = 97  # different pieces of held-out text in front of the loops
 
@@ -123,9 +124,9 @@ def windows(tokens: np.ndarray, tokenizer: Tokenizer, n_token: int, count: int) 
     return [tokenizer.decode(tokens[start : start + n_token]) for start in starts]
 
 
-def findings_of(reference: ReferenceText, config: HealthConfig, texts: list[str]) -> set[str]:
+def findings_of(reference: ReferenceText, texts: list[str]) -> set[str]:
     """The names of the findings in these samples."""
-    return set(judge_texts(texts, reference, config).findings)
+    return set(judge_texts(texts, reference).findings)
 
 
 def grouped(texts: list[str], size: int) -> list[list[str]]:
@@ -133,28 +134,24 @@ def grouped(texts: list[str], size: int) -> list[list[str]]:
     return [texts[first : first + size] for first in range(0, len(texts), size)]
 
 
-def count_alarms(
-    reference: ReferenceText, config: HealthConfig, healthy: dict[str, list[str]]
-) -> dict[str, tuple[int, int]]:
+def count_alarms(reference: ReferenceText, healthy: dict[str, list[str]]) -> dict[str, tuple[int, int]]:
     """Kind of healthy text -> (texts with a finding, texts)."""
     return {
-        kind: (sum(bool(findings_of(reference, config, [text])) for text in texts), len(texts))
+        kind: (sum(bool(findings_of(reference, [text])) for text in texts), len(texts))
         for kind, texts in healthy.items()
     }
 
 
-def count_caught(
-    reference: ReferenceText, config: HealthConfig, collapsed: dict[str, list[str]]
-) -> dict[str, dict[str, tuple[int, int]]]:
+def count_caught(reference: ReferenceText, collapsed: dict[str, list[str]]) -> dict[str, dict[str, tuple[int, int]]]:
     """How many collapsed texts give any finding and the right one; and the right one in a whole evaluation's samples."""
     counts: dict[str, dict[str, tuple[int, int]]] = {"caught": {}, "named_right": {}, "evaluations_named_right": {}}
     for kind, texts in collapsed.items():
-        found = [findings_of(reference, config, [text]) for text in texts]
+        found = [findings_of(reference, [text]) for text in texts]
         for text, names in zip(texts, found, strict=True):
             if kind not in names:
                 print("missed", reference.tokenizer.kind, kind, names, repr(text))
-        groups = grouped(texts, config.samples)
-        right = sum(kind in findings_of(reference, config, group) for group in groups)
+        groups = grouped(texts, TEXTS)
+        right = sum(kind in findings_of(reference, group) for group in groups)
         counts["caught"][kind] = sum(map(bool, found)), len(found)
         counts["named_right"][kind] = sum(kind in names for names in found), len(found)
         counts["evaluations_named_right"][kind] = right, len(groups)
@@ -162,7 +159,7 @@ def count_caught(
 
 
 def measure_text(
-    stream: np.ndarray, tokenizer: Tokenizer, config: HealthConfig, n_token: int, chosen: argparse.Namespace
+    stream: np.ndarray, tokenizer: Tokenizer, n_token: int, chosen: argparse.Namespace
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """False alarms and caught collapses with one tokenizer; stream: the held-out tokens (N,)."""
     reference, chance = ReferenceText.of([stream], tokenizer, n_token), random.Random(1)
@@ -171,11 +168,11 @@ def measure_text(
         for kind, table in lists(chance).items():
             tables.setdefault(f"list: {kind}", []).append(cut(table, tokenizer, n_token))
     real = {"validation windows": windows(stream, tokenizer, n_token, chosen.windows)}
-    alarms = count_alarms(reference, config, real | tables)
+    alarms = count_alarms(reference, real | tables)
     if chosen.prose:
         prose = tokenizer.encode_array(chosen.prose.read_text(encoding="utf-8"))
         texts = {"prose": windows(prose, tokenizer, n_token, chosen.windows)}
-        alarms |= count_alarms(ReferenceText.of([prose], tokenizer, n_token), config, texts)
+        alarms |= count_alarms(ReferenceText.of([prose], tokenizer, n_token), texts)
     alarms["all lists"] = tuple(sum(alarms[kind][i] for kind in tables) for i in range(2))
     collapsed: dict[str, list[str]] = {}
     begins = np.linspace(0, len(stream) - n_token, HEALTHY_STARTS).astype(int)
@@ -183,7 +180,7 @@ def measure_text(
         begin = begins[index % len(begins)]
         for kind, text in collapses(chance, stream[begin : begin + n_token], tokenizer).items():
             collapsed.setdefault(kind, []).append(text)
-    counts = {"false_alarms": alarms} | count_caught(reference, config, collapsed)
+    counts = {"false_alarms": alarms} | count_caught(reference, collapsed)
     print(tokenizer.kind, *(f"\n  {key} {kind}: {a} of {b}" for key in counts for kind, (a, b) in counts[key].items()))
     return counts
 
@@ -212,9 +209,7 @@ def findings_of_records(folder: Path, run: RunConfig, corpus: Corpus) -> dict[st
     return found
 
 
-def measure_models(
-    folder: Path, reference: ReferenceText, config: HealthConfig, run: RunConfig, samples: int
-) -> dict[str, dict[str, Any]]:
+def measure_models(folder: Path, reference: ReferenceText, run: RunConfig, samples: int) -> dict[str, dict[str, Any]]:
     """For each checkpoint of a healthy run: the findings in samples that its model writes."""
     rows = {}
     for path in checkpoints_of(folder):
@@ -223,12 +218,12 @@ def measure_models(
         sampling = Sampling(run.train.sample_temperature)
         request = Request(run.train.sample_tokens, samples, seed=checkpoint.step, sampling=sampling)
         texts = Engine(load_model(checkpoint, tokenizer), tokenizer).write(str(run.data.sample_prompt), request)
-        evaluations = [findings_of(reference, config, group) for group in grouped(texts, config.samples)]
+        evaluations = [findings_of(reference, group) for group in grouped(texts, TEXTS)]
         name = f"{folder.name} step {checkpoint.step}"
         rows[name] = {
             "evaluations": len(evaluations),
             "named": sorted(finding for found in evaluations for finding in found),
-            "single_texts_named": sum(bool(findings_of(reference, config, [text])) for text in texts),
+            "single_texts_named": sum(bool(findings_of(reference, [text])) for text in texts),
         }
         print(f"{name}: {rows[name]}", flush=True)
     return rows
@@ -249,7 +244,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "health.json")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    config = group_config("health", "default")
     run = configure(RunConfig, "train", [f"data_dir={chosen.data_dir}"])
     corpus = open_corpus(run.data, run.tokenizer, Path(run.data_dir), print)
     held_out, n_token, bytes_ = corpus.sources[0].val[:], run.train.sample_tokens, ByteTokenizer()
@@ -257,13 +251,13 @@ def main() -> None:
         (held_out, corpus.tokenizer),
         (bytes_.encode_array(corpus.tokenizer.decode(held_out)), bytes_),
     )
-    text = {tokenizer.kind: measure_text(stream, tokenizer, config, n_token, chosen) for stream, tokenizer in streams}
+    text = {tokenizer.kind: measure_text(stream, tokenizer, n_token, chosen) for stream, tokenizer in streams}
     records = {folder.name: findings_of_records(folder, run, corpus) for folder in chosen.runs}
     print(records)
     models: dict[str, dict[str, Any]] = {}
     for folder in chosen.runs:
         reference = ReferenceText.of([held_out], corpus.tokenizer, n_token)
-        models |= measure_models(folder, reference, config, run, chosen.samples)
+        models |= measure_models(folder, reference, run, chosen.samples)
     figures = {"sample_tokens": n_token, "text": text, "records": records, "models": models}
     write_record(chosen.output, "health", "cpu", figures)
 

@@ -1,4 +1,4 @@
-"""The dotted keys of a configuration (train.steps): their types, their old names, and their names in other programs."""
+"""The dotted keys of a configuration (train.steps): their types, those that were removed, names in other programs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,30 @@ from andrea.config.schema import (
     TrainConfig,
 )
 
-# dataclass -> {old name of a key in a saved configuration (a checkpoint or a config.yaml): name of the field}
-RENAMED: dict[Any, dict[str, str]] = {HealthConfig: {"showing": "failing_share"}}
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
     DataConfig: {"files": "by_content"},
+    HealthConfig: {
+        "showing": 0.5,
+        "failing_share": 0.5,
+        "repetition": 0.4,
+        "variety": 0.5,
+        "loss_spike": 8.0,
+        "gradient_spike": 5.0,
+        "update_ratio": 0.25,
+        "unigram_steps": 50,
+        "overfit_nats": 0.05,
+        "epochs": 4.0,
+        "clipped_share": 0.9,
+        "head_share": 0.9,
+        "one_key_entropy": 0.02,
+        "uniform_entropy": 0.995,
+        "largest_logit": 1000.0,
+        "closed_gate": 0.05,
+        "source_rise_nats": 0.02,
+        "leak_nats": 0.1,
+        "expected_bpb": 0.03,
+        "leak_errors": 4.0,
+    },
     LoggerConfig: {"csv": False},
     OptimizerConfig: {
         "orthogonalisation": "quintic",
@@ -263,14 +283,14 @@ def type_of_key(kind: type, key: str) -> Any:
 
 
 def with_current_keys(hint: Any, values: Any) -> Any:
-    """Replace old keys of `values`, at any depth, by their current names; drop removed keys. hint: type of `values`.
+    """`values` without removed keys, at any depth. hint: the type of `values`.
 
     A removed key that changed something stays, and is refused as unknown.
     """
     if hint is None or not isinstance(values, dict):
         return values
-    names, removed = RENAMED.get(hint, {}), REMOVED.get(hint, {})
-    current = {names.get(key, key): value for key, value in values.items() if value != removed.get(key, ...)}
+    removed = REMOVED.get(hint, {})
+    current = {key: value for key, value in values.items() if value != removed.get(key, ...)}
     return {key: with_current_keys(member_type(hint, key), value) for key, value in current.items()}
 
 

@@ -223,29 +223,8 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Thresholds of the health checks. Keys with a default here are rarely set, so no YAML file lists them."""
-
     on_failure: Literal["warn", "stop"]
     samples: NonNegativeInteger
-    failing_share: Share
-    repetition: Share
-    variety: Share
-    loss_spike: PositiveNumber
-    gradient_spike: PositiveNumber
-    update_ratio: PositiveNumber
-    unigram_steps: NonNegativeInteger
-    overfit_nats: NonNegativeNumber
-    epochs: PositiveNumber
-    clipped_share: Share = 0.9  # share of the steps since the last evaluation that may be clipped
-    head_share: Share = 0.9  # attention has failed if this share of all heads attends to one key, or uniformly
-    one_key_entropy: Share = 0.02  # a head attends to one key below this share of the largest possible entropy
-    uniform_entropy: Share = 0.995  # a head attends uniformly above this share of the largest possible entropy
-    largest_logit: PositiveNumber = 1000.0  # of attention, in nats
-    closed_gate: Share = 0.05  # a head is closed if its gate (attention.gate), which starts at 1, has a mean below this
-    source_rise_nats: NonNegativeNumber = 0.02  # rise of a source's validation loss per token, while all others fall
-    leak_nats: NonNegativeNumber = 0.1  # training loss minus validation loss, per token, that suggests a leak
-    expected_bpb: NonNegativeNumber = 0.03  # bits per byte above what is expected, beyond the spread over seeds
-    leak_errors: NonNegativeNumber = 4.0  # the same in standard errors of the training loss; a leak exceeds both
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Keys under the names of other programs, and under the old names that saved configurations have."""
+"""Keys under the names of other programs, and keys that have been removed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 from andrea.__main__ import main
 from andrea.cli.command_line import configure
 from andrea.config import (
-    HealthConfig,
     LensConfig,
-    OptimizerConfig,
     RunConfig,
     SampleConfig,
     UserError,
@@ -19,41 +17,41 @@ from andrea.config import (
     to_plain,
     with_current_keys,
 )
-from andrea.config.keys import OTHER_NAMES, REMOVED, RENAMED, dotted_keys, suggestion
+from andrea.config.keys import OTHER_NAMES, REMOVED, dotted_keys, key_types, suggestion
 from andrea.training.resume import merge
 
 
 def old_values() -> dict:
-    """A run's configuration as a version from before the renaming saved it."""
-    values = to_plain(configure(RunConfig, "train", ["health.failing_share=0.25"]))
-    values["health"]["showing"] = values["health"].pop("failing_share")
+    """A run's configuration as it was saved with the keys that have been removed since."""
+    values = to_plain(configure(RunConfig, "train", ["health.samples=3"]))
+    for kind, removed in REMOVED.items():
+        group = next((name for name, hint in key_types(RunConfig).items() if hint is kind), None)
+        (values[group] if group else values).update(removed)
     return values
 
 
-def test_new_names_exist_and_old_ones_do_not() -> None:
-    for kind, names in RENAMED.items():
-        for old, new in names.items():
-            assert new in kind.__dataclass_fields__ and old not in kind.__dataclass_fields__
+def test_a_removed_key_is_no_key() -> None:
+    for kind, removed in REMOVED.items():
+        assert not set(removed) & set(kind.__dataclass_fields__)
 
 
-def test_a_saved_configuration_with_old_keys_is_read_without_a_word(capsys: pytest.CaptureFixture) -> None:
-    config = parse(RunConfig, old_values())
-    assert config.health.failing_share == 0.25
-    assert parse(HealthConfig, old_values()["health"]) == config.health
+def test_a_saved_configuration_with_removed_keys_is_read_without_a_word(capsys: pytest.CaptureFixture) -> None:
+    composed = to_plain(configure(RunConfig, "train", []))
+    merged, changes = merge(old_values(), composed, {}, {})
+    assert (parse(RunConfig, merged).health.samples, changes) == (3, [])
+    assert parse(RunConfig, old_values()).health.samples == 3
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_resumed_run_keeps_what_it_saved_under_an_old_key() -> None:
-    composed = to_plain(configure(RunConfig, "train", []))
-    merged, changes = merge(old_values(), composed, {}, {})
-    assert (parse(RunConfig, merged).health.failing_share, changes) == (0.25, [])
-    composed["health"]["failing_share"] = "0.75"
-    merged, changes = merge(old_values(), composed, {}, {"health.failing_share": "0.75"})
-    assert changes == ["health.failing_share: 0.25 → 0.75"]
+def test_a_removed_key_that_changed_something_is_refused() -> None:
+    values = old_values()
+    values["health"]["leak_nats"] = 0.5
+    with pytest.raises(UserError, match="unknown key health.leak_nats"):
+        parse(RunConfig, values)
 
 
 def test_values_that_are_no_groups_stay_as_they_are() -> None:
-    hostile = {"health": 3, "model": None, 7: {"showing": 1}}
+    hostile = {"health": 3, "model": None, 7: {"leak_nats": 1}}
     assert with_current_keys(RunConfig, hostile) == hostile
 
 
@@ -99,15 +97,3 @@ def test_the_key_that_a_user_of_another_program_means_is_suggested(kind: type, t
 def test_suggestions_keep_to_what_is_allowed() -> None:
     assert suggestion(SampleConfig, "model", ["temperature", "seed"]) == ""
     assert suggestion(SampleConfig, "temp", ["temperature", "seed"]) == "; did you mean temperature?"
-
-
-def test_a_removed_key_is_left_out_of_a_saved_configuration_where_it_changed_nothing() -> None:
-    values = to_plain(configure(RunConfig, "train", []))
-    removed = REMOVED[OptimizerConfig]
-    assert removed.keys().isdisjoint(values["optimizer"])
-    old = {**values, "optimizer": values["optimizer"] | removed}
-    assert parse(RunConfig, old) == parse(RunConfig, values)
-    assert merge(old, values, {}, {}) == (values, [])
-    for key in removed:
-        with pytest.raises(UserError, match=f"unknown key optimizer.{key}"):
-            parse(RunConfig, {**values, "optimizer": values["optimizer"] | {key: "another"}})

@@ -23,6 +23,11 @@ from andrea.training.health.check import (
 )
 
 REMEDY = "set `model.qk_norm=true`, or `attention.qk_clip=100` with `model.qk_norm=false`"
+HEAD_SHARE = 0.9  # of all heads must behave so: half of a healthy model's heads may attend to its first token
+ONE_KEY_ENTROPY = 0.02  # a head attends to one key below this share of the largest possible entropy
+UNIFORM_ENTROPY = 0.995  # a head attends uniformly above this share of the largest possible entropy
+LARGEST_LOGIT = 1000.0  # nats: bf16 has steps of 4 there, so that softmax sees only 1 or 55 times as much
+CLOSED_GATE = 0.05  # a head is closed if its gate, which starts at 1, has a mean below this
 MOST_NAMED = 8  # closed heads that a message names
 MEASURES_LOGITS = ("auto", "reference", "triton")  # implementations that attention.qk_clip accepts
 
@@ -38,58 +43,53 @@ class AttentionCheck(Check):
         "heads_on_one_key": Finding(
             "nearly all heads attend to one key",
             fails_run=True,
-            keys=("head_share", "one_key_entropy"),
             remedy=f"{REMEDY}; {OPTIMIZER_REMEDY}",
         ),
         "heads_uniform": Finding(
             "nearly all heads attend uniformly over all keys",
             fails_run=True,
-            keys=("head_share", "uniform_entropy"),
             remedy=OPTIMIZER_REMEDY,
         ),
         "large_logits": Finding(
             "attention logits grow so large that low precision loses the differences between them",
             fails_run=True,
-            keys=("largest_logit",),
             remedy=REMEDY,
         ),
         "heads_closed": Finding(
             "a head writes almost nothing, because its gate (`attention.gate`) is closed for nearly every token",
             fails_run=False,
-            keys=("closed_gate",),
             remedy=f"none if the loss is as low as without gates; else `attention.gate=null`, or {OPTIMIZER_REMEDY}",
         ),
     }
 
     def judge(self, evidence: Evidence) -> Judgement:
-        config, findings = self.config, {}
+        findings = {}
         figures = evidence.heads.figures()
         # (L * H,); a head without counted queries (NaN) counts as neither on one key nor uniform
         entropy_share = figures["entropy_share"].flatten().nan_to_num(nan=0.5)
         is_closed = torch.zeros_like(entropy_share, dtype=torch.bool)
         if "gate_mean" in figures:
-            is_closed = figures["gate_mean"].flatten() < config.closed_gate
+            is_closed = figures["gate_mean"].flatten() < CLOSED_GATE
             entropy_share = entropy_share[~is_closed]
-        on_one_key = share_of(entropy_share < config.one_key_entropy)
-        uniform = share_of(entropy_share > config.uniform_entropy)
+        on_one_key = share_of(entropy_share < ONE_KEY_ENTROPY)
+        uniform = share_of(entropy_share > UNIFORM_ENTROPY)
         largest_logit = float(figures["largest_logit"].amax())
-        if on_one_key >= config.head_share:
+        if on_one_key >= HEAD_SHARE:
             findings["heads_on_one_key"] = (
-                f"{on_one_key:.0%} of the heads (limit: health.head_share={config.head_share:g}) attend to one key "
-                f"(entropy below {100 * config.one_key_entropy:.3g}% of its maximum; health.one_key_entropy="
-                f"{config.one_key_entropy:g}); {self.logits_remedy()}, and {optimizer_remedy(self.run.optimizer)}"
+                f"{on_one_key:.0%} of the heads (limit: {HEAD_SHARE:.0%}) attend to one key (entropy below "
+                f"{100 * ONE_KEY_ENTROPY:.3g}% of its maximum); {self.logits_remedy()}, and "
+                f"{optimizer_remedy(self.run.optimizer)}"
             )
-        if uniform >= config.head_share and not self.too_early(evidence.step):
+        if uniform >= HEAD_SHARE and not self.too_early(evidence.step):
             findings["heads_uniform"] = (
-                f"{uniform:.0%} of the heads (limit: health.head_share={config.head_share:g}) attend uniformly over "
-                f"all keys (entropy above {100 * config.uniform_entropy:.4g}% of its maximum; health.uniform_entropy="
-                f"{config.uniform_entropy:g}) at step {evidence.step}; {optimizer_remedy(self.run.optimizer)}"
+                f"{uniform:.0%} of the heads (limit: {HEAD_SHARE:.0%}) attend uniformly over all keys (entropy "
+                f"above {100 * UNIFORM_ENTROPY:.4g}% of its maximum) at step {evidence.step}; "
+                f"{optimizer_remedy(self.run.optimizer)}"
             )
-        if largest_logit > config.largest_logit:
+        if largest_logit > LARGEST_LOGIT:
             findings["large_logits"] = (
-                f"the largest attention logit is {largest_logit:.4g} (limit: health.largest_logit="
-                f"{config.largest_logit:g}), where {self.run.precision} loses the differences between logits; "
-                f"{self.logits_remedy()}"
+                f"the largest attention logit is {largest_logit:.4g} (limit: {LARGEST_LOGIT:g}), where "
+                f"{self.run.precision} loses the differences between logits; {self.logits_remedy()}"
             )
         measured = {"health/heads_on_one_key": on_one_key, "health/heads_uniform": uniform}
         if "gate_mean" in figures:
@@ -104,8 +104,8 @@ class AttentionCheck(Check):
         named = ", ".join(heads[:MOST_NAMED]) + ", …" * (len(heads) > MOST_NAMED)
         return (
             f"{len(heads)} of {is_closed.numel()} heads write almost nothing: the mean of their gate over held-out text is "
-            f"below its limit, health.closed_gate={self.config.closed_gate:g} (layer.head: {named}); compare the loss "
-            f"with that of a run with attention.gate=null, or {optimizer_remedy(self.run.optimizer)}"
+            f"below {CLOSED_GATE:g} (layer.head: {named}); compare the loss with that of a run "
+            f"with attention.gate=null, or {optimizer_remedy(self.run.optimizer)}"
         )
 
     def logits_remedy(self) -> str:

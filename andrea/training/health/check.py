@@ -18,6 +18,7 @@ from andrea.config import OptimizerConfig, RunConfig
 from andrea.training.expected.curves import Standing
 from andrea.training.health.history import StepHistory
 
+EARLY_STEPS = 50  # after the warm-up: healthy small models have learned the token frequencies by then
 OPTIMIZER_REMEDY = "smaller optimizer steps"  # docs/health.md explains it; `optimizer_remedy` names the keys
 
 
@@ -27,7 +28,6 @@ class Finding:
 
     meaning: str
     fails_run: bool  # the finding counts as a failure: health.on_failure=stop ends the run
-    keys: tuple[str, ...]  # of `health`: the thresholds of the finding
     remedy: str
 
 
@@ -46,7 +46,7 @@ class Evidence:
 
 class Judgement(NamedTuple):
     figures: dict[str, float]  # for the run's records
-    findings: dict[str, str]  # finding's name -> message with the figure, the threshold and the remedy
+    findings: dict[str, str]  # finding's name -> message with the figure, the limit and the remedy
 
 
 class Check(ABC):
@@ -55,14 +55,14 @@ class Check(ABC):
     FINDINGS: ClassVar[dict[str, Finding]]  # findings that the check can report, by name
 
     def __init__(self, run: RunConfig, history: StepHistory) -> None:
-        self.run, self.config, self.history = run, run.health, history
+        self.run, self.history = run, history
 
     @abstractmethod
     def judge(self, evidence: Evidence) -> Judgement: ...
 
     def too_early(self, step: int) -> bool:
         """Whether it is too early to expect that the model has learned the token frequencies."""
-        return step < self.run.optimizer.warmup_steps + self.config.unigram_steps
+        return step < self.run.optimizer.warmup_steps + EARLY_STEPS
 
 
 def remedy_settings(*words: str) -> str:

@@ -15,6 +15,11 @@ from andrea.text.loader import Loader
 from andrea.training.health.check import Check, Evidence, Finding, Judgement, remedy_settings
 from andrea.training.health.history import FEWEST_STEPS, StepHistory
 
+SOURCE_RISE_NATS = 0.02  # rise of a source's validation loss per token, while all others fall
+LEAK_NATS = 0.1  # training loss minus validation loss, per token; a leak exceeds both limits
+LEAK_ERRORS = 4.0  # the same in standard errors of the training loss
+OVERFIT_NATS = 0.05  # rise of the validation loss per token above its lowest
+MANY_EPOCHS = 4.0  # read so often, text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264)
 COUNTED_TOKENS = 1 << 22  # at most so many training tokens are counted for the unigram entropy
 COUNTED_PIECES = 16  # evenly spaced pieces of each source that are counted
 
@@ -64,33 +69,31 @@ class DataCheck(Check):
         "source_rising": Finding(
             "one source's validation loss rose while the loss of every other source fell",
             fails_run=False,
-            keys=("source_rise_nats",),
             remedy="raise `data.sources.NAME.weight`",
         ),
         "leak": Finding(
             "the validation loss is below the training loss by more than chance explains",
             fails_run=False,
-            keys=("leak_nats", "leak_errors"),
             remedy="search the text for duplicates of held-out text",
         ),
         "overfitting": Finding(
             "after a source was read once, the validation loss rose while the training loss fell, or only the training loss is "
             "below ln V",
             fails_run=False,
-            keys=("overfit_nats",),
             remedy="add text, lower `train.steps`, or raise `optimizer.weight_decay`; `checkpoints/best` is the result of the run",
         ),
         "many_epochs": Finding(
-            "a source was read more than `epochs` times",
+            "a source was read more than four times",
             fails_run=False,
-            keys=("epochs",),
             remedy="add text, or lower `train.steps`, or for a mixture `data.sources.NAME.weight`",
         ),
     }
 
-    def __init__(self, run: RunConfig, history: StepHistory, data: DataSummary, n_vocab: int) -> None:
+    def __init__(
+        self, run: RunConfig, history: StepHistory, data: DataSummary, n_vocab: int, planned_epochs: float = 0.0
+    ) -> None:
         super().__init__(run, history)
-        self.data, self.n_vocab = data, n_vocab
+        self.data, self.n_vocab, self.most_epochs = data, n_vocab, max(MANY_EPOCHS, planned_epochs)
         self.val: dict[str, dict[str, float]] = {}  # `Evidence.val` of the last evaluation
         self.best: dict[str, float] | None = None  # the lowest validation loss, and the training loss at that step
 
@@ -114,15 +117,15 @@ class DataCheck(Check):
         return Judgement(figures, findings)
 
     def epochs(self, source: str, epochs: float, step: int) -> dict[str, str]:
-        limit, share = self.config.epochs, self.data.shares[source]
+        limit, share = self.most_epochs, self.data.shares[source]
         if epochs <= limit:
             return {}
         remedy = remedy_settings(f"train.steps={max(1, int(step * limit / epochs))}")
         if self.run.data.kind == "mixture" and len(self.data.shares) > 1:
             remedy += " or " + remedy_settings(f"data.sources.{source}.weight={share * limit / epochs:.2g}")
         return {
-            "many_epochs": f"the data source {source} was read {epochs:.2f} times (limit: health.epochs="
-            f"{self.config.epochs:g}): the model learns less from text that it has read before; add text, or {remedy}"
+            "many_epochs": f"the data source {source} was read {epochs:.2f} times (limit: "
+            f"{limit:g}): the model learns less from text that it has read before; add text, or {remedy}"
         }
 
     def rising_source(self, evidence: Evidence) -> dict[str, str]:
@@ -134,23 +137,22 @@ class DataCheck(Check):
             return {}
         rise = {name: part["loss"] - self.val[name]["loss"] for name, part in evidence.val.items()}
         source = max(rise, key=lambda name: rise[name])
-        if rise[source] <= self.config.source_rise_nats or any(r >= 0 for n, r in rise.items() if n != source):
+        if rise[source] <= SOURCE_RISE_NATS or any(r >= 0 for n, r in rise.items() if n != source):
             return {}
         return {
             "source_rising": f"the validation loss of {source} rose by {rise[source]:.3f} since the last evaluation "
-            f"(limit: health.source_rise_nats={self.config.source_rise_nats:g}) while the loss of every other source fell; "
+            f"(limit: {SOURCE_RISE_NATS:g}) while the loss of every other source fell; "
             + remedy_settings(f"data.sources.{source}.weight={self.raised_weight(source):.2g}")
         }
 
     def leak(self, train: float, error: float, val: float) -> dict[str, str]:
-        config = self.config
         if self.run.model.drops:  # in training only, which raises the training loss
             return {}
-        if train - val <= max(config.leak_nats, config.leak_errors * error):
+        if train - val <= max(LEAK_NATS, LEAK_ERRORS * error):
             return {}
         return {
             "leak": f"validation loss {val:.3f} is below the training loss {train:.3f} ± {error:.3f} (limits: "
-            f"health.leak_nats={config.leak_nats:g}, health.leak_errors={config.leak_errors:g}): the training data may "
+            f"{LEAK_NATS:g}, and {LEAK_ERRORS:g} standard errors): the training data may "
             f"contain held-out text, or the held-out text is easier; search the text for duplicates"
         }
 
@@ -169,10 +171,10 @@ class DataCheck(Check):
         train, uniform = self.history.current_loss(), math.log(self.n_vocab)
         if best is None or best["tokens"] != tokens or val < best["val"]:
             self.best = best = {"val": val, "train": train, "tokens": tokens, "step": evidence.step}
-        rises = val - best["val"] > self.config.overfit_nats and train < best["train"]
+        rises = val - best["val"] > OVERFIT_NATS and train < best["train"]
         if epochs <= 1 or not (rises or train < uniform <= val):
             return {}
-        steps = best["step"] if rises else int(evidence.step * min(1, self.config.epochs / epochs))
+        steps = best["step"] if rises else int(evidence.step * min(1, self.most_epochs / epochs))
         decay = 2 * self.run.optimizer.decay or 0.1
         # A run as short as its warm-up would end before it has learned anything.
         is_longer = steps > self.run.optimizer.warmup_steps
@@ -180,8 +182,8 @@ class DataCheck(Check):
         found = f"rose from {best['val']:.3f} at step {best['step']} to" if rises else "is"
         limit = "" if rises else f", not below ln V = {uniform:.3f}, the loss of a uniform guess,"
         return {
-            "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: health.overfit_nats="
-            f"{self.config.overfit_nats:g}) while the training loss fell to {train:.3f}, after {epochs:.1f} "
+            "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: {OVERFIT_NATS:g} "
+            f"above the lowest) while the training loss fell to {train:.3f}, after {epochs:.1f} "
             f"epochs; the best evaluation is the result of the run (checkpoints/best). To end near the best "
             f"evaluation, add text, or {shorter}{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
         }

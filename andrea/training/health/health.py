@@ -5,7 +5,6 @@ Each check is a class in its own module, which also lists its findings.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -34,11 +33,21 @@ FINDINGS: dict[str, Finding] = {
 class Health:
     """The health of one run. A checkpoint keeps `state()`, so a resumed run is judged like an uninterrupted one."""
 
-    def __init__(self, run: RunConfig, n_vocab: int, data: DataSummary, reference: ReferenceText | None) -> None:
-        """reference: figures of held-out text, or None if the run writes no samples."""
+    def __init__(
+        self,
+        run: RunConfig,
+        n_vocab: int,
+        data: DataSummary,
+        reference: ReferenceText | None,
+        planned_epochs: float = 0.0,
+    ) -> None:
+        """reference: figures of held-out text, or None if the run writes no samples.
+
+        planned_epochs: the epochs that the program itself has planned. To read the text so often is no finding.
+        """
         self.history = StepHistory(run, data.unigram_nats)
         self.text = TextCheck(run, self.history, reference)
-        self.data = DataCheck(run, self.history, data, n_vocab)
+        self.data = DataCheck(run, self.history, data, n_vocab, planned_epochs)
         self.checks = (
             self.text,
             OptimisationCheck(run, self.history),
@@ -93,18 +102,12 @@ class Health:
 def make_health(
     run: RunConfig, corpus: Corpus, loader: Loader, checkpoint: Checkpoint | None, planned_epochs: float = 0.0
 ) -> Health:
-    """The health of a run, with the state that `checkpoint` saved if one is given.
-
-    planned_epochs: the epochs that the program itself has planned. To read the text so often is no finding.
-    """
-    run = dataclasses.replace(
-        run, health=dataclasses.replace(run.health, epochs=max(run.health.epochs, planned_epochs))
-    )
+    """The health of a run, with the state that `checkpoint` saved if one is given."""
     reference = None
     if run.health.samples and run.train.sample_tokens:
         held_out = [source.val for source in corpus.sources]
         reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
-    health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), reference)
+    health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), reference, planned_epochs)
     if checkpoint is not None and checkpoint.state.get("health"):  # checkpoints of older versions have none
         health.load_state(checkpoint.state["health"])
     return health

@@ -14,6 +14,8 @@ from andrea.config import RunConfig
 RECENT_STEPS = 50  # losses and gradient norms of this many steps define the usual range
 LATEST_STEPS = 10  # the median loss of this many steps is the current loss
 FEWEST_STEPS = 20  # with fewer steps, the usual range is not known
+LOSS_SPIKE = 8.0  # a step's training loss lies this many robust standard deviations above the median of the last steps
+GRADIENT_SPIKE = 5.0  # a step's gradient norm is this many times the median of the last steps
 MAD_TO_DEVIATION = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 
 
@@ -23,7 +25,7 @@ class StepHistory:
 
     def __init__(self, run: RunConfig, unigram_nats: float) -> None:
         """unigram_nats: the entropy of single training tokens."""
-        self.config, self.clip_norm, self.unigram_nats = run.health, run.optimizer.clip_norm, unigram_nats
+        self.clip_norm, self.unigram_nats = run.optimizer.clip_norm, unigram_nats
         self.losses: deque[float] = deque(maxlen=RECENT_STEPS)  # nats per token, newest last
         self.norms: deque[float] = deque(maxlen=RECENT_STEPS)  # of the gradient before clipping, newest last
         self.interval = {"steps": 0, "loss_spikes": 0, "gradient_spikes": 0, "clipped": 0}  # since the last evaluation
@@ -36,8 +38,8 @@ class StepHistory:
         if len(self.losses) >= FEWEST_STEPS:
             middle = statistics.median(self.losses)
             deviation = MAD_TO_DEVIATION * statistics.median(abs(each - middle) for each in self.losses)
-            self.note_spike("loss_spikes", step, loss, middle + self.config.loss_spike * deviation)
-            self.note_spike("gradient_spikes", step, norm, self.config.gradient_spike * statistics.median(self.norms))
+            self.note_spike("loss_spikes", step, loss, middle + LOSS_SPIKE * deviation)
+            self.note_spike("gradient_spikes", step, norm, GRADIENT_SPIKE * statistics.median(self.norms))
         self.interval["clipped"] += int(self.clip_norm is not None and norm > self.clip_norm)
         self.losses.append(loss)
         self.norms.append(norm)

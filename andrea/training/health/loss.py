@@ -19,13 +19,11 @@ class LossCheck(Check):
         "loss_above_uniform": Finding(
             "the loss is not below ln V, the loss of guessing every token with equal probability",
             fails_run=True,
-            keys=(),
             remedy=OPTIMIZER_REMEDY,
         ),
         "loss_above_unigram": Finding(
             "the loss is not below the loss of a model that knows only the frequency of each token",
             fails_run=True,
-            keys=("unigram_steps",),
             remedy=OPTIMIZER_REMEDY,
         ),
     }
@@ -49,8 +47,8 @@ class LossCheck(Check):
             )
         elif train >= unigram and (self.history.learned or not self.too_early(step)):
             findings["loss_above_unigram"] = (
-                f"{step - warmup_steps} steps after the warm-up (health.unigram_steps={self.config.unigram_steps}), "
-                f"training loss {train:.3f} is not below {unigram:.3f}, the loss of a model that knows only the "
-                f"frequency of each token; {optimizer_remedy(self.run.optimizer)}"
+                f"{step - warmup_steps} steps after the warm-up, training loss {train:.3f} is not "
+                f"below {unigram:.3f}, the loss of a model that knows only the frequency of each token; "
+                f"{optimizer_remedy(self.run.optimizer)}"
             )
         return Judgement({}, findings)

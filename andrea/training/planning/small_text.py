@@ -15,6 +15,7 @@ from collections.abc import Collection
 from andrea.config import ON_LARGE_TEXT, RunConfig
 from andrea.model.size import parameters_without_bigrams
 from andrea.text.corpus import Corpus
+from andrea.training.health.data import MANY_EPOCHS
 
 EPOCHS = 75.0  # after which validation is near its best, for a text of as many tokens as the model has parameters
 GROWTH = 0.75  # of the epochs with tokens per parameter, as a power
@@ -125,7 +126,7 @@ def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[st
             f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.2f} epochs; the best "
             f"evaluation is the result (train.steps=N sets another length)"
         ]
-    if epochs > config.health.epochs and config.steps > (planned := steps_for_text(config, corpus)):
+    if epochs > MANY_EPOCHS and config.steps > (planned := steps_for_text(config, corpus)):
         return [
             f"small text: {config.steps} steps read its {n_token:,} training tokens {epochs:,.0f} times, and the model may "
             f"memorise it; train.steps=auto would plan {planned} steps"

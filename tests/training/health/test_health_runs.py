@@ -12,6 +12,7 @@ from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.text.corpus import open_corpus
+from andrea.training.health import check, data, text
 from andrea.training.health.reference_text import ReferenceText
 from andrea.training.health.text import judge_texts
 from andrea.training.records.run_folder import read_lines
@@ -52,8 +53,9 @@ def test_on_failure_stop_saves_and_exits_with_4_and_the_run_can_be_resumed(tiny_
     assert [alert["step"] for alert in again if alert["begins"]] == [10]  # reported once, not again after the resume
 
 
-def test_warnings_never_stop_a_run(tiny_run, tmp_path: Path) -> None:
-    assert tiny_run("name=a", "health.on_failure=stop", "health.epochs=0.0001", "train.steps=8") == 0
+def test_warnings_never_stop_a_run(tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MANY_EPOCHS", 0.0001)
+    assert tiny_run("name=a", "health.on_failure=stop", "train.steps=8") == 0
     assert [alert["finding"] for alert in read_lines(tmp_path / "runs" / "a" / "health.jsonl")] == ["many_epochs"]
 
 
@@ -78,14 +80,18 @@ def test_a_model_that_writes_loops_is_named(tiny_run, tmp_path: Path, notes: Pat
         model.load_state_dict(checkpoint.model_tensors())
         request = Request(160, num_samples=5, seed=1, sampling=Sampling(temperature=0.8))
         texts = Engine(model, corpus.tokenizer).write(loop[:7], request)
-        assert set(judge_texts(texts, reference, run.health).findings) == {name}, texts
+        assert set(judge_texts(texts, reference).findings) == {name}, texts
 
 
-def test_more_samples_are_judged_where_the_first_are_a_finding(tiny_run, tmp_path: Path) -> None:
-    words = ["train.sample_tokens=160", "train.steps=16", "train.eval_every=16", "health.unigram_steps=0"]
-    words += ["optimizer.warmup_steps=0", "health.repetition=0.999"]
+def test_more_samples_are_judged_where_the_first_are_a_finding(
+    tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train.sample_tokens=160", "train.steps=16", "train.eval_every=16", "optimizer.warmup_steps=0"]
+    monkeypatch.setattr(check, "EARLY_STEPS", 0)
+    monkeypatch.setattr(text, "REPETITION", 0.999)
     for name, variety, fewest, most in (("well", 0.001, 1, 5), ("ill", 0.999, 6, 20)):
-        assert tiny_run(f"name={name}", f"health.variety={variety}", *words) == 0
+        monkeypatch.setattr(text, "LEAST_VARIETY", variety)
+        assert tiny_run(f"name={name}", *words) == 0
         records = read_lines(tmp_path / "runs" / name / "metrics.jsonl")
         record = next(record for record in records if "health/text/judged" in record)
         assert fewest <= record["health/text/judged"] <= most  # a text too short is not judged

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.config import group_config
 from andrea.text.tokenizer import ByteTokenizer
 from andrea.training.health.loops import Loop, find_loop, split_pieces
 from andrea.training.health.reference_text import ReferenceText, TextFigures
@@ -30,8 +29,8 @@ def reference(real: str) -> ReferenceText:
     return ReferenceText.of([TOKENIZER.encode_array(real)], TOKENIZER, N_TOKEN)
 
 
-def named(reference: ReferenceText, *texts: str, **changed: float) -> dict[str, str]:
-    return judge_texts(texts, reference, group_config("health", "default", **changed))[1]
+def named(reference: ReferenceText, *texts: str) -> dict[str, str]:
+    return judge_texts(texts, reference)[1]
 
 
 # ----------------------------------------------------------------------------------------------------- by hand
@@ -116,7 +115,7 @@ def test_a_stray_word_now_and_then_hides_nothing(reference: ReferenceText) -> No
 
 def test_the_message_has_the_figure_the_threshold_and_the_unit(reference: ReferenceText) -> None:
     message = named(reference, *["games, " * 60] * 3)["repeated_phrase"]
-    assert "3 of 3" in message and "100%" in message and "'games ,'" in message and "health.repetition=0.4" in message
+    assert "3 of 3" in message and "100%" in message and "'games ,'" in message and "limit: 40%" in message
 
 
 def test_some_samples_must_show_it(reference: ReferenceText, real: str) -> None:
@@ -124,17 +123,14 @@ def test_some_samples_must_show_it(reference: ReferenceText, real: str) -> None:
     assert not named(reference, loop, healthy, healthy, healthy, healthy)
     assert not named(reference, loop, loop, healthy, healthy, healthy)
     assert set(named(reference, loop, loop, loop, healthy, healthy)) == {"repeated_word"}
-    assert not named(reference, loop, loop, loop, healthy, healthy, failing_share=0.7)
-    assert set(named(reference, loop, healthy, healthy, failing_share=0.2)) == {"repeated_word"}
 
 
 def test_a_few_words_in_any_order_are_poor(reference: ReferenceText, real: str) -> None:
     draw = np.random.default_rng(1)
     text = " ".join(draw.choice(["to", "of", "and", "it"], 200))[:N_TOKEN]
     found = named(reference, text)
-    assert set(found) == {"poor_text"} and "health.variety=0.5" in found["poor_text"]
-    assert not named(reference, text, variety=0.01)
-    assert not named(reference, real[: N_TOKEN // 3], variety=0.95)  # a text that ended early has fewer tokens
+    assert set(found) == {"poor_text"} and "limit: 50%" in found["poor_text"]
+    assert not named(reference, real[: N_TOKEN // 3])  # a text that ended early has fewer tokens
 
 
 # ------------------------------------------------------------------------------------------- what is legitimate
@@ -180,12 +176,12 @@ def test_what_validation_text_does_too_is_not_named(real: str) -> None:
 
 def test_a_text_too_short_is_not_judged(reference: ReferenceText) -> None:
     assert TextFigures.of("games, games, games", TOKENIZER) is None
-    assert judge_texts(["games, games"] * 4, reference, group_config("health", "default")) == ({}, {})
-    assert judge_texts([], reference, group_config("health", "default")) == ({}, {})
+    assert judge_texts(["games, games"] * 4, reference) == ({}, {})
+    assert judge_texts([], reference) == ({}, {})
 
 
 def test_each_figure_stands_beside_that_of_validation_text(reference: ReferenceText, real: str) -> None:
-    figures, _ = judge_texts([real[:N_TOKEN]], reference, group_config("health", "default"))
+    figures, _ = judge_texts([real[:N_TOKEN]], reference)
     names = ("loop_share", "distinct_1", "distinct_2", "distinct_3", "vocabulary", "compression")
     beside = {f"health/text/{name}{of}" for name in names for of in ("", "_validation")}
     assert figures.keys() == beside | {"health/text/judged"}
