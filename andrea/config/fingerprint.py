@@ -29,8 +29,6 @@ def recipe_values(config: RunConfig) -> dict[str, Any]:
     same when a key is added whose default is the old behaviour.
     """
     values: dict[str, Any] = {"train.tokens_per_step": config.tokens_per_step}
-    if config.bf16_residual:
-        values["bf16_residual"] = True
     for group, left_out in NOT_LEARNED.items():
         part = getattr(config, group)
         for field in dataclasses.fields(part):

@@ -55,7 +55,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: th
         "weight_decay_power": 1.0,
         "rewarm_steps": 0,
     },
-    RunConfig: {"float8": False},
+    RunConfig: {"float8": False, "bf16_residual": False},
     TrainConfig: {"half_batch_steps": 0},
 }
 
@@ -68,7 +68,6 @@ TRAINING_NAMES = {
     "device": "use_cpu no_cuda device_type gpu",
     "threads": "num_threads",
     "precision": "dtype torch_dtype bf16 fp16",
-    "bf16_residual": "residual_dtype",
     "compile": "torch_compile",
     "resume": "resume_from resume_from_checkpoint checkpoint",
     "init_from": "checkpoint initial_checkpoint_dir model_name_or_path pretrained finetune fine_tune",

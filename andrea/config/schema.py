@@ -263,7 +263,6 @@ class RunConfig:
     health: HealthConfig
     parallel: ParallelConfig
     train: TrainConfig
-    bf16_residual: bool = False
     trust: bool = False
 
     @property

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 from torch.utils.checkpoint import checkpoint
@@ -147,7 +146,6 @@ class GPT(nn.Module):
 
     `model.logits(model(tokens))` scores the next token at every position.
     end_of_text: the token before every document. It is required if the config masks attention between documents.
-    Training may set `has_bf16_residual` (the key bf16_residual).
     """
 
     def __init__(
@@ -158,7 +156,6 @@ class GPT(nn.Module):
         self.config = config
         self.end_of_text = None if attention.across_documents else end_of_text
         self.n_vocab = n_vocab
-        self.has_bf16_residual = False
         self.embedding = nn.Embedding(n_vocab, config.d_model)
         n_row = config.n_bigram_row
         self.bigram_embedding = BigramEmbedding(n_row, config.d_model) if n_row else None
@@ -206,8 +203,6 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         has_documents = self.end_of_text is not None and cache is None  # a generated text is one document
         x = self.embed(tokens, cache)
-        if self.has_bf16_residual and torch.is_autocast_enabled(x.device.type):
-            x = x.bfloat16()  # the blocks then add bf16 to it, so that it stays in bf16
         return x, SharedInputs(
             place=self.position.placer(tokens.shape[1], start),
             packing=self.document_mask(tokens) if has_documents else None,

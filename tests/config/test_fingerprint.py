@@ -34,7 +34,6 @@ def changed(config: RunConfig, group: str, **values: Any) -> RunConfig:
 )
 def test_it_changes_with_what_is_learned(config: RunConfig, group: str, values: dict[str, Any]) -> None:
     assert recipe_fingerprint(changed(config, group, **values)) != recipe_fingerprint(config)
-    assert recipe_fingerprint(dataclasses.replace(config, bf16_residual=True)) != recipe_fingerprint(config)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +61,7 @@ def test_every_key_of_a_run_counts_or_is_known_not_to() -> None:
     """A new group or key outside the groups must be put where it belongs: into the fingerprint, or into this list."""
     others = """name runs_dir data_dir seed device threads precision compile deterministic resume init_from dry_run data logger
         health parallel trust"""
-    assert {field.name for field in dataclasses.fields(RunConfig)} == {
-        *NOT_LEARNED,
-        "bf16_residual",
-        *others.split(),
-    }
+    assert {field.name for field in dataclasses.fields(RunConfig)} == {*NOT_LEARNED, *others.split()}
 
 
 def test_every_key_of_train_counts_or_is_known_not_to(config: RunConfig) -> None:

@@ -31,9 +31,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | Non
 
 
 def blank_model(config: RunConfig, tokenizer: Tokenizer) -> GPT:
-    model = GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
-    model.has_bf16_residual = config.bf16_residual
-    return model
+    return GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
 
 
 def make_parallel(

@@ -60,7 +60,6 @@ def resolve(
     steps = planned_steps or config.steps
     threads = choose_threads(config.threads)
     precision = with_origin(choose_precision(config.precision, device), config.precision, "precision" in left_auto)
-    check_residual(config, precision.value)
     flops = config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
     compile_ = with_origin(choose_compile(config.compile, device, flops), config.compile, "compile" in left_auto)
     deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
@@ -91,21 +90,11 @@ def resolve(
         *decay_lines(asked, config, corpus),
         *part_lines(asked, config, corpus),
     ]
-    if config.bf16_residual:
-        lines.append("bf16_residual: the sum that each block adds to is kept in bf16")
     if ranks.started_by_torchrun:
         lines.append(f"parallel: {sharing.value} over {ranks.size} ranks ({sharing.why})")
     lines.append(f"attention: {attention.why}")
     lines.append(f"torch.compile: {compile_.value} ({compile_.why})" + (" · deterministic" if deterministic else ""))
     return Resolved(config, sharing.value, lines)
-
-
-def check_residual(config: RunConfig, precision: str) -> None:
-    """Raises UserError for a residual stream in bf16 where the blocks add other numbers to it."""
-    if config.bf16_residual and precision != "bf16":
-        raise UserError(
-            f"bf16_residual=true needs precision=bf16, got precision={precision}; use precision=bf16 or bf16_residual=false"
-        )
 
 
 def with_origin(choice: Choice, configured: str, is_left_auto: bool) -> Choice:

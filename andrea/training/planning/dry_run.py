@@ -23,7 +23,6 @@ from andrea.training.optimizer.loss_scale import LossScale
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.strategy import SingleProcess
-from andrea.training.planning.auto import check_residual
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, FREE_ON_CARD, USABLE_SHARE, Placement, free_bytes
 from andrea.training.planning.memory import Memory
@@ -48,7 +47,6 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
     n_vocab = checkpoint.tokenizer().n_vocab if checkpoint else planned_vocabulary(config)
     device = choose_device(config.device)
     precision = choose_precision(config.precision, device)
-    check_residual(config, precision.value)
     placement, free = Placement(device, precision.value), free_bytes(device)
     micro_batch = config.train.micro_batch
     if micro_batch == "auto":

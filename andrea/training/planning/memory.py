@@ -73,7 +73,6 @@ def plan_memory(
     on_cpu: bool = False,
     ranks: int = 1,
     sharded: bool = False,
-    bf16_residual: bool = False,
     n_teacher: int = 0,
 ) -> Memory:
     """The peak of a training step on one device, by part.
@@ -82,7 +81,7 @@ def plan_memory(
     state. AdamW keeps two fp32 numbers per parameter. Muon keeps one per parameter of the blocks' matrices, and AdamW
     updates the other parameters. Temporary memory comes on top: the passes of one micro-batch (`pass_bytes`) or the
     optimizer's step (`optimizer_step_bytes`), whichever needs more. recompute: activation checkpointing.
-    averaged: the weights' running average is kept too. bf16_residual: the sum that each block adds to is in bf16.
+    averaged: the weights' running average is kept too.
     n_teacher: of distillation. A teacher counts as a model of the same size, and every rank holds it whole; the loss then
     holds all logits.
 
@@ -109,9 +108,7 @@ def plan_memory(
     share = ranks if sharded else 1
     # On a GPU our kernel measures the heads without materialising the scores.
     observing = on_cpu and attention.qk_clip is not None
-    activations = pass_bytes(
-        config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded, bf16_residual
-    )
+    activations = pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded)
     if n_teacher:
         activations += DISTILLATION_COPIES * 4 * micro_batch * config.sequence_length * n_vocab
     return Memory(
@@ -180,7 +177,6 @@ def pass_bytes(
     recompute: bool,
     observing: bool,
     sharded: bool,
-    bf16_residual: bool = False,
 ) -> int:
     """The peak memory of the forward and backward pass of one micro-batch, without weights and gradients.
 
@@ -193,7 +189,6 @@ def pass_bytes(
     dtype = DTYPES[precision]
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
-        model.has_bf16_residual = bf16_residual
         if sharded:
             for module in model.blocks.modules():
                 if isinstance(module, nn.Linear):

@@ -38,7 +38,6 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
         on_cpu=placement.device.type == "cpu",
         ranks=placement.ranks,
         sharded=placement.sharded,
-        bf16_residual=config.bf16_residual,
         n_teacher=len(config.train.teachers),
     )
 

@@ -22,7 +22,6 @@ MAY_DIFFER = {
     "seed",
     "device",
     "precision",
-    "bf16_residual",
     "compile",
     "deterministic",
     "attention.implementation",
