@@ -201,12 +201,10 @@ def check_train(train: TrainConfig, path: str) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, path: str) -> None:
-    for key in ("shard_ranks", "cpu_offload"):
-        if getattr(parallel, key) and parallel.kind != "fsdp":
-            raise UserError(
-                f"{path}.{key}={getattr(parallel, key)} is read by parallel=fsdp only, got {path}.kind={parallel.kind}; "
-                f"choose parallel=fsdp"
-            )
+    if parallel.cpu_offload and parallel.kind != "fsdp":
+        raise UserError(
+            f"{path}.cpu_offload=true is read by parallel=fsdp only, got {path}.kind={parallel.kind}; choose parallel=fsdp"
+        )
 
 
 def check_run(config: RunConfig, path: str) -> None:

@@ -19,6 +19,7 @@ from andrea.config.schema import (
     LensConfig,
     LoggerConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     SampleConfig,
     TrainConfig,
@@ -55,6 +56,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: th
         "weight_decay_power": 1.0,
         "rewarm_steps": 0,
     },
+    ParallelConfig: {"shard_ranks": None},
     RunConfig: {"float8": False, "bf16_residual": False},
     TrainConfig: {"half_batch_steps": 0},
 }

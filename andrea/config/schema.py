@@ -232,7 +232,6 @@ class ParallelConfig:
     """How the ranks that torchrun starts share the work. A single process reads only `watchdog_minutes`."""
 
     kind: Literal["auto", "ddp", "fsdp"]
-    shard_ranks: PositiveInteger | None
     cpu_offload: bool
     async_save: bool
     watchdog_minutes: PositiveNumber

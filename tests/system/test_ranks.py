@@ -109,7 +109,6 @@ def test_two_ranks_give_the_same_short_run(place: Path, words, monkeypatch: pyte
     [
         (4, ["parallel=ddp"]),
         (4, ["parallel=fsdp"]),
-        (4, ["parallel=hsdp", "parallel.shard_ranks=2"]),
         (3, ["parallel=fsdp", "train.activation_checkpointing=true"]),
         (2, ["parallel=fsdp_offload"]),
         (2, ["parallel=fsdp", "compile=on"]),

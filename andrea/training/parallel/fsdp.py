@@ -1,6 +1,6 @@
-"""Fully sharded data parallelism: parameters sharded over ranks with torch's FSDP2 (`fully_shard`), also as HSDP.
+"""Fully sharded data parallelism: parameters sharded over ranks with torch's FSDP2 (`fully_shard`).
 
-n matrices of one shape, R rows and C columns each; S ranks share one copy of the model.
+n matrices of one shape, R rows and C columns each; S ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from andrea.training.parallel.strategy import Parallel
 class FullySharded(Parallel):
     """Each rank keeps some rows of each parameter; a block's parameters are gathered when the block runs.
 
-    With config.shard_ranks S below the number of ranks (for example the ranks of one machine), each group of S ranks
-    shares one copy of the model, and gradients are also summed over the copies (HSDP).
-
     make_model: makes an unsharded model of the same shapes, for `gathered_model`.
     """
 
@@ -53,16 +50,8 @@ class FullySharded(Parallel):
         super().__init__(model, ranks)
         self.device, self.offload, self.precision = device, config.cpu_offload, precision
         self.make_model = make_model
-        shard_ranks = config.shard_ranks or ranks.size
-        assert ranks.size % shard_ranks == 0, "checked at the start"
-        if shard_ranks == ranks.size:
-            self.mesh = init_device_mesh(device.type, (shard_ranks,), mesh_dim_names=("shard",))
-        else:
-            shape = (ranks.size // shard_ranks, shard_ranks)
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        shard_mesh = self.mesh["shard"]
-        self.n_shard, self.shard_index = shard_mesh.size(), shard_mesh.get_local_rank()
-        self.shard_group = shard_mesh.get_group()
+        self.mesh = init_device_mesh(device.type, (ranks.size,))
+        self.shard_group = self.mesh.get_group()
 
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
         """compile_mode "on" acts like "blocks": each block and the loss are compiled separately.
@@ -115,8 +104,8 @@ class FullySharded(Parallel):
     def local_rows(self, name: str) -> slice:
         """The rows are divided like torch.chunk: equal shards, of which the last may be shorter or empty."""
         n_row = self.shapes[name][0]
-        most = -(-n_row // self.n_shard)
-        return slice(min(n_row, self.shard_index * most), min(n_row, (self.shard_index + 1) * most))
+        most = -(-n_row // self.ranks.size)
+        return slice(min(n_row, self.ranks.rank * most), min(n_row, (self.ranks.rank + 1) * most))
 
     def apply_to_full_matrices(
         self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
@@ -126,7 +115,7 @@ class FullySharded(Parallel):
         Each rank gathers all rows of its share of the matrices, applies `function`, and sends every other rank its
         rows of the results.
         """
-        (n, rows_here, columns), size = local_matrices.shape, self.n_shard
+        (n, rows_here, columns), size = local_matrices.shape, self.ranks.size
         share, most = -(-n // size), -(-n_row // size)  # matrices per rank; rows per shard
         padded = local_matrices.new_zeros(size, share, most, columns)
         padded.view(size * share, most, columns)[:n, :rows_here] = local_matrices

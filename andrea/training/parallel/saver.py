@@ -122,21 +122,11 @@ class ShardedSaver(Saver):
             self.wait()
 
     def tensors_of_this_rank(self) -> dict[str, Tensor]:
-        """The tensors that this rank writes. Each row is written by one rank only.
-
-        With HSDP each copy of the model keeps all rows, so each copy writes only some of the tensors. Every rank keeps
-        the step counts; the first rank of a copy writes them.
-        """
-        n_shard = self.parallel.n_shard
-        n_copy, (copy_index, shard_index) = (
-            self.parallel.ranks.size // n_shard,
-            divmod(self.parallel.ranks.rank, n_shard),
-        )
+        """The rows that this rank writes: its own. Every rank keeps the step counts; rank 0 writes them."""
         tensors = self.parallel.local_parameters | self.optimizer.state_tensors()
+        is_first = self.parallel.ranks.is_rank_0
         return {
-            name: tensors[name]
-            for number, name in enumerate(sorted(tensors))
-            if number % n_copy == copy_index and (len(tensors[name]) if tensors[name].ndim else shard_index == 0)
+            name: tensors[name] for name in sorted(tensors) if (len(tensors[name]) if tensors[name].ndim else is_first)
         }
 
     def wait(self) -> None:

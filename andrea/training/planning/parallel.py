@@ -13,7 +13,7 @@ from andrea.training.records.format import format_memory
 
 def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
     """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
-    chosen, shard_ranks = Choice(config.parallel.kind, "as configured"), config.parallel.shard_ranks
+    chosen = Choice(config.parallel.kind, "as configured")
     if config.parallel.kind == "auto":
         if not ranks.started_by_torchrun:
             return Choice("none", "one process")
@@ -22,10 +22,6 @@ def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: fl
         raise UserError(
             "parallel=fsdp shards a model over the ranks of torchrun, but torchrun was not used; start with "
             f"`{typed_command('train', 'torchrun --standalone --nproc-per-node=2')} …`, or choose parallel=auto"
-        )
-    if shard_ranks and ranks.size % shard_ranks:
-        raise UserError(
-            f"parallel.shard_ranks={shard_ranks} does not divide the {ranks.size} ranks; use a divisor, or null for all ranks"
         )
     return chosen
 
