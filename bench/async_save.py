@@ -78,9 +78,7 @@ def work(chosen: argparse.Namespace) -> None:
             MicroBatchLoss(model, device, precision, False, False), "on" if device.type == "cuda" else "off"
         )
         optimizer = Optimizer(parallel, optimizer_config, bf16=precision == "bf16")
-        savers = [
-            ShardedSaver(place / name, optimizer, ByteTokenizer(), 1, name == "async") for name in ("sync", "async")
-        ]
+        savers = [ShardedSaver(place / name, optimizer, ByteTokenizer(), 1) for name in ("sync", "async")]
         tokens = torch.randint(n_vocab, (1 if device.type == "cpu" else 8, chosen.tokens), device=device)
         state = {"step": 0, "config": {}, "tokens": 0}
 
@@ -107,7 +105,7 @@ def work(chosen: argparse.Namespace) -> None:
         for number in range(chosen.rounds):
             state["step"] = number
             quiet += [step() for _ in range(chosen.steps)]
-            synchronous = timed(lambda: savers[0].save(state))
+            synchronous = timed(lambda: (savers[0].save(state), savers[0].wait()))
             quiet += [step() for _ in range(chosen.steps)]
             usual = statistics.median(quiet[-2 * chosen.steps :])
             begun = time.perf_counter()

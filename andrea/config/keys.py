@@ -56,7 +56,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: th
         "weight_decay_power": 1.0,
         "rewarm_steps": 0,
     },
-    ParallelConfig: {"shard_ranks": None},
+    ParallelConfig: {"shard_ranks": None, "async_save": True},
     RunConfig: {"float8": False, "bf16_residual": False},
     TrainConfig: {"half_batch_steps": 0},
 }

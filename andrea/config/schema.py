@@ -233,7 +233,6 @@ class ParallelConfig:
 
     kind: Literal["auto", "ddp", "fsdp"]
     cpu_offload: bool
-    async_save: bool
     watchdog_minutes: PositiveNumber
 
 

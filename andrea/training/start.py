@@ -177,7 +177,7 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     )  # fmt: skip
     optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
     scale = LossScale(device, active=config.precision == "fp16")
-    saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep, config.parallel.async_save)
+    saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep)
     setup.watchdog.at(0, "reading the checkpoint")
     if checkpoint:
         restore(checkpoint, saver, scale)

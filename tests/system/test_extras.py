@@ -113,7 +113,6 @@ WORDS = [
     "train.sample_tokens=7",
     "train.sample_every=4",
     "train.keep=1",
-    "parallel.async_save=false",
 ]
 
 

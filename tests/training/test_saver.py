@@ -59,8 +59,8 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def saver_of(folder: Path, rows: Rows, asynchronous: bool = True) -> ShardedSaver:
-    return ShardedSaver(folder, rows, ByteTokenizer(), 2, asynchronous)
+def saver_of(folder: Path, rows: Rows) -> ShardedSaver:
+    return ShardedSaver(folder, rows, ByteTokenizer(), 2)
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -82,10 +82,9 @@ def test_each_row_is_written_by_one_rank(one_rank, tmp_path: Path, size: int) ->
         assert whole.ndim or len(written) == 1
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_holds_the_values_of_its_moment_and_is_restored(one_rank, tmp_path: Path, asynchronous: bool) -> None:
+def test_a_save_holds_the_values_of_its_moment_and_is_restored(one_rank, tmp_path: Path) -> None:
     rows = Rows()
-    saver = saver_of(tmp_path, rows, asynchronous)
+    saver = saver_of(tmp_path, rows)
     state = state_of(3) | {"note": [1]}
     saver.save(state)
     state["note"].append(2)

@@ -92,13 +92,12 @@ class WholeSaver(Saver):
 
 
 class ShardedSaver(Saver):
-    """Every rank writes its own rows. asynchronous: the run continues while files are written; otherwise it waits."""
+    """Every rank writes its own rows, while the run continues."""
 
     parallel: FullySharded
 
-    def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int, asynchronous: bool) -> None:
+    def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
         super().__init__(folder, optimizer, tokenizer, keep)
-        self.asynchronous = asynchronous
         # The thread's own process group, so that its collectives cannot interleave with those of a step.
         self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self.copies: dict[str, Tensor] = {}  # by name, on the CPU: the tensors that are being written
@@ -118,8 +117,6 @@ class ShardedSaver(Saver):
         work = self.recording_failure(lambda: self.write(state_now))
         self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
-        if not self.asynchronous:
-            self.wait()
 
     def tensors_of_this_rank(self) -> dict[str, Tensor]:
         """The rows that this rank writes: its own. Every rank keeps the step counts; rank 0 writes them."""
@@ -229,7 +226,7 @@ class ShardedSaver(Saver):
         return self.on_every_rank(work if self.parallel.ranks.is_rank_0 else lambda: None)[0]
 
 
-def make_saver(folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int, asynchronous: bool) -> Saver:
+def make_saver(folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> Saver:
     if optimizer.parallel.is_sharded:
-        return ShardedSaver(folder, optimizer, tokenizer, keep, asynchronous)
+        return ShardedSaver(folder, optimizer, tokenizer, keep)
     return WholeSaver(folder, optimizer, tokenizer, keep)
