@@ -58,7 +58,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: th
     },
     ParallelConfig: {"shard_ranks": None, "async_save": True},
     RunConfig: {"float8": False, "bf16_residual": False},
-    TrainConfig: {"half_batch_steps": 0},
+    TrainConfig: {"half_batch_steps": 0, "teacher_share": 0.5},
 }
 
 # Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not

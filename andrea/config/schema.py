@@ -218,7 +218,6 @@ class TrainConfig:
     sample_temperature: NonNegativeNumber = 0.8  # of the runs that were begun before this key
     sample_repetition_penalty: PositiveNumber = 1.0  # likewise
     teachers: list[PathText] = dataclasses.field(default_factory=list)
-    teacher_share: Share = 0.5
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,7 @@ def start(
         console.say(f"weights: {config.init_from} (init_from)")
     teachers = ranks.rank_0_first(lambda: load_teachers(resolved.config, corpus.tokenizer, machine.device))
     if teachers is not None:
-        console.say(
-            f"distillation: {teachers.share:.0%} of each target from the mean of {len(teachers.models)} teachers"
-        )
+        console.say(f"distillation: half of each target from the mean of {len(teachers.models)} teachers")
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")

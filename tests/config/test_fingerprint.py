@@ -66,7 +66,7 @@ def test_every_key_of_a_run_counts_or_is_known_not_to() -> None:
 
 def test_every_key_of_train_counts_or_is_known_not_to(config: RunConfig) -> None:
     """A key that only changes what is shown once counted: with another temperature a run had no expected curve."""
-    learned = {"patience", "teachers", "teacher_share"}
+    learned = {"patience", "teachers"}
     assert {field.name for field in dataclasses.fields(config.train)} == {*NOT_LEARNED["train"].split(), *learned}
 
 

@@ -23,13 +23,14 @@ from andrea.model.gpt import GPT, CallBlock
 from andrea.text.loader import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
 
+SHARE = 0.5  # of the teachers' probabilities in each target; the rest is the token of the text
+
 
 @dataclass(frozen=True)
 class Teachers:
-    """Trained models, and the share of their probabilities in the target: train.teachers and train.teacher_share."""
+    """The trained models of train.teachers."""
 
     models: Sequence[GPT]
-    share: float
 
     @torch.no_grad()
     def probabilities(self, tokens: Tensor, call_block: CallBlock) -> Tensor:
@@ -38,8 +39,8 @@ class Teachers:
         return sum(logits.float().softmax(-1) for logits in all_logits) / len(self.models)
 
 
-def distilled_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, taught: Tensor, share: float) -> Tensor:
-    """Cross-entropy against (1 - share) · the target + share · `taught`, summed, in nats: hidden (B, T, d_model).
+def distilled_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
+    """Cross-entropy against (1 - SHARE) · the target + SHARE · `taught`, summed, in nats: hidden (B, T, d_model).
 
     That is the function of the gradient. The number itself is the cross-entropy against the targets alone, so that the
     training loss of a distilled run means what it means in every other run.
@@ -48,7 +49,7 @@ def distilled_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, taught: Tens
     hard = cross_entropy(log_probabilities, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
     has_target = (targets != IGNORED_TARGET).flatten()
     soft = -((taught.flatten(0, 1) * log_probabilities).sum(-1) * has_target).sum()
-    mixed = (1 - share) * hard + share * soft
+    mixed = (1 - SHARE) * hard + SHARE * soft
     return mixed + (hard - mixed).detach()
 
 
@@ -72,4 +73,4 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
                 f"{config.model.sequence_length}; set model.sequence_length={model.config.sequence_length}"
             )
         models.append(model.to(device))
-    return Teachers(models, config.train.teacher_share)
+    return Teachers(models)

@@ -82,5 +82,5 @@ class MicroBatchLoss(nn.Module):
     def head_loss(self, hidden: Tensor, targets: Tensor, taught: Tensor | None = None) -> Tensor:
         """taught: the teachers' probabilities (B, T, V)."""
         if taught is not None:
-            return distilled_loss_sum(self.model, hidden, targets, taught, self.teachers.share)
+            return distilled_loss_sum(self.model, hidden, targets, taught)
         return training_loss_sum(self.model, hidden, targets, self.precision)

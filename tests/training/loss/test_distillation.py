@@ -12,7 +12,7 @@ from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.distillation import Teachers, distilled_loss_sum
+from andrea.training.loss.distillation import Teachers
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.planning.memory import plan_memory
 from andrea.training.records.run_folder import read_lines
@@ -50,10 +50,10 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_gradient_is_that_of_mixed_targets_and_the_number_that_of_the_text(rows) -> None:
     (tokens, targets), student = rows, model_of(1)
-    teachers = Teachers([model_of(2).requires_grad_(False), model_of(3).requires_grad_(False)], share=0.3)
+    teachers = Teachers([model_of(2).requires_grad_(False), model_of(3).requires_grad_(False)])
     probabilities = sum(model.logits(model(tokens)).softmax(-1) for model in teachers.models) / 2
     kept = targets != IGNORED_TARGET
-    mixed = 0.7 * one_hot(targets.clamp(min=0), 11) + 0.3 * probabilities
+    mixed = 0.5 * one_hot(targets.clamp(min=0), 11) + 0.5 * probabilities
     log_probabilities = student.logits(student(tokens)).log_softmax(-1)
     expected = torch.autograd.grad(-(mixed * log_probabilities)[kept].sum(), list(student.parameters()))
     loss = MicroBatchLoss(student, CPU, "fp32", observing=False, recompute=False, teachers=teachers)
@@ -65,16 +65,6 @@ def test_the_gradient_is_that_of_mixed_targets_and_the_number_that_of_the_text(r
         torch.testing.assert_close(loss(tokens, targets)[0], of_text)
 
 
-def test_without_a_share_it_is_the_loss_of_the_text(rows) -> None:
-    (tokens, targets), student = rows, model_of(1)
-    taught = Teachers([model_of(2)], share=0.0).probabilities(tokens, MicroBatchLoss.call_block)
-    nats = distilled_loss_sum(student, student(tokens), targets, taught, share=0.0)
-    plain = MicroBatchLoss(student, CPU, "fp32", observing=False, recompute=False)(tokens, targets)[0]
-    torch.testing.assert_close(nats, plain)
-    parameters = list(student.parameters())
-    torch.testing.assert_close(torch.autograd.grad(nats, parameters), torch.autograd.grad(plain, parameters))
-
-
 @pytest.mark.parametrize("compile_mode", ["on", "blocks"])
 def test_compiled_it_is_the_same(compile_mode: str, rows) -> None:
     from andrea.training.parallel.strategy import compile_loss
@@ -82,7 +72,7 @@ def test_compiled_it_is_the_same(compile_mode: str, rows) -> None:
     tokens, targets = rows
     losses = []
     for mode in ("off", compile_mode):
-        student, teachers = model_of(1), Teachers([model_of(2).requires_grad_(False)], share=0.5)
+        student, teachers = model_of(1), Teachers([model_of(2).requires_grad_(False)])
         loss = compile_loss(MicroBatchLoss(student, CPU, "fp32", False, False, teachers), mode)
         loss(tokens, targets)[0].backward()
         losses.append([parameter.grad for parameter in student.parameters()])
@@ -92,9 +82,9 @@ def test_compiled_it_is_the_same(compile_mode: str, rows) -> None:
 def test_a_run_learns_from_two_runs_and_resumes_exactly(tiny_run, tmp_path: Path, capsys) -> None:
     for seed in (1, 2):
         assert tiny_run(f"name=teacher-{seed}", f"seed={seed}", *QUICK) == 0
-    taught = ("train.teachers=teacher-1", "train.teachers=teacher-2", "train.teacher_share=0.6")
+    taught = ("train.teachers=teacher-1", "train.teachers=teacher-2")
     assert tiny_run("name=whole", *QUICK, *taught) == 0
-    assert "distillation: 60% of each target from the mean of 2 teachers" in capsys.readouterr().out
+    assert "distillation: half of each target from the mean of 2 teachers" in capsys.readouterr().out
     runs = tmp_path / "runs"
     once = newest_whole(runs / "whole").state
     teachers = once["config"]["train"]["teachers"]
