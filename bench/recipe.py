@@ -46,7 +46,6 @@ INGREDIENTS = {
     "without QK-norm": ["model.qk_norm=false"],
     "squared ReLU, equal parameters": ["model.mlp=relu2", "model.d_mlp={wide}"],
     "SwiGLU, equal parameters": ["model.mlp=swiglu", "model.d_mlp={narrow}"],
-    "zero-initialised projections": ["model.zero_init_projections=true"],
     "head of its own": ["model.tied_head=false"],
     "tied head": ["model.tied_head=true"],
     "without softcap": ["model.logit_softcap=null"],

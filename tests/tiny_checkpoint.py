@@ -14,7 +14,7 @@ from andrea.text.tokenizer import ByteTokenizer
 CONFIG = ModelConfig(
     name="tiny", d_model=10, n_layer=1, n_head=1, d_mlp=13, sequence_length=23, position="rotary", rotary_base=10000.0,
     norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=False, qk_norm=True, logit_softcap=15.0,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=23,
+    recipe_steps=1, recipe_tokens_per_step=23,
 )  # fmt: skip
 
 

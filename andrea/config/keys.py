@@ -18,6 +18,7 @@ from andrea.config.schema import (
     ImportConfig,
     LensConfig,
     LoggerConfig,
+    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -50,6 +51,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: th
         "leak_errors": 4.0,
     },
     LoggerConfig: {"csv": False},
+    ModelConfig: {"zero_init_projections": False},
     OptimizerConfig: {
         "orthogonalisation": "quintic",
         "cautious_decay": False,

@@ -62,7 +62,6 @@ class ModelConfig:
     tied_head: bool
     qk_norm: bool | Literal["learned"]
     logit_softcap: PositiveNumber | None
-    zero_init_projections: bool
     recipe_steps: PositiveInteger
     recipe_tokens_per_step: PositiveInteger
     n_kv_head: int | None = None

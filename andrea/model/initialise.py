@@ -35,7 +35,6 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
     | tied embedding, learned position, head   | normal, deviation 0.02, as in GPT-2                               |
     | matrices                                 | normal, deviation 0.5 / sqrt(d_in): GPT-2's 0.02 at width 768     |
     | matrices that write into the residual    | the same / sqrt(2 n_layer), so that x does not grow with depth    |
-    | these matrices and an untied head        | zero, with zero_init_projections: each block starts as identity   |
     | norm weights (QK-norm's too), biases     | one, zero                                                         |
     | share of the first layer's values        | zero: the logistic function makes it one half                     |
     | logits of attention sinks                | zero: a 1 + in the softmax's denominator (softmax-off-by-one)     |
@@ -71,7 +70,5 @@ def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None
             deviation = 0.5 / math.sqrt(parameter.shape[1])
         if name.endswith(WRITES_RESIDUAL):
             deviation /= math.sqrt(2 * model.config.n_layer)
-        if model.config.zero_init_projections and name.endswith((*WRITES_RESIDUAL, "head.weight")):
-            deviation = 0.0
         deviation *= transfer.factors(name).initial
         parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))

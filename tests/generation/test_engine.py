@@ -21,7 +21,7 @@ from andrea.text.tokenizer import ByteTokenizer
 CONFIG = ModelConfig(
     name="tiny", d_model=24, n_layer=2, n_head=3, d_mlp=29, sequence_length=11, position="rotary", rotary_base=10000.0,
     norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=False, qk_norm=True, logit_softcap=15.0,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=11,
+    recipe_steps=1, recipe_tokens_per_step=11,
 )  # fmt: skip
 LIKE_GPT2 = dataclasses.replace(
     CONFIG,

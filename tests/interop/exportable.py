@@ -25,7 +25,7 @@ T = 43  # sequence_length
 MODEL = ModelConfig(
     name="small", d_model=60, n_layer=3, n_head=6, d_mlp=77, sequence_length=T, position="rotary", rotary_base=10000.0,
     norm="rmsnorm", norm_epsilon=1e-6, mlp="swiglu", bias=False, tied_head=True, qk_norm=False, logit_softcap=None,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=T,
+    recipe_steps=1, recipe_tokens_per_step=T,
 )  # fmt: skip
 PLAIN_ATTENTION = AttentionConfig("scaled_dot", "reference")
 LAYERNORM: dict[str, Any] = {"norm": "layernorm", "bias": True}

@@ -11,7 +11,7 @@ from andrea.model.bigram_embedding import NO_TOKEN, BigramEmbedding, row_and_sig
 CONFIG = ModelConfig(
     name="tiny", d_model=16, n_layer=1, n_head=2, d_mlp=24, sequence_length=8, position="rotary", rotary_base=10000.0,
     norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=True, qk_norm=True, logit_softcap=None,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=8, bigram_rows=29,
+    recipe_steps=1, recipe_tokens_per_step=8, bigram_rows=29,
 )  # fmt: skip
 
 

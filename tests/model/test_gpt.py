@@ -23,7 +23,7 @@ def read_config(name):
     return group_config("model", name)
 
 
-SMALL = {"d_model": 30, "n_layer": 2, "n_head": 3, "d_mlp": 44, "sequence_length": 23, "zero_init_projections": False}
+SMALL = {"d_model": 30, "n_layer": 2, "n_head": 3, "d_mlp": 44, "sequence_length": 23}
 TINY = replace(read_config("andrea-nano"), **SMALL)
 TINY_GPT2 = replace(read_config("gpt2"), **SMALL)
 VARIANTS = {
@@ -292,13 +292,6 @@ def test_deviations_follow_the_table():
         assert weights[name].std().item() == pytest.approx(deviation, rel=0.1), name
     assert all((weight == 1).all() for name, weight in weights.items() if name.endswith("norm.weight"))
     assert all((weight == 0).all() for name, weight in weights.items() if name.endswith("bias"))
-
-
-def test_zero_initialised_projections_make_each_block_the_identity():
-    model, tokens = make(replace(TINY, zero_init_projections=True, tied_head=False)), some_tokens()
-    torch.testing.assert_close(model(tokens), model.final_norm(model.embed(tokens)))
-    assert not model.logits(model(tokens)).any()  # every token equally likely
-    assert all(block.attention.query.weight.any() and block.mlp.up.weight.any() for block in model.blocks)
 
 
 def test_a_tied_head_is_the_embedding():

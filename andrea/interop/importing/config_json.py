@@ -163,7 +163,6 @@ def configs(model: Mapping[str, Any], attention: Mapping[str, Any]) -> tuple[Mod
     is_length = type(length) is int and 0 < length <= RECIPE_TOKENS
     plain = {
         "logit_softcap": None,
-        "zero_init_projections": False,
         "recipe_steps": RECIPE_STEPS,
         "recipe_tokens_per_step": RECIPE_TOKENS // length * length if is_length else length,
         "rotary_base": 10000.0,

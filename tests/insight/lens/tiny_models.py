@@ -16,7 +16,7 @@ TOKENIZER = ByteTokenizer()
 CONFIG = ModelConfig(
     name="tiny", d_model=30, n_layer=3, n_head=5, d_mlp=37, sequence_length=41, position="rotary", rotary_base=10000.0,
     norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=False, qk_norm=True, logit_softcap=15.0,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=41,
+    recipe_steps=1, recipe_tokens_per_step=41,
 )  # fmt: skip
 PROMPT = "say (abc, abc) twice"
 CASES = {

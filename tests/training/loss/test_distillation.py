@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 CONFIG = ModelConfig(
     name="tiny", d_model=16, n_layer=2, n_head=2, d_mlp=24, sequence_length=8, position="rotary", rotary_base=10000.0,
     norm="rmsnorm", norm_epsilon=1e-6, mlp="relu2", bias=False, tied_head=True, qk_norm=True, logit_softcap=15.0,
-    zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=8,
+    recipe_steps=1, recipe_tokens_per_step=8,
 )  # fmt: skip
 ATTENTION = AttentionConfig(compatibility="scaled_dot", implementation="auto")
 QUICK = (

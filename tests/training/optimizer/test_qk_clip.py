@@ -25,7 +25,7 @@ def made(n_kv_head: int | None = None, **changes) -> GPT:
     config = ModelConfig(
         name="tiny", d_model=48, n_layer=2, n_head=6, d_mlp=32, sequence_length=T, position="rotary", rotary_base=1e4,
         norm="rmsnorm", norm_epsilon=1e-6, mlp="gelu", bias=True, tied_head=False, qk_norm=False, logit_softcap=None,
-        zero_init_projections=False, recipe_steps=1, recipe_tokens_per_step=T, n_kv_head=n_kv_head,
+        recipe_steps=1, recipe_tokens_per_step=T, n_kv_head=n_kv_head,
     )  # fmt: skip
     attention = AttentionConfig(compatibility="scaled_dot", implementation="reference")
     model = GPT(config, attention, 31)
