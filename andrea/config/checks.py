@@ -177,8 +177,8 @@ def check_optimizer(optimizer: OptimizerConfig, path: str) -> None:
             f"{path}.tuned_d_model={optimizer.tuned_d_model} and {path}.tuned_n_layer={optimizer.tuned_n_layer} belong "
             f"together: set both to the size of the model that the rates were tuned on, or both to null"
         )
-    if optimizer.kind == "muon" and (optimizer.matrix_learning_rate is None or optimizer.momentum is None):
-        raise UserError(f"{path}.matrix_learning_rate and {path}.momentum must be numbers with optimizer=muon")
+    if optimizer.kind == "muon" and optimizer.matrix_learning_rate is None:
+        raise UserError(f"{path}.matrix_learning_rate must be a number with optimizer=muon")
     if optimizer.kind != "muon" and optimizer.muon_rows != "none":
         raise UserError(
             f"{path}.muon_rows={optimizer.muon_rows} is read by optimizer=muon only; choose optimizer=muon, or set "

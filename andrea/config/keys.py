@@ -26,7 +26,7 @@ from andrea.config.schema import (
     TrainConfig,
 )
 
-REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: the value with which it changed nothing}
+REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or a tuple of them}
     DataConfig: {"files": "by_content"},
     HealthConfig: {
         "showing": 0.5,
@@ -57,6 +57,9 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {key that was removed: th
         "cautious_decay": False,
         "weight_decay_power": 1.0,
         "rewarm_steps": 0,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "momentum": (0.95, None),  # None: of AdamW
     },
     ParallelConfig: {"shard_ranks": None, "async_save": True},
     RunConfig: {"float8": False, "bf16_residual": False},
@@ -106,8 +109,6 @@ TRAINING_NAMES = {
     "optimizer.learning_rate": "lr max_lr learning_rate",
     "optimizer.matrix_learning_rate": "lr max_lr learning_rate matrix_lr muon_lr",
     "optimizer.embedding_learning_rate": "embedding_lr",
-    "optimizer.beta1": "adam_beta1",
-    "optimizer.beta2": "adam_beta2",
     "optimizer.epsilon": "adam_epsilon eps",
     "optimizer.weight_decay": "wd",
     "optimizer.clip_norm": "grad_clip max_grad_norm max_norm gradient_clip_val",
@@ -293,8 +294,12 @@ def with_current_keys(hint: Any, values: Any) -> Any:
     if hint is None or not isinstance(values, dict):
         return values
     removed = REMOVED.get(hint, {})
-    current = {key: value for key, value in values.items() if value != removed.get(key, ...)}
+    current = {key: value for key, value in values.items() if not is_only(value, removed.get(key, ...))}
     return {key: with_current_keys(member_type(hint, key), value) for key, value in current.items()}
+
+
+def is_only(value: Any, only: Any) -> bool:
+    return value in only if isinstance(only, tuple) else value == only
 
 
 def with_missing_keys(hint: Any, values: Any) -> Any:

@@ -29,7 +29,6 @@ NonNegativeInteger = Annotated[int, AtLeast(0)]
 PositiveNumber = Annotated[float, Positive()]
 NonNegativeNumber = Annotated[float, AtLeast(0)]
 Share = Annotated[float, Between(0, 1)]
-Decay = Annotated[float, Between(0, 1, upper_open=True)]  # of a running mean, per step
 Dropped = Annotated[float, Between(0, 1, upper_open=True)]  # share of what a layer adds
 Seed = Annotated[int, Between(0, LARGEST_SEED)]
 Threads = Annotated[int, Between(1, 1024)]
@@ -161,10 +160,7 @@ class OptimizerConfig:
     learning_rate: PositiveNumber
     embedding_learning_rate: PositiveNumber | None
     matrix_learning_rate: PositiveNumber | None
-    beta1: Decay
-    beta2: Decay
     epsilon: PositiveNumber
-    momentum: Decay | None
     weight_decay: NonNegativeNumber | Auto
     clip_norm: PositiveNumber | None
     schedule: Literal["constant_then_decay", "cosine"]

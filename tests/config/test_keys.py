@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,16 @@ from andrea.config.keys import OTHER_NAMES, REMOVED, dotted_keys, key_types, sug
 from andrea.training.resume import merge
 
 
+def only_value(only: Any) -> Any:
+    return only[0] if isinstance(only, tuple) else only
+
+
 def old_values() -> dict:
     """A run's configuration as it was saved with the keys that have been removed since."""
     values = to_plain(configure(RunConfig, "train", ["health.samples=3"]))
     for kind, removed in REMOVED.items():
         group = next((name for name, hint in key_types(RunConfig).items() if hint is kind), None)
-        (values[group] if group else values).update(removed)
+        (values[group] if group else values).update({key: only_value(only) for key, only in removed.items()})
     return values
 
 

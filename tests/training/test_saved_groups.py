@@ -48,11 +48,11 @@ def test_a_run_of_a_changed_preset_goes_on_with_its_values(configs, tmp_path, ti
     change(configs / "model" / "andrea-nano.yaml", value_residual=False, norm_epsilon=1e-5)
     change(configs / "optimizer" / "muon.yaml", weight_decay=0.2)
     capsys.readouterr()
-    assert tiny_run("name=a", "resume=auto", *recipe, "train.steps=8", "optimizer.beta2=0.9") == 0
+    assert tiny_run("name=a", "resume=auto", *recipe, "train.steps=8", "optimizer.clip_norm=0.9") == 0
     said = capsys.readouterr().out
-    assert "  changed optimizer.beta2: 0.95 → 0.9\n" in said and "weight_decay: " not in said
+    assert "  changed optimizer.clip_norm: 1.0 → 0.9\n" in said and "weight_decay: " not in said
     after = resumed_config(tmp_path)
-    assert after["model"] == before["model"] and after["optimizer"] == before["optimizer"] | {"beta2": 0.9}
+    assert after["model"] == before["model"] and after["optimizer"] == before["optimizer"] | {"clip_norm": 0.9}
 
 
 def test_another_group_is_judged_as_before_and_becomes_the_run_s(configs, tmp_path, tiny_run, capsys) -> None:

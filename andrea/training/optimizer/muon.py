@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from andrea.config import OptimizerConfig
 from andrea.training.parallel.strategy import Parallel
 
+MOMENTUM = 0.95  # decay of the running mean of the gradient (Nesterov), as of Jordan et al. (2024)
 SMALLEST_NORM = 1e-7  # added to norms, which may be 0
 # Each step turns a singular value x, at most 1, into a x + b x³ + c x⁵. Chosen by Jordan et al. (2024) for fast growth of small
 # singular values, not for convergence to exactly 1.
@@ -51,7 +52,7 @@ class Muon:
 
         bf16: orthogonalise in bf16, else in fp32.
         """
-        self.peak_rate, self.momentum = config.matrix_learning_rate or config.learning_rate, config.momentum or 0.0
+        self.peak_rate = config.matrix_learning_rate or config.learning_rate
         self.config = config
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.parallel = parallel
@@ -87,8 +88,8 @@ class Muon:
         """
         gradient = torch.stack([matrix.grad for matrix in stack.matrices])
         momentum = stack.momentum
-        momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - self.momentum), momentum))
-        nesterov = gradient.lerp_(momentum, self.momentum)
+        momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - MOMENTUM), momentum))
+        nesterov = gradient.lerp_(momentum, MOMENTUM)
         if self.config.rows == "equal":
             nesterov /= nesterov.norm(dim=-1, keepdim=True) + SMALLEST_NORM
         full = self.parallel.apply_to_full_matrices(nesterov.to(self.dtype), stack.n_row, orthogonalise)

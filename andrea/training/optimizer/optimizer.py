@@ -24,6 +24,7 @@ from andrea.training.optimizer.average import WeightAverage
 from andrea.training.optimizer.muon import Muon
 from andrea.training.parallel.strategy import Parallel
 
+BETAS = (0.9, 0.95)  # of AdamW's running means: those of GPT-3 and Llama
 # The first pattern that matches a parameter's whole name decides its group.
 GROUP_OF_NAME = (
     (re.compile(r"embedding\.weight"), "embedding"),
@@ -100,9 +101,7 @@ class Optimizer:
             matrices = groups.pop("matrix")
             rate_factors = {name: transfer.factors(name).muon_rate for name in matrices}
             self.muon = Muon(matrices, rate_factors, config, bf16, parallel)
-        self.adamw = torch.optim.AdamW(
-            adamw_groups(groups, transfer, config), betas=(config.beta1, config.beta2), fused=True
-        )
+        self.adamw = torch.optim.AdamW(adamw_groups(groups, transfer, config), betas=BETAS, fused=True)
         self.average = WeightAverage(parallel, config.average_half_life) if config.average_half_life else None
 
     @property

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from andrea.config import group_config
-from andrea.training.optimizer.muon import Muon, orthogonalise
+from andrea.training.optimizer.muon import MOMENTUM, Muon, orthogonalise
 from andrea.training.parallel.strategy import SingleProcess
 
 FINITE = torch.tensor(True)
@@ -20,14 +20,11 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
     assert values.min() > 0.3 and values.max() < 1.3
 
 
-def make_muon(
-    matrices: dict[str, nn.Parameter], momentum: float = 0.0, weight_decay: float = 0.0, **changes: object
-) -> Muon:
+def make_muon(matrices: dict[str, nn.Parameter], weight_decay: float = 0.0, **changes: object) -> Muon:
     rate_factors = {name: 1.0 if name == "a" else 0.25 for name in matrices}
     parallel = SingleProcess(nn.ParameterDict(matrices))
     changes = {
         "matrix_learning_rate": 0.1,
-        "momentum": momentum,
         "weight_decay": weight_decay,
         "muon_rows": "none",
     } | changes
@@ -50,15 +47,15 @@ def test_its_step_is_the_formula_matrix_by_matrix() -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = {"a": (23, 7), "b": (7, 23), "c": (13, 13), "d": (7, 23)}
     matrices = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
-    muon = make_muon(matrices, momentum=0.9, weight_decay=0.3)
+    muon = make_muon(matrices, weight_decay=0.3)
     before = {name: matrix.detach().clone() for name, matrix in matrices.items()}
     gradients = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name, matrix in matrices.items():
         matrix.grad = gradients[name].clone()
     muon.step(0.7, FINITE)
     for name, matrix in matrices.items():
-        momentum = (1 - 0.9) * gradients[name]
-        nesterov = gradients[name].lerp(momentum, 0.9)
+        momentum = (1 - MOMENTUM) * gradients[name]
+        nesterov = gradients[name].lerp(momentum, MOMENTUM)
         rate, factor, (n_row, n_column) = 0.7 * 0.1, 1.0 if name == "a" else 0.25, shapes[name]
         size = rate * factor * max(1.0, n_row / n_column) ** 0.5
         expected = before[name] * (1 - rate * 0.3) - size * orthogonalise(nesterov[None])[0]

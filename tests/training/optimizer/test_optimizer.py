@@ -11,7 +11,7 @@ from head_options import ALL_OPTIONS, words_of
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
-from andrea.training.optimizer.muon import orthogonalise
+from andrea.training.optimizer.muon import MOMENTUM, orthogonalise
 from andrea.training.optimizer.optimizer import Optimizer, group_parameters, saved_shapes
 from andrea.training.optimizer.schedule import rate_at
 from andrea.training.parallel.strategy import SingleProcess
@@ -153,8 +153,8 @@ def test_muon_moves_the_matrices_at_the_configured_rates() -> None:
     optimizer.step(0.7, torch.tensor(True))
     for name in ("blocks.1.mlp.up.weight", "blocks.0.mlp.down.weight", "blocks.0.attention.key.weight"):
         parameter, rate = model.get_parameter(name), 0.7 * config.matrix_learning_rate
-        momentum = (1 - config.momentum) * parameter.grad
-        nesterov = parameter.grad.lerp(momentum, config.momentum)
+        momentum = (1 - MOMENTUM) * parameter.grad
+        nesterov = parameter.grad.lerp(momentum, MOMENTUM)
         longer = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
         moved = before[name] * (1 - rate * config.decay) - rate * longer * orthogonalise(nesterov[None])[0]
         torch.testing.assert_close(parameter.detach(), moved, atol=1e-6, rtol=1e-5)
