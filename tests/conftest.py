@@ -208,7 +208,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
 def tiny_words(place: Path, notes: Path, *words: str) -> list[str]:
     """The command line that trains the tiny model on the notes under `place`/runs; later `words` override earlier ones."""
     places = [f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}", "data=text", f"data.path={notes}"]
-    listed = ("train.teachers=", "data.include=", "data.exclude=", "logger.tags=")  # keys whose words add up
+    listed = ("train.teachers=", "data.include=", "data.exclude=")  # keys whose words add up
     typed = {(word if word.startswith(listed) else word.partition("=")[0]): word for word in [*places, *TINY, *words]}
     return list(typed.values())
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.config import LARGEST_INTEGER, ImportConfig, Text, UserError, group_files, lay_over, parse
+from andrea.config import LARGEST_INTEGER, ImportConfig, UserError, group_files, lay_over, parse
 from andrea.config.keys import key_types, not_key_value, type_of_key
 from andrea.runtime import shared_cores, torchrun
 from andrea.runtime.files import REMEDIES, StorageFailed
@@ -124,7 +124,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
         if dataclasses.is_dataclass(hint):
             groups[key] = value
         elif typing.get_origin(hint) is list:
-            values.setdefault(key, []).extend(read_list(hint, key, value))
+            values.setdefault(key, []).append(value)
         elif typing.get_origin(hint) is dict or (value.startswith("[") and may_be_list(hint)):
             values[key] = read_yaml(key, value)
         else:
@@ -190,17 +190,6 @@ def hydra_errors() -> tuple[type[Exception], ...]:
 def may_be_list(hint: Any) -> bool:
     """Whether a value of the type `hint` may be a list, among others: number | list."""
     return any(typing.get_origin(choice) is tuple for choice in typing.get_args(hint))
-
-
-def read_list(hint: Any, key: str, value: str) -> list:
-    """The entries in the typed value of a list. In a list of texts the whole value is one entry.
-
-    For entries of another type, the value may hold several entries, written [a, b].
-    """
-    if issubclass(typing.get_args(hint)[0], Text):
-        return [value]
-    loaded = read_yaml(key, value)
-    return loaded if isinstance(loaded, list) else [loaded]
 
 
 def read_yaml(key: str, value: str) -> Any:

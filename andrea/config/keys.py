@@ -50,7 +50,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only va
         "expected_bpb": 0.03,
         "leak_errors": 4.0,
     },
-    LoggerConfig: {"csv": False},
+    LoggerConfig: {"csv": False, "tags": []},
     ModelConfig: {"zero_init_projections": False},
     OptimizerConfig: {
         "orthogonalisation": "quintic",

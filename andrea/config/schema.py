@@ -187,7 +187,6 @@ class LoggerConfig:
     wandb: Literal["auto", "online", "offline", "disabled"]
     project: str
     group: str | None
-    tags: list[str]
     tensorboard: bool = False
 
 

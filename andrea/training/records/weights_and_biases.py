@@ -24,7 +24,7 @@ from andrea.training.records.logger import AXES, Logger
 from andrea.training.records.record_file import read_lines
 
 TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
-NAME_IN_WANDB = {"project": "project", "group": "run_group", "tags": "run_tags"}  # key of `logger` -> wandb's setting
+NAME_IN_WANDB = {"project": "project", "group": "run_group"}  # key of `logger` -> wandb's setting
 
 
 @final
@@ -51,7 +51,7 @@ class Wandb(Logger):
         self.run: Any = None  # wandb's own run; None where wandb has failed
         self.run_id = run_id or uuid.uuid4().hex[:8]
         about = {
-            "project": config.project, "group": config.group or group, "tags": config.tags, "name": replace_surrogates(name),
+            "project": config.project, "group": config.group or group, "name": replace_surrogates(name),
             "config": replace_surrogates(facts), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
         }  # fmt: skip
         timeouts = {key: seconds for key, seconds in TIMEOUTS_SECONDS.items() if key in wandb.Settings.model_fields}

@@ -26,7 +26,7 @@ def test_different_data_tokenizers_and_evaluations_give_warnings(tmp_path: Path)
 
 def test_only_keys_that_differ_are_listed_without_names_and_paths(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "one"), "one")
-    two = read_run(make_run(tmp_path / "two", optimizer__learning_rate=0.5, logger__tags=["x"]), "two")
+    two = read_run(make_run(tmp_path / "two", optimizer__learning_rate=0.5, logger__group="x"), "two")
     two.config["name"], two.config["newer"] = "other", {"key": 1}
     learned = CONFIG["optimizer"]["learning_rate"]
     assert differences([one, two]) == {"optimizer.learning_rate": [learned, 0.5], "newer.key": ["—", 1]}

@@ -39,7 +39,7 @@ def netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def offline_wandb(runs_dir: Path, name: str, run_id: str | None, facts: dict | None = None) -> Wandb:
-    config = LoggerConfig(wandb="offline", project="andrea", group=None, tags=["a"])
+    config = LoggerConfig(wandb="offline", project="andrea", group=None)
     return open_wandb("offline", print, config, runs_dir, name, "tiny", run_id, facts or {})
 
 
@@ -114,17 +114,13 @@ def test_a_resumed_offline_run_is_one_run_in_the_folder(netrc: Path, tmp_path: P
     assert [item["train/loss"] for item in logged if "train/loss" in item] == [step / 8 for step in range(1, 7)]
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [("tags=[" + 69 * "x" + "]", "Tags must be between 1 and 64"), ("project=a/b", "cannot contain characters")],
-)
 def test_a_setting_that_wandb_refuses_is_named_before_anything_is_written(
-    setting: str, said: str, netrc: Path, tmp_path: Path, notes: Path, script, capsys
+    netrc: Path, tmp_path: Path, notes: Path, script, capsys
 ) -> None:
-    words = tiny_words(tmp_path, notes, "name=a", "logger=wandb", f"logger.{setting}")
+    words = tiny_words(tmp_path, notes, "name=a", "logger=wandb", "logger.project=a/b")
     code, out, err = run_script(script("train"), words, capsys)
     assert code == 2 and not out and err.count("\n") == 1
-    assert f"logger.{setting} is refused by wandb" in err and said in err
+    assert "logger.project=a/b is refused by wandb" in err and "cannot contain characters" in err
     assert not (tmp_path / "runs").exists()
 
 
