@@ -162,7 +162,7 @@ def compose(config_name: str, line: CommandLine) -> dict:
     from yaml import YAMLError
 
     try:
-        with initialize_config_dir(config_dir=str(group_files.CONFIGS), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(group_files.CONFIGS), **hydra_defaults()):
             composed = hydra_compose(
                 config_name, overrides=[f"{group}={choice}" for group, choice in line.groups.items()]
             )
@@ -177,6 +177,13 @@ def compose(config_name: str, line: CommandLine) -> dict:
 def configure(kind: type, config_name: str, argv: list[str]) -> Any:
     """Turn a command line into the checked, frozen dataclass `kind`. Raises UserError."""
     return parse(kind, compose(config_name, read(kind, argv)))
+
+
+def hydra_defaults() -> dict[str, str]:
+    """The arguments for the defaults of Hydra 1.3. Later versions have them anyway, and warn of the argument."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 
 
 def hydra_errors() -> tuple[type[Exception], ...]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import check_once, hydra_errors
+from andrea.cli.command_line import check_once, hydra_defaults, hydra_errors
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
 from andrea.config.keys import not_key_value, type_of_key
@@ -150,7 +150,7 @@ def launch(fixed: list[str], varied: list[str], group: str, folder: Path, for_hy
     os.environ[FOLDER] = str(folder.resolve())
     os.environ[FULL_ERROR] = "1"  # otherwise Hydra prints its errors itself and exits with code 1
     try:
-        hydra.main(config_path=None, config_name=None, version_base="1.3")(run_job)()
+        hydra.main(config_path=None, config_name=None, **hydra_defaults())(run_job)()
     except hydra_errors() as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{' '.join(for_hydra) or 'the sweep'} is refused by Hydra: {reason}") from None
