@@ -10,6 +10,10 @@ from andrea.config import group_files
 
 KEY_LINE = re.compile(r"(?P<indent> *)(?P<item>- )?(?P<name>\w+):(?: +(?P<value>\S.*?))??(?: +# (?P<comment>.*))?")
 COMMENT_COLUMN = 42
+# The keys of training that are set most often. `--help` shows them alone, `--help all` every key.
+FIRST = """name device seed resume init_from dry_run train.steps train.max_minutes train.tokens_per_step train.eval_every
+    train.sample_tokens train.patience model.d_model model.n_layer model.n_head model.sequence_length data.path
+    tokenizer.vocab_size optimizer.matrix_learning_rate optimizer.weight_decay""".split()
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,14 @@ def group_help(usage: str, chosen: list[Key]) -> str:
         lines += ["", f"{group.name}={group.value}: {read_commented(f'{group.name}/{group.value}').description}"]
         keys = keys_of_choice(group.name, group.value)
         lines += [help_line(Key(f"{group.name}.{key.name}", key.value, key.comment)) for key in keys]
-    return "\n".join([*lines, "", "--help alone lists all keys."])
+    return "\n".join([*lines, "", "--help all lists all keys."])
 
 
 def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
     """The output of `--help` for the command that configs/CONFIG_NAME.yaml belongs to.
 
-    words: the other words of the command line; if they choose groups (data=text), only the keys of these groups are
-    shown. Raises UserError for an unknown choice.
+    words: the other words of the command line. If they choose groups (data=text), only the keys of these groups are
+    shown; without `all`, of training only the keys in FIRST. Raises UserError for an unknown choice.
     """
     if chosen := typed_choices(config_name, list(words)):
         return group_help(usage, chosen)
@@ -94,12 +98,22 @@ def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
         names = ", ".join(group_files.choices(group.name))
         lines.append(help_line(Key(group.name, group.value, f"{group.comment}; one of: {names}")))
     lines += ["", "Keys with their defaults:"]
+    if config_name == "train" and "all" not in words:
+        keys = {key.name: key for key in [*file.keys, *(key for group in groups for key in default_keys(group))]}
+        lines += [help_line(keys[name]) for name in FIRST]
+        return "\n".join([*lines, "", f"--help all lists all {len(keys)} keys, GROUP=NAME --help those of a group."])
     lines += map(help_line, file.keys)
     for group in groups:
         chosen = read_commented(f"{group.name}/{group.value}")
         lines += ["", f"{group.name}={group.value}: {chosen.description}"]
-        lines += [help_line(Key(f"{group.name}.{key.name}", key.value, key.comment)) for key in chosen.keys]
+        lines += map(help_line, default_keys(group))
     return "\n".join(lines)
+
+
+def default_keys(group: Key) -> list[Key]:
+    """The keys of a group as they are typed, with the values of its default choice."""
+    keys = read_commented(f"{group.name}/{group.value}").keys
+    return [Key(f"{group.name}.{key.name}", key.value, key.comment) for key in keys]
 
 
 def help_line(key: Key) -> str:

@@ -13,7 +13,7 @@ import yaml
 from conftest import CONFIGS_OF_COMMANDS
 
 from andrea.cli.command_line import CommandLine, compose, configure
-from andrea.cli.help import help_text, read_commented
+from andrea.cli.help import FIRST, help_text, read_commented
 from andrea.config import (
     CONFIGS,
     RunConfig,
@@ -24,10 +24,11 @@ from andrea.config import (
     to_plain,
 )
 from andrea.config.group_files import choices
-from andrea.config.keys import REMOVED
+from andrea.config.keys import REMOVED, dotted_keys
 
 pytestmark = pytest.mark.untraced
 
+MOST_KEYS = 106  # of training
 GROUPS = {group.name: group.value for group in read_commented("train").groups}
 CHOICES = [(group, choice) for group in GROUPS for choice in choices(group)]
 OLD = re.compile(r".*-\d{4}-\d{2}")  # choices of an earlier recipe: in full, and without the keys that came after them
@@ -146,8 +147,26 @@ def test_the_default_choice_explains_every_key_and_the_others_hold_only_what_dif
         assert file.description and not comments & {key.comment for key in file.keys}
 
 
-def test_the_help_shows_every_visible_key_as_it_is_typed() -> None:
-    text = help_text("train", "usage")
+def test_the_help_shows_the_keys_that_are_set_most_often() -> None:
+    text = help_text("train", "usage", ["--help"])
+    shown = re.findall(r"^  ([\w.]+)=", text.partition("\nKeys with their defaults:\n")[2], re.MULTILINE)
+    assert shown == FIRST and len(text.splitlines()) < 45
+    assert f"--help all lists all {len(leaves(RunConfig))} keys" in text
+
+
+def leaves(kind: type) -> list[str]:
+    """The dotted keys of a dataclass, without its groups."""
+    keys = dotted_keys(kind)
+    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+
+
+def test_a_run_has_few_keys() -> None:
+    """A key exists because users set it; what nobody sets is a constant beside its use."""
+    assert len(leaves(RunConfig)) <= MOST_KEYS
+
+
+def test_the_whole_help_shows_every_key_as_it_is_typed() -> None:
+    text = help_text("train", "usage", ["--help", "all"])
     assert text.startswith("usage\n")
     for group, default in GROUPS.items():
         assert re.search(rf"^  {group}={default} .*; one of: {', '.join(choices(group))}$", text, re.MULTILINE)
