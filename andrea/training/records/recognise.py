@@ -1,8 +1,7 @@
 """Recognises run folders: only a folder that this program made may be written to.
 
 A run folder has a mark, `run.json`, with a random id. Each checkpoint of the run holds the same id, so a copy of a
-checkpoint in another folder is recognised as a copy. Folders and checkpoints of older versions have no id;
-they are recognised if config.yaml, metrics.jsonl and the checkpoint agree.
+checkpoint in another folder is recognised as a copy.
 """
 
 from __future__ import annotations
@@ -16,21 +15,13 @@ from typing import Any
 
 from andrea.checkpoint import Checkpoint, step_name
 from andrea.runtime.files import from_json, read_plain_file, replace_text, storing
-from andrea.training.records.record_file import read_records
 
 MARK = "run.json"
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+CONFIG = "config.yaml"
 LARGEST_CONFIG_BYTES, DEEPEST_CONFIG = 1 << 18, 20
 # Errors that PyYAML raises, besides its own, for malformed values such as 2001-99-99 or !!bool x
 YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
 RUN_ID = re.compile("[0-9a-f]{16}")
-# What a run folder of an older version and its checkpoints have in common. `None`: every key of the group.
-COMPARED: dict[str, tuple[str, ...] | None] = {
-    "model": None,
-    "data": ("kind", "path", "sources"),
-    "tokenizer": None,
-    "train": ("tokens_per_step",),
-}
 
 
 def run_folder_of(checkpoint: Checkpoint) -> Path | None:
@@ -40,10 +31,8 @@ def run_folder_of(checkpoint: Checkpoint) -> Path | None:
         return None
     if folder.resolve() != real.parent.parent:  # the path goes through a link, or is relative to the run folder
         folder = real.parent.parent
-    found, expected = run_id_of(folder), checkpoint.state.get("run")
-    if found is not None and expected is not None:
-        return folder if found == expected else None
-    return folder if agrees(folder, checkpoint) else None
+    found = run_id_of(folder)
+    return folder if found is not None and found == checkpoint.state.get("run") else None
 
 
 def mark(folder: Path, run_id: str | None, parent: str | None = None) -> str:
@@ -77,7 +66,7 @@ def run_id_of(folder: Path) -> str | None:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether this program made the folder for a run, which may not have a checkpoint yet."""
-    return run_id_of(folder) is not None or {"model", "train", "runs_dir", "tokenizer"} <= config_of(folder).keys()
+    return run_id_of(folder) is not None
 
 
 def is_free(folder: Path) -> bool:
@@ -90,21 +79,6 @@ def is_free(folder: Path) -> bool:
     names = {name for name in os.listdir(folder) if not name.startswith(".writing-")}
     started = names <= {MARK, ".lock", "checkpoints"}
     return started and not ("checkpoints" in names and os.listdir(folder / "checkpoints"))
-
-
-def agrees(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Whether config.yaml and metrics.jsonl show that `folder` is the checkpoint's run folder. Used without an id."""
-    config, saved = config_of(folder), checkpoint.state["config"]
-    for group, names in COMPARED.items():
-        ours, theirs = config.get(group), saved.get(group)
-        if not isinstance(ours, dict) or not isinstance(theirs, dict):
-            return False
-        compared = names or tuple(ours.keys() & theirs.keys())
-        if any(ours.get(name) != theirs.get(name) for name in compared):
-            return False
-    if config.get("seed") != saved.get("seed"):
-        return False
-    return metrics_agree(folder / METRICS, config["train"]["tokens_per_step"])
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -135,11 +109,3 @@ def load_config(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("it is not a mapping")
     return found
-
-
-def metrics_agree(path: Path, tokens_per_step: Any) -> bool:
-    """Whether metrics.jsonl holds records of a run with `tokens_per_step`, or is empty. Raises StorageFailed."""
-    found = read_records(path)
-    if not os.path.isfile(path) or (found.damaged and not found.records):
-        return False
-    return all(record.get("tokens") == record["step"] * tokens_per_step for record in found.records)
