@@ -76,17 +76,16 @@ def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:
 
     state: the content of state.json.
     """
-    last, best = state.get("compared_bpb", state.get("val_bpb")), state.get("best_bpb")  # old versions: no compared_bpb
+    last, best = state.get("compared_bpb"), state.get("best_bpb")
     return last is None or best is None or last <= (1 + slack) * best
 
 
 def own_figure(state: dict[str, Any]) -> float | None:
     """The validation figure of the checkpoint's own step, in bits per byte; None if that step was not evaluated.
 
-    state: the content of state.json. Older versions have no compared_bpb and evaluated every step that they saved.
+    state: the content of state.json.
     """
-    figure = state.get("compared_bpb", state.get("val_bpb"))
-    is_evaluated = state.get("evaluated_step", state["step"]) == state["step"]
+    figure, is_evaluated = state.get("compared_bpb"), state.get("evaluated_step") == state["step"]
     return figure if is_evaluated and figure is not None and math.isfinite(figure) else None
 
 

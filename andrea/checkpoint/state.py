@@ -141,20 +141,20 @@ class State:
     loss_scale: Annotated[list[Figure], loss_scale]
     torch_random: Annotated[list, random_bytes]
     tokenizer: str
-    health: Annotated[HealthState, one_length] | None = None
-    compared_bpb: Measured | None = None
-    val_tokens: Count | None = None
-    evaluated_step: Step | None = None
-    evaluations_since_best: Count = 0
-    ranks: Annotated[int, Between(1, 2**20)] = 1
-    wandb_id: Annotated[str, wandb_name] | None = None
-    own_parts: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    run: str | None = None
+    health: Annotated[HealthState, one_length]
+    compared_bpb: Measured | None
+    val_tokens: Count | None
+    evaluated_step: Step | None
+    evaluations_since_best: Count
+    ranks: Annotated[int, Between(1, 2**20)]
+    wandb_id: Annotated[str, wandb_name] | None
+    own_parts: dict[str, str | None]
+    run: str
+    groups: dict[str, str]
+    planned_steps: Step
+    follows_recipe: bool
+    format_version: int
     left_auto: list[str] | None = None
-    groups: dict[str, str] | None = None
-    planned_steps: Step = 0  # 0: as config.train.steps says
-    follows_recipe: bool = True
-    format_version: int = 1
 
 
 NEEDED_TO_READ = ("step", "tokens", "config")

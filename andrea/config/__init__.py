@@ -4,7 +4,7 @@ from andrea.config.checks import LARGEST_VOCABULARY, MOST_SAMPLED_TOKENS
 from andrea.config.errors import UserError
 from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
 from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values, settings_of_runs
-from andrea.config.keys import lay_over, nearest, with_current_keys, with_missing_keys
+from andrea.config.keys import lay_over, nearest, with_current_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
 from andrea.config.parse import as_typed, check_combinations, parse, parse_values, to_plain
 from andrea.config.schema import (
@@ -77,5 +77,4 @@ __all__ = [
     "settings_of_runs",
     "to_plain",
     "with_current_keys",
-    "with_missing_keys",
 ]

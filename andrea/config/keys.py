@@ -11,7 +11,6 @@ from typing import Any
 
 from andrea.config.errors import UserError
 from andrea.config.schema import (
-    DataConfig,
     EvaluateConfig,
     ExportConfig,
     HealthConfig,
@@ -27,9 +26,7 @@ from andrea.config.schema import (
 )
 
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or a tuple of them}
-    DataConfig: {"files": "by_content"},
     HealthConfig: {
-        "showing": 0.5,
         "failing_share": 0.5,
         "repetition": 0.4,
         "variety": 0.5,
@@ -50,20 +47,12 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only va
         "expected_bpb": 0.03,
         "leak_errors": 4.0,
     },
-    LoggerConfig: {"csv": False, "tags": []},
+    LoggerConfig: {"tags": []},
     ModelConfig: {"zero_init_projections": False},
-    OptimizerConfig: {
-        "orthogonalisation": "quintic",
-        "cautious_decay": False,
-        "weight_decay_power": 1.0,
-        "rewarm_steps": 0,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "momentum": (0.95, None),  # None: of AdamW
-    },
+    OptimizerConfig: {"beta1": 0.9, "beta2": 0.95, "momentum": (0.95, None)},  # None: of AdamW
     ParallelConfig: {"shard_ranks": None, "async_save": True},
-    RunConfig: {"float8": False, "bf16_residual": False},
-    TrainConfig: {"half_batch_steps": 0, "teacher_share": 0.5},
+    RunConfig: {"bf16_residual": False},
+    TrainConfig: {"teacher_share": 0.5},
 }
 
 # Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not
@@ -300,22 +289,6 @@ def with_current_keys(hint: Any, values: Any) -> Any:
 
 def is_only(value: Any, only: Any) -> bool:
     return value in only if isinstance(only, tuple) else value == only
-
-
-def with_missing_keys(hint: Any, values: Any) -> Any:
-    """`values`, at any depth, with the missing keys that have a default in schema.py. hint: type of `values`.
-
-    An older version did not save these keys, and behaved as their defaults say.
-    """
-    if hint is None or not isinstance(values, dict):
-        return values
-    filled = {key: with_missing_keys(member_type(hint, key), value) for key, value in values.items()}
-    for field in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
-        if field.name not in filled and field.default is not dataclasses.MISSING:
-            filled[field.name] = field.default
-        elif field.name not in filled and field.default_factory is not dataclasses.MISSING:
-            filled[field.name] = field.default_factory()
-    return filled
 
 
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:

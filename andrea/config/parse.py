@@ -23,8 +23,7 @@ class WrongType(UserError):
 def parse(kind: type, values: Any, path: str = "") -> Any:
     """Turn a plain mapping into the frozen dataclass `kind`, checking names, types, ranges and combinations.
 
-    path: the dotted key of `values` ('' at the top), used in messages. Old names of keys are accepted.
-    Raises UserError.
+    path: the dotted key of `values` ('' at the top), used in messages. Raises UserError.
     """
     config = parse_values(kind, values, path)
     check_combinations(config, path)

@@ -35,9 +35,7 @@ from andrea.config import (
     recipe_fingerprint,
     to_plain,
     with_current_keys,
-    with_missing_keys,
 )
-from andrea.config.keys import member_type
 from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
@@ -140,8 +138,8 @@ def without_run(checkpoint: Checkpoint) -> Checkpoint:
 def verified_config(checkpoint: Checkpoint, typed: RunConfig) -> RunConfig:
     """The saved configuration, after the whole checkpoint has been checked against it. Nothing is written.
 
-    typed: the configuration of this command line. It supplies the keys of OF_THIS_COMMAND, and the groups that an older
-    version did not know. Raises Damaged, or UserError if the checkpoint has no optimizer state.
+    typed: the configuration of this command line. It supplies the keys of OF_THIS_COMMAND. Raises Damaged, or UserError if
+    the checkpoint has no optimizer state.
     """
     check_resumable(checkpoint.path, checkpoint.state)
     try:
@@ -215,7 +213,7 @@ def show_resume(
         print(f"  changed {change}")
     if intervals := settled_intervals(config):
         print(f"  recomputed for {config.steps} steps, because they are set to auto: {intervals}")
-    if line := describe_rate(progress_of(checkpoint, saved), saved, progress, config):
+    if line := describe_rate(progress_of(checkpoint), saved, progress, config):
         print(f"  {line}")
 
 
@@ -269,7 +267,7 @@ def resumed_progress(
     checkpoint: Checkpoint, saved: RunConfig, config: RunConfig, left_auto: Collection[str]
 ) -> Progress:
     """The run's progress, with its length from now on. saved: the result of `saved_run`. left_auto: see RunSetup."""
-    before = progress_of(checkpoint, saved)
+    before = progress_of(checkpoint)
     progress = with_length(before, saved, remembered_auto(checkpoint, saved), config, left_auto)
     same_length = progress.planned_steps == before.planned_steps
     same_rates = same_length or before.step <= decay_start(before.planned_steps, saved.optimizer)
@@ -277,18 +275,15 @@ def resumed_progress(
     return dataclasses.replace(progress, follows_recipe=before.follows_recipe and same_recipe)
 
 
-def progress_of(checkpoint: Checkpoint, saved: RunConfig) -> Progress:
-    """The progress in the checkpoint, whose configuration is `saved`."""
-    state = {"compared_bpb": checkpoint.state["val_bpb"]} | checkpoint.state  # older versions have no compared_bpb
-    state |= {"planned_steps": checkpoint.state.get("planned_steps") or saved.steps}
-    return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress) if field.name in state})
+def progress_of(checkpoint: Checkpoint) -> Progress:
+    return Progress(**{field.name: checkpoint.state[field.name] for field in dataclasses.fields(Progress)})
 
 
 def saved_run(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
-    """The configuration in the checkpoint, with groups that an older version did not know from `config`."""
+    """The configuration in the checkpoint, with the keys of OF_THIS_COMMAND from `config`."""
     saved = {key: value for key, value in checkpoint.state["config"].items() if key != "trust"}
     plain = to_plain(config)
-    return parse(RunConfig, plain | saved | {key: plain[key] for key in OF_THIS_COMMAND})
+    return parse(RunConfig, saved | {key: plain[key] for key in OF_THIS_COMMAND})
 
 
 def merge(
@@ -302,31 +297,25 @@ def merge(
     """The saved configuration, overridden by the typed values, and one line for each changed key.
 
     typed_groups: without those that the run has already chosen by the same name, whose saved values stay. A typed group
-    replaces the saved group key by key, with two exceptions. If a key is `auto` in the typed group, the saved value stays.
-    If the saved configuration is older than a key, that key gets the value that matches the old behaviour. An interval that
+    replaces the saved group key by key; but if a key is `auto` in the typed group, the saved value stays. An interval that
     becomes `auto` again gets no line, because show_resume prints its new value.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     left_auto: keys that become `auto` again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
     """
-    saved = with_current_keys(RunConfig, saved)
-    filled = {name: with_missing_keys(member_type(RunConfig, name), value) for name, value in saved.items()}
-    before, now = flatten(saved), flatten(composed)
-    newer = {key: value for key, value in flatten(filled).items() if key not in before}  # the keys of later versions
+    before, now = flatten(with_current_keys(RunConfig, saved)), flatten(composed)
     before.pop("trust", None)  # valid for one command line, never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
-    before = {key: value for key, value in now.items() if key.split(".")[0] not in saved} | before  # newer groups
     typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
     after = dict(before)
     for key in typed:
         is_typed = any(f"{key}.".startswith(f"{name}.") for name in (*typed_values, *OF_THIS_COMMAND))
-        if is_typed or (now[key] != "auto" and key not in newer):
+        if is_typed or now[key] != "auto":
             after[key] = now[key]
     set_now = {key for key in typed if now[key] != "auto"} | typed_values.keys()
-    again = settle_again(after, differing(newer | before, after), left_auto, set_now)
+    again = settle_again(after, differing(before, after), left_auto, set_now)
     after |= again
-    merged, before = lay_over({}, after), newer | before
     changed = differing(before, after)
     for key in sorted(changed):
         if is_fixed(key):
@@ -335,7 +324,7 @@ def merge(
                 f"leave {key} out, or start a new run from its weights with init_from=…"
             )
     told = sorted(changed - {key for key in INTERVALS if key in again})  # show_resume has a line for the intervals
-    return merged, [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
+    return lay_over({}, after), [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
 
 
 def is_fixed(key: str) -> bool:

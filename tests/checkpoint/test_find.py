@@ -195,11 +195,3 @@ def test_a_run_stands_for_its_best_checkpoint_once_validation_has_become_worse(t
     assert locate("a", tmp_path / "runs", newest=True).step == 10
     (run / "checkpoints" / "step-00000005" / "state.json").unlink()
     assert locate("a", tmp_path / "runs", report=reported.append).step == 10 and "step-00000005" in reported[-1]
-
-
-def test_checkpoints_of_older_versions_are_compared_by_their_only_figure(tmp_path: Path) -> None:
-    run = tmp_path / "a"
-    write(run, 5, val_bpb=2.0, best_bpb=2.0)
-    assert locate("a", tmp_path).step == 5
-    write(run, 9, val_bpb=2.5, best_bpb=2.0)
-    assert locate("a", tmp_path).step == 5

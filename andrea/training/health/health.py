@@ -96,7 +96,7 @@ class Health:
         self.data.load_state(state)
         self.active = {
             name: step for name, step in state["active"].items() if name in FINDINGS
-        }  # a version may drop one
+        }  # a file may hold others
 
 
 def make_health(
@@ -108,6 +108,6 @@ def make_health(
         held_out = [source.val for source in corpus.sources]
         reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
     health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), reference, planned_epochs)
-    if checkpoint is not None and checkpoint.state.get("health"):  # checkpoints of older versions have none
+    if checkpoint is not None:
         health.load_state(checkpoint.state["health"])
     return health

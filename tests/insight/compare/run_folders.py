@@ -13,6 +13,7 @@ from andrea.checkpoint import write_checkpoint
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, to_plain
 from andrea.text.tokenizer import ByteTokenizer
+from andrea.training.records.recognise import mark
 from andrea.training.records.run_folder import plain_text
 
 CONFIG = plain_text(to_plain(configure(RunConfig, "train", ["logger=none", "tokenizer=byte", "train.steps=100"])))
@@ -37,6 +38,7 @@ def make_run(
     for key, value in keys.items():
         group, _, last = key.partition("__")
         config[group][last] = value
+    run_id = mark(folder, None)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = []
     for done in range(5, step + 1, 5):
@@ -51,7 +53,7 @@ def make_run(
         lines.append(json.dumps(event | {"event": "done"}))
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     if saved:
-        state = {"step": step, "tokens": tokens, "config": config, "data": data * 32}
+        state = {"step": step, "tokens": tokens, "config": config, "data": data * 32, "run": run_id}
         write_checkpoint(
             folder / "checkpoints", state, {"w": torch.zeros(parameters - 3), "v": torch.zeros(3)}, {}, ByteTokenizer()
         )

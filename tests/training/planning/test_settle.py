@@ -40,8 +40,8 @@ def train(tmp_path: Path, notes: Path, script) -> Callable[..., dict]:
 
 
 def forget(path: Path) -> None:
-    """Make the checkpoint one of an older version, without the list of what was left auto and the planned length."""
-    edit(path, lambda state: [state.pop(key) for key in ("left_auto", "planned_steps")])
+    """Make the checkpoint one of an older version, without the list of what was left auto."""
+    edit(path, lambda state: state.pop("left_auto"))
 
 
 def edit(path: Path, change: Callable[[dict], object]) -> None:
