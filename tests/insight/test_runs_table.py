@@ -66,6 +66,7 @@ def test_text_and_parents_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     second = make_run(tmp_path / "second", data__kind="mixture", data__sources={"code": {}, "notes": {}})
     config = yaml.safe_load((second / "config.yaml").read_text())
     config["train"]["teachers"] = [str(tmp_path / "other" / "checkpoints" / "step-00000001")]
+    (second / "run.json").unlink()
     mark(second, None, source)
     (second / "config.yaml").write_text(yaml.safe_dump(config))
     rows = {row[0]: row[6:8] for row in table(capsys, str(tmp_path))}
