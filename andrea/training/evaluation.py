@@ -25,7 +25,7 @@ from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.heads import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.check import Evidence
 from andrea.training.health.health import Health
-from andrea.training.planning.pace.time_budget import TimeBudget
+from andrea.training.planning.time_budget import TimeBudget
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep

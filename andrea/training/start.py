@@ -38,8 +38,8 @@ from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.machine import Machine
 from andrea.training.planning.micro_batch import with_tried_micro_batch
-from andrea.training.planning.pace.time_budget import describe_length, make_time_budget
 from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text, planned_epochs
+from andrea.training.planning.time_budget import describe_length, make_time_budget
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from andrea.training.planning.pace.time_budget import TimeBudget
+from andrea.training.planning.time_budget import TimeBudget
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # if ranks received several, the first of these counts
 

@@ -18,8 +18,8 @@ from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
 from andrea.training.heads import scalars
 from andrea.training.optimizer.schedule import rate_at, relength
-from andrea.training.planning.pace.time_budget import fixes_length, is_open
 from andrea.training.planning.settle import as_planned
+from andrea.training.planning.time_budget import fixes_length, is_open
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import write_config

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from andrea.training.planning.pace.time_budget import TimeBudget
+from andrea.training.planning.time_budget import TimeBudget
 from andrea.training.stop_requests import SIGNALS, StopRequests
 
 

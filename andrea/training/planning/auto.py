@@ -20,7 +20,6 @@ from andrea.text.corpus import Corpus
 from andrea.training.heads import measures_every_step
 from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
 from andrea.training.planning.micro_batch import micro_batches_that_fit
-from andrea.training.planning.pace.time_budget import QUARTERS, with_first_guess
 from andrea.training.planning.parallel import choose_sharing
 from andrea.training.planning.small_text import (
     EVALUATIONS,
@@ -31,6 +30,7 @@ from andrea.training.planning.small_text import (
     length_lines,
     part_lines,
 )
+from andrea.training.planning.time_budget import QUARTERS
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def resolve(
     of a resumed run, as planned now.
     """
     device, ranks, n_vocab = machine.device, machine.ranks, corpus.tokenizer.n_vocab
-    asked, config = config, for_text(with_first_guess(config, corpus), corpus)
+    asked, config = config, for_text(config, corpus)
     evaluations = EVALUATIONS if is_planned_now_for_text(asked, config, corpus) else QUARTERS
     steps = planned_steps or config.steps
     threads = choose_threads(config.threads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from pathlib import Path
 
 import torch
 
@@ -27,7 +26,6 @@ from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.machine import CARD, FREE_ON_CARD, USABLE_SHARE, Placement, free_bytes
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
-from andrea.training.planning.pace.measured_pace import Mode, Pace, measured_pace
 from andrea.training.planning.parallel import sharing_that_fits
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
@@ -35,8 +33,7 @@ from andrea.training.records.format import format_duration, format_memory
 from andrea.training.step import Batch, TrainingStep
 
 TRIAL_STEPS, TRIAL_SECONDS = 3, 10.0  # no step is begun after so many seconds
-MOST_TRIAL_FLOPS = {"cpu": 5e11, "gpu": 1e14}  # of a step: some seconds
-SIMILAR_SIZE = 10.0  # largest ratio of FLOPs per token at which the speed of another model is a good estimate
+MOST_TRIAL_FLOPS = {"cpu": 1e12, "gpu": 1e14}  # of a micro-batch: some seconds
 
 
 def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: Progress | None = None) -> str:
@@ -53,8 +50,8 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
         micro_batch = micro_batches_that_fit(config, n_vocab, placement, USABLE_SHARE * free)[0]
     memory = memory_of(config, n_vocab, micro_batch, placement)
     per_token = flops_per_token(config.model, config.attention, n_vocab)
-    flops = config.steps * config.tokens_per_step * per_token
-    mode = Mode(device.type, precision.value, choose_compile(config.compile, device, flops).value)
+    remaining = max(0, progress.planned_steps - progress.step) if progress else config.steps
+    tokens = remaining * config.tokens_per_step
     rows = [
         ("model", f"{config.model.name}, {n_vocab:,} tokens in the vocabulary, T = {config.model.sequence_length}"),
         *parameter_rows(config, n_vocab),
@@ -71,7 +68,8 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
         ("on 8 GPUs of 80 GB", on_cards(config, n_vocab, 8, 80)),
         ("tokens per step", f"{config.tokens_per_step:,}"),
         ("micro-batch", f"{micro_batch} sequences"),
-        *length_rows(config, mode, per_token, progress),
+        *length_rows(config, per_token, progress),
+        ("expected time", expected_time(config, n_vocab, device, precision.value, tokens)),
         *expected_rows(config, progress),
     ]
     width = max(len(name) for name, _ in rows)
@@ -111,10 +109,8 @@ def window_rows(config: RunConfig) -> list[tuple[str, str]]:
     return [("keys that a query sees", f"at most {', then '.join(shown)}")]
 
 
-def length_rows(
-    config: RunConfig, mode: Mode, flops_per_token: int, progress: Progress | None
-) -> list[tuple[str, str]]:
-    """Steps, tokens, FLOPs and time of a new run, or those that remain of a run with `progress`."""
+def length_rows(config: RunConfig, flops_per_token: int, progress: Progress | None) -> list[tuple[str, str]]:
+    """Steps, tokens and FLOPs of a new run, or those that remain of a run with `progress`."""
     if progress is None:
         steps, of_tokens, of_flops = config.steps, "", ""
         of_steps = other_lengths(config)
@@ -128,7 +124,6 @@ def length_rows(
         ("steps", f"{steps:,}{of_steps}"),
         ("tokens", f"{tokens:,}{of_tokens}"),
         ("FLOPs", f"{tokens * flops_per_token:.3g}{of_flops}"),
-        ("expected time", expected_time(config, mode, tokens * flops_per_token, flops_per_token)),
     ]
 
 
@@ -140,41 +135,40 @@ def expected_rows(config: RunConfig, progress: Progress | None) -> list[tuple[st
     return [("expected", words)] if words else []
 
 
-def expected_time(config: RunConfig, mode: Mode, flops: float, flops_per_token: float) -> str:
-    """The time of `flops` FLOPs at the speed of an earlier run in the same mode."""
-    pace = measured_pace(Path(config.runs_dir), mode, flops_per_token)
-    if pace is None:
-        return time_by_trial(config, mode, flops, flops_per_token)
-    tokens_per_second = pace.flops_per_second / flops_per_token
+def expected_time(config: RunConfig, n_vocab: int, device: torch.device, precision: str, tokens: int) -> str:
+    """The time of training on `tokens` tokens at the speed of steps that are made now, unless these take long."""
+    if config.train.teachers or Ranks().started_by_torchrun:
+        return "not measured with teachers or several ranks"
+    seconds = trial_step_seconds(config, n_vocab, device, precision)
+    if seconds is None:
+        return f"not measured: one sequence is more than a trial on {device.type} may compute"
+    per_token = flops_per_token(config.model, config.attention, n_vocab)
+    is_compiled = (
+        choose_compile(config.compile, device, config.steps * config.tokens_per_step * per_token).value != "off"
+    )
+    compiled = " without torch.compile, which makes them faster" if is_compiled else ""
     return (
-        f"{format_duration(flops / pace.flops_per_second)} at {tokens_per_second:,.0f} tokens/s, "
-        f"estimated from run {pace.run} ({pace.flops_per_second / 1e9:,.0f} GFLOP/s){roughness(pace, flops_per_token)}"
+        f"about {format_duration(tokens / config.tokens_per_step * seconds)} at {config.tokens_per_step / seconds:,.0f} "
+        f"tokens/s, an estimate from steps made now{compiled}; evaluations and samples come on top"
     )
 
 
-def time_by_trial(config: RunConfig, mode: Mode, flops: float, flops_per_token: float) -> str:
-    """The time of `flops` FLOPs at the speed of steps that are made now, unless a step takes long."""
-    step_flops = config.tokens_per_step * flops_per_token
-    is_long = step_flops > MOST_TRIAL_FLOPS["cpu" if mode.device == "cpu" else "gpu"]
-    if is_long or config.train.teachers or Ranks().started_by_torchrun:
-        return f"not measured yet: no earlier run on {mode.device} in {mode.precision} with compile={mode.compile}"
-    seconds = trial_step_seconds(config, mode)
-    compiled = "" if mode.compile == "off" else " without torch.compile, which makes them faster"
-    return (
-        f"about {format_duration(flops / step_flops * seconds)} at {config.tokens_per_step / seconds:,.0f} tokens/s, an estimate "
-        f"from steps made now{compiled}; evaluations and samples come on top"
+def trial_step_seconds(config: RunConfig, n_vocab: int, device: torch.device, precision: str) -> float | None:
+    """The time of a step, from real steps of one and of two micro-batches of random tokens, which do the work of any text.
+
+    None if even one sequence takes more than MOST_TRIAL_FLOPS.
+    """
+    length = config.model.sequence_length
+    most = MOST_TRIAL_FLOPS["cpu" if device.type == "cpu" else "gpu"] // (
+        length * flops_per_token(config.model, config.attention, n_vocab)
     )
-
-
-def trial_step_seconds(config: RunConfig, mode: Mode) -> float:
-    """The shortest time of a few real steps on random tokens, which do the work of any text."""
-    device, n_vocab, length = choose_device(config.device), planned_vocabulary(config), config.model.sequence_length
+    fitting = micro_batches_that_fit(config, n_vocab, Placement(device, precision), USABLE_SHARE * free_bytes(device))
+    micro_batch = next((n for n in fitting if n <= most), None)
+    if micro_batch is None:
+        return None
     choose_threads(config.threads)
-    micro_batch = micro_batches_that_fit(
-        config, n_vocab, Placement(device, mode.precision), USABLE_SHARE * free_bytes(device)
-    )
-    train = dataclasses.replace(config.train, micro_batch=micro_batch[0])
-    config = dataclasses.replace(config, precision=mode.precision, compile="off", train=train)
+    train = dataclasses.replace(config.train, micro_batch=micro_batch)
+    config = dataclasses.replace(config, precision=precision, compile="off", train=train)
     model, console = GPT(config.model, config.attention, n_vocab, n_vocab - 1), Console(TRIAL_STEPS, quiet=True)
     initialise(model, torch.Generator(), Transfer.of(config.model, config.optimizer))
     parallel = SingleProcess(model.to(device))
@@ -182,26 +176,19 @@ def trial_step_seconds(config: RunConfig, mode: Mode) -> float:
     optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
     scale, no_text = LossScale(device, active=config.precision == "fp16"), Loader([], length, seed=0)
     step = TrainingStep(config, parallel, loss, optimizer, scale, no_text, device, console)
-    tokens = torch.randint(n_vocab, (config.sequences_per_step, length))
-    seeds = torch.zeros(len(tokens), dtype=torch.int64)
-    batch, times = Batch(tokens, tokens, tokens.numel(), seeds, len(tokens)), []
-    while len(times) < TRIAL_STEPS and sum(times) < TRIAL_SECONDS:
-        clock = time.perf_counter()
-        float(step.run(batch, 1.0, stop_flags=list, measure_size=False).loss)  # waits for the device
-        times.append(time.perf_counter() - clock)
-    return min(times)
 
+    def seconds(n_pass: int) -> float:
+        tokens = torch.randint(n_vocab, (n_pass * micro_batch, length))
+        batch = Batch(tokens, tokens, tokens.numel(), torch.zeros(len(tokens), dtype=torch.int64), len(tokens))
+        times: list[float] = []
+        while len(times) < TRIAL_STEPS and sum(times) < TRIAL_SECONDS:
+            clock = time.perf_counter()
+            float(step.run(batch, 1.0, stop_flags=list, measure_size=False).loss)  # waits for the device
+            times.append(time.perf_counter() - clock)
+        return min(times)
 
-def roughness(pace: Pace, flops_per_token: float) -> str:
-    """A remark if the model of the earlier run is of quite another size; '' otherwise.
-
-    A machine computes fewer FLOPs a second for small layers than for large layers.
-    """
-    more, less = pace.flops_per_token / flops_per_token, flops_per_token / pace.flops_per_token
-    if max(more, less) <= SIMILAR_SIZE:
-        return ""
-    difference = f"{more:,.0f} times more" if more > 1 else f"{less:,.0f} times fewer"
-    return f"; a rough estimate, because that model needs {difference} FLOPs per token"
+    n_pass, of_one = config.sequences_per_step // micro_batch, seconds(1)
+    return of_one if n_pass == 1 else of_one + (n_pass - 1) * max(0.0, seconds(2) - of_one)
 
 
 def on_cards(config: RunConfig, n_vocab: int, ranks: int, gigabytes: int) -> str:

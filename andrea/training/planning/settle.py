@@ -17,7 +17,7 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device
 from andrea.training.optimizer.schedule import may_change, rate_at, relength
 from andrea.training.planning.auto import QUARTERS, with_intervals
-from andrea.training.planning.pace.time_budget import is_open
+from andrea.training.planning.time_budget import is_open
 from andrea.training.progress import Progress
 
 LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")

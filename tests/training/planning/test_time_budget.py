@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +10,10 @@ import torch
 from conftest import tiny_words
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint, result_of
-from andrea.cli.command_line import configure
-from andrea.config import OptimizerConfig, RunConfig, group_config
+from andrea.config import OptimizerConfig, group_config
 from andrea.training import start
 from andrea.training.optimizer.schedule import decay_start, rate_at, relength
-from andrea.training.planning.pace.time_budget import TimeBudget, first_guess, fixes_length, is_open, make_time_budget
+from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open, make_time_budget
 from andrea.training.records.run_folder import read_lines
 
 MUON, COSINE = group_config("optimizer", "muon"), group_config("optimizer", "muon", schedule="cosine")
@@ -86,7 +84,7 @@ def test_the_decay_ends_with_the_time(train, tmp_path: Path, capsys: pytest.Capt
         len(evaluated) in (5, 6) and evaluated[-2] == steps
     )  # quarters of the run; the last one twice, as an event too
     out = capsys.readouterr().out
-    assert "length: about 20 steps in train.max_minutes=1, at most " in out
+    assert "length: the steps that fit into train.max_minutes=1, at most " in out
     assert f"length: {steps} steps, fixed now" in out and "left of train.max_minutes" in out
     assert f"done at step {steps} of {steps}, the length planned for train.max_minutes=1" in out
 
@@ -228,19 +226,6 @@ def test_an_evaluation_reads_the_part_of_the_text_that_the_time_allows() -> None
 def test_evaluations_do_not_take_most_of_the_time() -> None:
     budget = TimeBudget(1.0, 0.0, evaluation_steps=20.0, most_steps=10_000)
     assert [budget.evaluations(length) for length in (30, 399, 400, 799, 800, 5000)] == [1, 1, 2, 3, 4, 4]
-
-
-def test_the_first_guess_is_the_pace_of_an_earlier_run(train, tmp_path: Path, notes: Path) -> None:
-    words = tiny_words(tmp_path, notes, *QUIET, *BY_TIME, "precision=fp32", "device=cpu", "train.max_minutes=3")
-    asked = configure(RunConfig, "train", words)
-    assert first_guess(asked, 257) == 300
-    _, records = train("device=cpu")
-    paced = [record for record in records if "train/tokens_per_second" in record]
-    for place, record in enumerate(paced):  # known speeds: all are 20 steps a second, but for a slow first record
-        record["train/tokens_per_second"] = 20.0 * asked.tokens_per_step if place else 1.0
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "runs" / "a" / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    assert first_guess(asked, 257) == pytest.approx(180 * 20, abs=1)
 
 
 def test_a_figure_over_a_part_of_the_held_out_text_is_said_and_compared_with_none(

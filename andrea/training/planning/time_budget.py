@@ -7,20 +7,14 @@ The length is then fixed. With a cosine the length is fixed once, after the warm
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import final
 
 from andrea.config import OptimizerConfig, RunConfig
-from andrea.model.size import flops_per_token
-from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import choose_device, choose_precision
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.schedule import decay_start, may_change, shortest_length
-from andrea.training.planning.pace.measured_pace import Mode, measured_pace
 from andrea.training.planning.small_text import is_length_auto, most_steps_for_text
 from andrea.training.progress import Progress
 
@@ -33,10 +27,8 @@ RECENT_STEPS = 8  # at least, of which the pace is the mean
 MEASURED_SHARE = 0.05  # of the time that is left: steps are measured for so long before the decay may begin
 FIRST_SHARE = 1 / 50  # of a run, in which a cosine falls by a thousandth
 NOTICE = 2  # steps after which all ranks know what rank 0 asks for: on a GPU, flags are read one step later
-PACE_STEPS = 10  # steps after the warm-up that a first guess has at least
 STEPS_PER_EVALUATION = 10  # at least, in the time of an evaluation: more evaluations would take too much of the time
 QUARTERS = 4  # evaluations and checkpoints of a run, if the time allows them
-MOST_STEPS = 2**40
 
 
 @final
@@ -149,26 +141,6 @@ def is_open(step: int, steps: int, config: OptimizerConfig) -> bool:
     return may_change(step, steps, config) or (config.schedule == "cosine" and step < FIRST_SHARE * steps)
 
 
-def first_guess(config: RunConfig, n_vocab: int) -> int:
-    """Steps in train.max_minutes at the pace of an earlier run on this machine; without such a run, the model's recipe."""
-    assert config.train.max_minutes is not None
-    per_token, device = flops_per_token(config.model, config.attention, n_vocab), choose_device(config.device)
-    step_flops = per_token * config.tokens_per_step
-    compile_ = choose_compile(config.compile, device, config.steps * step_flops).value
-    mode = Mode(device.type, choose_precision(config.precision, device).value, compile_)
-    pace = measured_pace(Path(config.runs_dir), mode, per_token)
-    steps = 60 * config.train.max_minutes * pace.flops_per_second / step_flops if pace else config.steps
-    return int(min(max(steps, config.optimizer.warmup_steps + PACE_STEPS), MOST_STEPS))
-
-
-def with_first_guess(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The configuration with a number for train.steps=auto, if train.max_minutes is set."""
-    if config.train.max_minutes is None or config.train.steps != "auto":
-        return config
-    steps = min(first_guess(config, corpus.tokenizer.n_vocab), most_steps_for_text(config, corpus))
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
-
-
 def make_time_budget(
     config: RunConfig, left_auto: Collection[str], corpus: Corpus, started: float
 ) -> TimeBudget | None:
@@ -192,6 +164,6 @@ def describe_length(progress: Progress, config: RunConfig, budget: TimeBudget | 
     if not is_open(progress.step, steps, config.optimizer):
         return f"length: {steps} steps, fixed before; train.max_minutes={budget.minutes:g} may end the run earlier"
     return (
-        f"length: about {steps} steps in train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; fixed as soon as "
-        f"the learning rate begins to fall"
+        f"length: the steps that fit into train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; fixed as soon as the "
+        f"learning rate begins to fall"
     )
