@@ -32,7 +32,7 @@ from andrea.training.records.console import Console
 from andrea.training.records.format import format_duration, format_memory
 from andrea.training.step import Batch, TrainingStep
 
-TRIAL_STEPS, TRIAL_SECONDS = 3, 10.0  # no step is begun after so many seconds
+TRIAL_STEPS, TRIAL_SECONDS = 3, 4.0  # no step is begun after so many seconds
 MOST_TRIAL_FLOPS = {"cpu": 1e12, "gpu": 1e14}  # of a micro-batch: some seconds
 
 
