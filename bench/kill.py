@@ -48,7 +48,7 @@ TINY = [
     "data=text", "tokenizer=bpe", "tokenizer.vocab_size=300", "model.d_model=16", "model.n_layer=2", "model.n_head=2",
     "model.d_mlp=32", "model.sequence_length=32", "logger=none", "threads=1", "device=cpu", "train.tokens_per_step=64",
     "train.micro_batch=2", "train.steps=16", "train.log_every=1", "train.eval_every=4", "train.save_every=2",
-    "train.attention_every=8", "train.sample_tokens=8", "train.keep=100", "compile=off", "name=a", "resume=auto",
+    "train.sample_tokens=8", "train.keep=100", "compile=off", "name=a", "resume=auto",
 ]  # fmt: skip
 TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes", "checkpoint"}
 DISK_BYTES = {"eager": 64 << 20, "compiled": 1 << 30}  # the precompiled headers of torch.compile take 156 MB each

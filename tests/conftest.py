@@ -66,7 +66,7 @@ TINY = [
     "model.d_model=32", "model.n_layer=2", "model.n_head=2", "model.d_mlp=64", "model.sequence_length=32",
     "tokenizer=byte", "logger=none", "compile=off", "threads=1",
     "train.steps=12", "train.tokens_per_step=256", "train.log_every=2", "train.eval_every=4", "train.save_every=4",
-    "train.sample_tokens=8", "train.attention_every=4",
+    "train.sample_tokens=8",
 ]  # fmt: skip
 
 

@@ -25,7 +25,8 @@ from andrea.config.schema import (
     TrainConfig,
 )
 
-REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or a tuple of them}
+ANY = object()  # a removed key of what a run shows, not of what it learns
+REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or a tuple of them, or ANY}
     HealthConfig: {
         "failing_share": 0.5,
         "repetition": 0.4,
@@ -52,7 +53,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only va
     OptimizerConfig: {"beta1": 0.9, "beta2": 0.95, "momentum": (0.95, None)},  # None: of AdamW
     ParallelConfig: {"shard_ranks": None, "async_save": True},
     RunConfig: {"bf16_residual": False},
-    TrainConfig: {"teacher_share": 0.5},
+    TrainConfig: {"teacher_share": 0.5, "attention_every": ANY, "sample_every": ANY},
 }
 
 # Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not
@@ -122,7 +123,6 @@ TRAINING_NAMES = {
     "train.save_every": "save_interval save_steps save_strategy checkpoint_interval",
     "train.keep": "save_total_limit",
     "train.patience": "early_stopping early_stopping_patience",
-    "train.sample_every": "sample_interval",
     "train.sample_tokens": "max_new_tokens",
     "train.sample_temperature": "temperature",
     "train.sample_repetition_penalty": "repetition_penalty repeat_penalty",
@@ -288,7 +288,7 @@ def with_current_keys(hint: Any, values: Any) -> Any:
 
 
 def is_only(value: Any, only: Any) -> bool:
-    return value in only if isinstance(only, tuple) else value == only
+    return only is ANY or (value in only if isinstance(only, tuple) else value == only)
 
 
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:

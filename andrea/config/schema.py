@@ -200,10 +200,8 @@ class TrainConfig:
     eval_tokens: PositiveInteger | None
     save_every: PositiveInteger | Auto
     keep: PositiveInteger
-    sample_every: PositiveInteger | Auto
     sample_tokens: NonNegativeInteger
     max_minutes: PositiveNumber | None
-    attention_every: PositiveInteger | Auto = "auto"
     tokens_per_parameter: PositiveNumber | None = None
     flops: PositiveNumber | None = None
     lens_prompt: Text | None = None

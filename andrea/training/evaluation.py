@@ -219,12 +219,12 @@ class Evaluator:
             for text in self.written(model, 1, train.sample_repetition_penalty):
                 self.records.sample({"prompt": str(self.config.data.sample_prompt), "text": text})
 
-    def make_up(self, page: bool, sample: bool) -> None:
-        """Make the lens page and the sample of the checkpoint's step, where they are due and the run folder lacks them."""
+    def make_up(self) -> None:
+        """Make the lens page and the sample of the checkpoint's step, which was evaluated, where the run folder lacks them."""
         has_page, has_sample = self.ranks.from_rank_0(lambda: self.records.has_extras("lens", self.progress.step))
-        if page and not has_page:
+        if not has_page:
             self.draw_attention()
-        if sample and not has_sample:
+        if not has_sample:
             self.show_sample()
         self.forget()
 

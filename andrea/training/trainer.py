@@ -30,13 +30,16 @@ from andrea.training.throughput import Throughput
 NOTICED_RISE = 0.01  # of the validation figure, relative to its best: less may be chance
 
 
+MEASUREMENTS = 20  # of the attention heads in a run: enough for a curve of each head
+MOST_BETWEEN = 6  # of them between two evaluations: a run that is evaluated rarely is measured rarely too
+
+
 class Due(NamedTuple):
     """Which actions follow a step."""
 
     record: bool
     evaluation: bool
     heads: bool
-    sample: bool
     save: bool
 
 
@@ -85,9 +88,8 @@ class Trainer:
 
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
-        if progress.step:  # the run may have been killed after the save
-            due = self.due_after(progress.step)
-            self.evaluator.make_up(page=due.evaluation, sample=due.sample)
+        if progress.step and self.due_after(progress.step).evaluation:  # the run may have been killed after the save
+            self.evaluator.make_up()
         if self.stopping.budget:
             self.stopping.budget.lap()
         while progress.step < progress.planned_steps and not self.stopping.agreed:
@@ -132,7 +134,6 @@ class Trainer:
             self.checkpoints.save()
         if due.evaluation:
             self.evaluator.draw_attention()
-        if due.sample:
             self.evaluator.show_sample()
         self.evaluator.forget()
         if self.stopping.budget and due.evaluation:
@@ -259,6 +260,8 @@ class Trainer:
     def due_after(self, step: int) -> Due:
         """The actions that follow step number `step`, counted from 1."""
         train, last = self.planned.train, step == self.progress.planned_steps
+        # A run that is planned for a small text keeps its intervals where it is shortened.
+        length = self.config.steps if self.is_planned_for_text else self.planned.steps
 
         def every(interval: int | str) -> bool:
             assert isinstance(interval, int), "auto is resolved before training"
@@ -267,7 +270,6 @@ class Trainer:
         return Due(
             record=every(train.log_every),
             evaluation=every(train.eval_every) or last,
-            heads=every(train.attention_every),
-            sample=every(train.sample_every) or last,
+            heads=every(max(1, length // MEASUREMENTS, train.eval_every // MOST_BETWEEN)),
             save=every(train.save_every) or last,
         )

@@ -111,7 +111,6 @@ def test_the_checkpoint_is_written_before_the_extras(
 WORDS = [
     "health.samples=3",
     "train.sample_tokens=7",
-    "train.sample_every=4",
     "train.keep=1",
 ]
 

@@ -27,7 +27,7 @@ TIMINGS = ("seconds", "tokens_per_second", "memory", "checkpoint")
 # largest logits over all ranks are clipped. A step has several micro-batches; gradients are summed in the last one.
 STEPS = [
     "precision=fp32", "train.steps=50", "train.eval_every=10", "train.save_every=10", "train.tokens_per_step=320",
-    "train.micro_batch=2", "train.log_every=1", "train.attention_every=7", "train.keep=100", "model.d_mlp=66",
+    "train.micro_batch=2", "train.log_every=1", "train.keep=100", "model.d_mlp=66",
     "tokenizer=bpe", "tokenizer.vocab_size=301", "attention=qk_clip", "attention.qk_clip=0.5", "model.qk_norm=false",
     "model.value_residual=true", "model.dropout=0.1", "model.stochastic_depth=0.2", "attention.gate=scalar",
     "attention.exclusive=learned", "model.value_embedding=table", "model.bigram_rows=64",
@@ -305,7 +305,7 @@ def test_a_full_disk_ends_all_ranks_in_one_line_and_earlier_checkpoints_are_whol
 def test_two_ranks_agree_on_a_length_by_time(place: Path, words) -> None:
     """Ranks that disagreed on the number of steps would wait for each other until the watchdog ends them."""
     by_time = ["train.max_minutes=0.6", "train.steps=100000", "train.eval_every=auto", "train.save_every=auto"]
-    code, out = finished(torchrun(2, words("by-time", *by_time, "parallel=ddp", "train.attention_every=1000")))
+    code, out = finished(torchrun(2, words("by-time", *by_time, "parallel=ddp")))
     assert code == 0, out
     last = read_lines(place / "runs" / "by-time" / "metrics.jsonl")[-1]
     planned = newest_whole(place / "runs" / "by-time").state["planned_steps"]

@@ -450,7 +450,7 @@ def test_one_graph_serves_a_whole_run(tiny_run, how: str, graphs: int, more: lis
     """Steps of several micro-batches, evaluation with its last, shorter batch, samples, measuring heads, saving."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    words = [f"compile={how}", "train.micro_batch=3", "train.attention_every=2", "train.eval_tokens=1000"]
+    words = [f"compile={how}", "train.micro_batch=3", "train.eval_tokens=1000"]
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert tiny_run("name=a", *more, *words) == 0
     counters = torch._dynamo.utils.counters

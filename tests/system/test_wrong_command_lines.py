@@ -78,7 +78,6 @@ TRAIN_WRONG = [
     (["attention.qk_clip=0", "model.qk_norm=false"], "attention.qk_clip"),
     (["attention=cosine", "attention.qk_clip=100", "model.qk_norm=false"], "attention.compatibility"),
     (["attention.implementation=sdpa", "attention.qk_clip=100", "model.qk_norm=false"], "attention.implementation"),
-    (["train.attention_every=0"], "train.attention_every"),
     (["train.steps=0"], "train.steps"),
     (["train.tokens_per_step=-256"], "train.tokens_per_step"),
     (["model.sequence_length=0"], "model.sequence_length"),

@@ -32,7 +32,7 @@ def records_of(tmp_path: Path, name: str) -> list[dict]:
 
 
 def test_a_probe_every_so_often_gives_scalars_and_heatmaps(tiny_run, tmp_path):
-    assert tiny_run("name=a", "train.attention_every=5") == 0
+    assert tiny_run("name=a", "train.steps=10", "train.eval_every=30") == 0
     probed = [record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
     assert [record["step"] for record in probed] == [5, 10]
     for record in probed:
@@ -45,8 +45,8 @@ def test_a_probe_every_so_often_gives_scalars_and_heatmaps(tiny_run, tmp_path):
         assert record["attention/lowest_entropy_share"] == min(shares)
 
 
-def test_auto_probes_twenty_times_a_run(tiny_run, tmp_path, notes):
-    words = ["train.steps=40", "train.eval_every=40", "train.save_every=40", "train.attention_every=auto"]
+def test_the_heads_are_probed_twenty_times_a_run(tiny_run, tmp_path, notes):
+    words = ["train.steps=40", "train.eval_every=10", "train.save_every=40"]
     tiny_run("name=a", "train.sample_tokens=0", f"data.path={notes / 'abc.py'}", *words)
     probed = [record["step"] for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record]
     assert probed == list(range(2, 41, 2))
@@ -59,7 +59,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
     from andrea.text.corpus import open_corpus
     from andrea.text.loader import validation_batches
 
-    tiny_run("name=a", "train.attention_every=12", "model.n_kv_head=1")
+    tiny_run("name=a", "model.n_kv_head=1")
     checkpoint = newest_whole(tmp_path / "runs" / "a")
     run = parse(RunConfig, checkpoint.state["config"])
     model = GPT(run.model, run.attention, 257)
@@ -76,7 +76,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
             largest.append(scores.amax((0, 2, 3)).tolist())
             entropy.append(-torch.special.xlogy(weights, weights).sum(-1).mean((0, 2)))
             x, _ = block(x, shared)
-    (record,) = (record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record)
+    *_, record = (record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record)
     for row, expected in zip(record["attention/heads/largest_logit"], largest, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
     for row, expected in zip(record["attention/heads/entropy_nats"], entropy, strict=True):
@@ -85,7 +85,7 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
 
 @pytest.mark.untraced
 def test_our_kernel_measures_the_heads_of_every_training_step(tiny_run, tmp_path, notes):
-    words = ("precision=fp32", "train.steps=2", "train.log_every=1", "train.attention_every=2", "health.samples=0")
+    words = ("precision=fp32", "train.steps=2", "train.log_every=1", "health.samples=0")
     words += ("train.tokens_per_step=128", "train.micro_batch=3", "train.sample_tokens=0", "train.lens_prompt=")
     words += ("model.n_layer=1", "model.n_head=1", f"data.path={notes / 'abc.py'}")  # the interpreter is slow
     assert tiny_run("name=fused", "attention.implementation=triton", *words) == 0
@@ -99,7 +99,7 @@ def test_our_kernel_measures_the_heads_of_every_training_step(tiny_run, tmp_path
         for records in (fused, readable)
     )
     assert ours == pytest.approx(theirs, rel=1e-3)  # the probe gives the same figures whatever implementation trains
-    assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [2]
+    assert [record["step"] for record in fused if record.keys() >= HEATMAPS] == [1, 2]
     losses = [[record["train/loss"] for record in records if "train/loss" in record] for records in (fused, readable)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert not any(record.keys() & of_step for record in readable)
@@ -108,7 +108,7 @@ def test_our_kernel_measures_the_heads_of_every_training_step(tiny_run, tmp_path
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window", "packed_documents"])
 def test_each_compatibility_function_trains_until_the_loss_falls(name, tiny_run, tmp_path):
-    words = ["train.steps=30", "train.log_every=1", "train.attention_every=30", "train.sample_tokens=0"]
+    words = ["train.steps=30", "train.log_every=1", "train.sample_tokens=0"]
     words += ["train.eval_every=30", "train.save_every=30", "train.lens_prompt="]
     words += {"additive": ["model.position=learned"], "sliding_window": ["attention.window=5"]}.get(name, [])
     assert tiny_run("name=a", f"attention={name}", *words) == 0

@@ -114,7 +114,7 @@ def planned(tiny_run, small_text: Path, tmp_path: Path, capsys) -> Callable[...,
 
     def trained(name: str, *words: str) -> list[str]:
         auto = [f"train.{key}=auto" for key in ("steps", "eval_every", "save_every")]
-        auto += ["train.sample_every=100", "train.attention_every=100", "optimizer.warmup_steps=2"]
+        auto += ["optimizer.warmup_steps=2"]
         keys = {word.partition("=")[0] for word in words}
         words = (*(word for word in auto if word.partition("=")[0] not in keys), *words)
         assert tiny_run(f"name={name}", f"data.path={small_text}", *words) == 0

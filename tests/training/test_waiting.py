@@ -48,7 +48,6 @@ def test_between_steps_the_host_waits_for_no_more_than_the_step_before_the_last(
     tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train.steps=9", "train.log_every=100", "train.eval_every=100", "train.save_every=100", "compile=off"]
-    words += ["train.attention_every=100", "train.sample_every=100"]
     assert tiny_run("name=plain", *words) == 0
     queue = Queue()
 

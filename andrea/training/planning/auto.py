@@ -114,16 +114,13 @@ def choose_micro_batch(config: RunConfig, machine: Machine, n_vocab: int, placem
 def with_intervals(config: RunConfig, micro_batch: int, evaluations: int = QUARTERS) -> TrainConfig:
     """The `train` group with numbers for the run's length, and for the intervals between evaluations and so on."""
     train, part = config.train, max(1, -(-config.steps // evaluations))
-    eval_every = part if train.eval_every == "auto" else train.eval_every
     return dataclasses.replace(
         train,
         steps=config.steps,
         tokens_per_step=config.tokens_per_step,
         micro_batch=micro_batch,
-        eval_every=eval_every,
+        eval_every=part if train.eval_every == "auto" else train.eval_every,
         save_every=part if train.save_every == "auto" else train.save_every,
-        attention_every=max(1, config.steps // 20) if train.attention_every == "auto" else train.attention_every,
-        sample_every=eval_every if train.sample_every == "auto" else train.sample_every,
     )
 
 

@@ -21,11 +21,10 @@ from andrea.training.planning.time_budget import is_open
 from andrea.training.progress import Progress
 
 LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")
-INTERVALS = ("train.eval_every", "train.save_every", "train.attention_every", "train.sample_every")
+INTERVALS = ("train.eval_every", "train.save_every")
 DEPENDS_ON = {  # a key that may be auto -> the keys from which it is settled; a key stands after those it depends on
     "train.steps": LENGTH[1:],
-    **dict.fromkeys(INTERVALS[:3], LENGTH),
-    "train.sample_every": (*LENGTH, "train.eval_every"),
+    **dict.fromkeys(INTERVALS, LENGTH),
     "precision": ("device",),
     "deterministic": ("device",),
     "threads": ("device",),

@@ -63,7 +63,6 @@ def test_a_model_that_writes_loops_is_named(tiny_run, tmp_path: Path, notes: Pat
     """A real model that has learned nothing but loops, held against real text."""
     loops = {"repeated_word": "region " * 9, "repeated_phrase": "games, " * 9, "repeated_punctuation": "''''' " * 11}
     words = ["train.steps=60", "train.eval_every=60", "train.save_every=60", "train.sample_tokens=0"]
-    words += ["train.attention_every=60"]
     run = configure(RunConfig, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", f"data_dir={tmp_path}/r"])
     corpus = open_corpus(run.data, run.tokenizer, Path(run.data_dir), lambda line: None)
     reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)

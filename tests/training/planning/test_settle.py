@@ -19,7 +19,7 @@ from andrea.training.planning.settle import describe_rate, remembered_auto, sett
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import read_lines
 
-AUTO = ["train.eval_every=auto", "train.save_every=auto", "train.attention_every=auto", "compile=auto"]
+AUTO = ["train.eval_every=auto", "train.save_every=auto", "compile=auto"]
 
 
 @pytest.fixture
@@ -118,16 +118,16 @@ def test_of_an_older_run_what_has_the_value_of_auto_was_left_auto(
 ) -> None:
     """Its checkpoint has no list. Its FLOPs, of 4 of 8 steps, tell what `compile=auto` was: 1e13 and 1e14 are limits."""
     monkeypatch.setenv("CXX", "g++")
-    asked = ["train.steps=8", "train.save_every=2", "train.attention_every=1", "train.sample_every=2", "device=cpu"]
+    asked = ["train.steps=8", "train.save_every=2", "device=cpu"]
     checkpoint = Checkpoint(tmp_path, {"step": 4, "flops": flops})
     for eval_every in (1, 5):  # auto is 2
         saved = configure(RunConfig, "train", [*asked, f"train.eval_every={eval_every}", f"compile={compile_mode}"])
-        found = ["train.save_every", "train.attention_every", "train.sample_every", "compile"]
+        found = ["train.save_every", "compile"]
         assert remembered_auto(checkpoint, saved) == found
     others = {"off", "blocks", "on"} - {compile_mode}
     for other in others:
         saved = configure(RunConfig, "train", [*asked, "train.eval_every=2", f"compile={other}"])
-        assert remembered_auto(checkpoint, saved) == ["train.eval_every", *found[:3]]
+        assert remembered_auto(checkpoint, saved) == ["train.eval_every", *found[:1]]
 
 
 # --------------------------------------------------------------------------------------------------- the learning rate

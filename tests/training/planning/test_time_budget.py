@@ -27,7 +27,7 @@ QUIET = [
 ]
 BY_TIME = [
     "train.steps=auto", "model.recipe_steps=300",
-    "train.eval_every=auto", "train.save_every=auto", "train.attention_every=1000",
+    "train.eval_every=auto", "train.save_every=auto",
 ]  # fmt: skip
 SECONDS_PER_READING = 0.25
 
