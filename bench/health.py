@@ -26,6 +26,7 @@ from andrea.generation import Engine, Request, Sampling
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
+from andrea.training.evaluation import SAMPLE_TEMPERATURE
 from andrea.training.health.check import Evidence
 from andrea.training.health.data import DataSummary
 from andrea.training.health.health import Health
@@ -215,7 +216,7 @@ def measure_models(folder: Path, reference: ReferenceText, run: RunConfig, sampl
     for path in checkpoints_of(folder):
         checkpoint = read_checkpoint(path)
         tokenizer = checkpoint.tokenizer()
-        sampling = Sampling(run.train.sample_temperature)
+        sampling = Sampling(SAMPLE_TEMPERATURE)
         request = Request(run.train.sample_tokens, samples, seed=checkpoint.step, sampling=sampling)
         texts = Engine(load_model(checkpoint, tokenizer), tokenizer).write(str(run.data.sample_prompt), request)
         evaluations = [findings_of(reference, group) for group in grouped(texts, TEXTS)]

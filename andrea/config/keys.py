@@ -27,33 +27,21 @@ from andrea.config.schema import (
 
 ANY = object()  # a removed key of what a run shows, not of what it learns
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or a tuple of them, or ANY}
-    HealthConfig: {
-        "failing_share": 0.5,
-        "repetition": 0.4,
-        "variety": 0.5,
-        "loss_spike": 8.0,
-        "gradient_spike": 5.0,
-        "update_ratio": 0.25,
-        "unigram_steps": 50,
-        "overfit_nats": 0.05,
-        "epochs": 4.0,
-        "clipped_share": 0.9,
-        "head_share": 0.9,
-        "one_key_entropy": 0.02,
-        "uniform_entropy": 0.995,
-        "largest_logit": 1000.0,
-        "closed_gate": 0.05,
-        "source_rise_nats": 0.02,
-        "leak_nats": 0.1,
-        "expected_bpb": 0.03,
-        "leak_errors": 4.0,
-    },
+    HealthConfig: dict.fromkeys(
+        """failing_share repetition variety loss_spike gradient_spike update_ratio unigram_steps overfit_nats epochs
+        clipped_share head_share one_key_entropy uniform_entropy largest_logit closed_gate source_rise_nats leak_nats
+        expected_bpb leak_errors""".split(),
+        ANY,
+    ),
     LoggerConfig: {"tags": []},
     ModelConfig: {"zero_init_projections": False},
     OptimizerConfig: {"beta1": 0.9, "beta2": 0.95, "momentum": (0.95, None)},  # None: of AdamW
     ParallelConfig: {"shard_ranks": None, "async_save": True},
     RunConfig: {"bf16_residual": False},
-    TrainConfig: {"teacher_share": 0.5, "attention_every": ANY, "sample_every": ANY},
+    TrainConfig: {
+        "teacher_share": 0.5,
+        **dict.fromkeys("attention_every sample_every sample_temperature sample_repetition_penalty".split(), ANY),
+    },
 }
 
 # Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not
@@ -124,8 +112,6 @@ TRAINING_NAMES = {
     "train.keep": "save_total_limit",
     "train.patience": "early_stopping early_stopping_patience",
     "train.sample_tokens": "max_new_tokens",
-    "train.sample_temperature": "temperature",
-    "train.sample_repetition_penalty": "repetition_penalty repeat_penalty",
 }
 SAMPLING_NAMES = {
     "checkpoint": "ckpt out_dir checkpoint_dir model model_name_or_path name run resume init_from",

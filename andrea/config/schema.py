@@ -207,8 +207,6 @@ class TrainConfig:
     lens_prompt: Text | None = None
     activation_checkpointing: bool = False
     patience: PositiveInteger | None = None
-    sample_temperature: NonNegativeNumber = 0.8  # of the runs that were begun before this key
-    sample_repetition_penalty: PositiveNumber = 1.0  # likewise
     teachers: list[PathText] = dataclasses.field(default_factory=list)
 
 

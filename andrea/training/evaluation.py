@@ -30,6 +30,8 @@ from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep
 
+SAMPLE_TEMPERATURE = 1.0  # the model's own distribution
+SAMPLE_PENALTY = 1.1  # of repetitions, as of `sample`: without it, a small model often writes loops (bench/README.md)
 SECOND_SAMPLES = 4  # times as many samples are judged if the first ones suggest a failure
 PACE_SHARE = 1 / 32  # of the held-out text, from which the pace of an evaluation is measured
 CHOOSING_SHARE = 1 / 2  # of a small held-out text: chooses the best evaluation, which the rest judges
@@ -213,10 +215,10 @@ class Evaluator:
 
     @on_averaged_weights
     def show_sample(self) -> None:
-        """A text for the reader, with train.sample_repetition_penalty, which the texts for the health checks do not have."""
-        model, train = self.model(), self.config.train
+        """A text for the reader, with SAMPLE_PENALTY, which the texts for the health checks do not have."""
+        model = self.model()
         if model is not None:
-            for text in self.written(model, 1, train.sample_repetition_penalty):
+            for text in self.written(model, 1, SAMPLE_PENALTY):
                 self.records.sample({"prompt": str(self.config.data.sample_prompt), "text": text})
 
     def make_up(self) -> None:
@@ -262,7 +264,7 @@ class Evaluator:
         train, texts = self.config.train, []
         if train.sample_tokens and count:
             self.records.working("writing samples")
-            sampling = Sampling(train.sample_temperature, repetition_penalty=repetition_penalty)
+            sampling = Sampling(SAMPLE_TEMPERATURE, repetition_penalty=repetition_penalty)
             seed = self.config.seed + self.progress.step
             request = Request(train.sample_tokens, num_samples=count, seed=seed, sampling=sampling)
             with self.records.extra("writing samples"):

@@ -43,7 +43,7 @@ def test_it_changes_with_what_is_learned(config: RunConfig, group: str, values: 
         ("attention", {"implementation": "sdpa"}),
         ("train", {"tokens_per_step": 4096}),  # what auto stands for
         ("train", {"steps": 3, "micro_batch": 1, "eval_every": 2}),
-        ("train", {"sample_temperature": 0.5, "sample_repetition_penalty": 2.0}),
+        ("train", {"sample_tokens": 7}),
     ],
 )
 def test_it_stays_with_names_lengths_and_what_changes_the_speed(config, group: str, values: dict[str, Any]) -> None:

@@ -50,8 +50,8 @@ def test_a_saved_configuration_with_removed_keys_is_read_without_a_word(capsys: 
 
 def test_a_removed_key_that_changed_something_is_refused() -> None:
     values = old_values()
-    values["health"]["leak_nats"] = 0.5
-    with pytest.raises(UserError, match="unknown key health.leak_nats"):
+    values["optimizer"]["beta1"] = 0.5
+    with pytest.raises(UserError, match="unknown key optimizer.beta1"):
         parse(RunConfig, values)
 
 

@@ -11,6 +11,7 @@ from conftest import run_script, tiny_words
 from andrea.checkpoint import checkpoints_of, newest_whole
 from andrea.cli.train import train_one
 from andrea.generation import Engine
+from andrea.training import evaluation
 from andrea.training.evaluation import Evaluator
 from andrea.training.health.health import Health
 from andrea.training.parallel import saver
@@ -76,8 +77,9 @@ def test_the_sample_has_a_repetition_penalty_and_the_texts_that_are_judged_have_
         Health, "judge", lambda self, evidence: (judged.append(evidence.texts), judge(self, evidence))[1]
     )
     for penalty in ("1", "1e9"):
-        words = [f"train.sample_repetition_penalty={penalty}", "train.sample_temperature=0", "train.sample_tokens=30"]
-        assert tiny_run(f"name={penalty}", "data.sample_prompt=a", *words) == 0
+        monkeypatch.setattr(evaluation, "SAMPLE_PENALTY", float(penalty))
+        monkeypatch.setattr(evaluation, "SAMPLE_TEMPERATURE", 0.0)
+        assert tiny_run(f"name={penalty}", "data.sample_prompt=a", "train.sample_tokens=30") == 0
         runs[penalty] = tmp_path / "runs" / penalty
     plain, penalised = ([sample["text"] for sample in read_lines(run / "samples.jsonl")] for run in runs.values())
     assert len(plain) == len(penalised) == len(STEPS)
