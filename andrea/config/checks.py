@@ -19,7 +19,6 @@ from andrea.config.schema import (
     LensConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     RunConfig,
     SampleConfig,
     SourceConfig,
@@ -200,13 +199,6 @@ def check_train(train: TrainConfig, path: str) -> None:
         )
 
 
-def check_parallel(parallel: ParallelConfig, path: str) -> None:
-    if parallel.cpu_offload and parallel.kind != "fsdp":
-        raise UserError(
-            f"{path}.cpu_offload=true is read by parallel=fsdp only, got {path}.kind={parallel.kind}; choose parallel=fsdp"
-        )
-
-
 def check_run(config: RunConfig, path: str) -> None:
     if config.name == "wandb":
         raise UserError("name=wandb is the folder of wandb's own files; choose another name")
@@ -305,7 +297,6 @@ CHECKS: dict[type, Callable[[Any, str], None]] = {
     TokenizerConfig: check_tokenizer,
     OptimizerConfig: check_optimizer,
     TrainConfig: check_train,
-    ParallelConfig: check_parallel,
     RunConfig: check_run,
     SampleConfig: check_sample,
     LensConfig: check_lens,

@@ -36,7 +36,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only va
     LoggerConfig: {"tags": []},
     ModelConfig: {"zero_init_projections": False},
     OptimizerConfig: {"beta1": 0.9, "beta2": 0.95, "momentum": (0.95, None)},  # None: of AdamW
-    ParallelConfig: {"shard_ranks": None, "async_save": True},
+    ParallelConfig: {"shard_ranks": None, "async_save": True, "cpu_offload": False},
     RunConfig: {"bf16_residual": False},
     TrainConfig: {
         "teacher_share": 0.5,

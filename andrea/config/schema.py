@@ -220,8 +220,7 @@ class HealthConfig:
 class ParallelConfig:
     """How the ranks that torchrun starts share the work. A single process reads only `watchdog_minutes`."""
 
-    kind: Literal["auto", "ddp", "fsdp"]
-    cpu_offload: bool
+    kind: Literal["auto", "ddp", "fsdp", "fsdp_offload"]
     watchdog_minutes: PositiveNumber
 
 

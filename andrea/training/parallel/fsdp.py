@@ -48,7 +48,7 @@ class FullySharded(Parallel):
         make_model: Callable[[], GPT],
     ) -> None:
         super().__init__(model, ranks)
-        self.device, self.offload, self.precision = device, config.cpu_offload, precision
+        self.device, self.offload, self.precision = device, config.kind == "fsdp_offload", precision
         self.make_model = make_model
         self.mesh = init_device_mesh(device.type, (ranks.size,))
         self.shard_group = self.mesh.get_group()

@@ -13,14 +13,14 @@ from andrea.training.records.format import format_memory
 
 def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
     """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
-    chosen = Choice(config.parallel.kind, "as configured")
+    chosen = Choice(config.parallel.kind.removesuffix("_offload"), "as configured")
     if config.parallel.kind == "auto":
         if not ranks.started_by_torchrun:
             return Choice("none", "one process")
         chosen = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks.size), free_bytes)
     if chosen.value == "fsdp" and not ranks.started_by_torchrun:
         raise UserError(
-            "parallel=fsdp shards a model over the ranks of torchrun, but torchrun was not used; start with "
+            f"parallel={config.parallel.kind} shards a model over the ranks of torchrun, but torchrun was not used; start with "
             f"`{typed_command('train', 'torchrun --standalone --nproc-per-node=2')} …`, or choose parallel=auto"
         )
     return chosen
