@@ -34,7 +34,7 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only va
         ANY,
     ),
     LoggerConfig: {"tags": []},
-    ModelConfig: {"zero_init_projections": False},
+    ModelConfig: {"zero_init_projections": False, "stochastic_depth": 0.0},
     OptimizerConfig: {"beta1": 0.9, "beta2": 0.95, "momentum": (0.95, None)},  # None: of AdamW
     ParallelConfig: {"shard_ranks": None, "async_save": True, "cpu_offload": False},
     RunConfig: {"bf16_residual": False},
@@ -71,7 +71,6 @@ TRAINING_NAMES = {
     "model.norm_epsilon": "norm_eps rms_norm_eps",
     "model.mlp": "hidden_act",
     "model.dropout": "resid_pdrop hidden_dropout hidden_dropout_prob",
-    "model.stochastic_depth": "drop_path drop_path_rate layerdrop",
     "model.tied_head": "tie_embeddings tie_word_embeddings",
     "attention.implementation": "attn_implementation flash_attn",
     "model.position": "alibi position_embedding_type",

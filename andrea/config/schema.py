@@ -29,7 +29,6 @@ NonNegativeInteger = Annotated[int, AtLeast(0)]
 PositiveNumber = Annotated[float, Positive()]
 NonNegativeNumber = Annotated[float, AtLeast(0)]
 Share = Annotated[float, Between(0, 1)]
-Dropped = Annotated[float, Between(0, 1, upper_open=True)]  # share of what a layer adds
 Seed = Annotated[int, Between(0, LARGEST_SEED)]
 Threads = Annotated[int, Between(1, 1024)]
 Device = Annotated[str, device_name]
@@ -72,8 +71,7 @@ class ModelConfig:
     qkv_convolution: PositiveInteger | None = None
     bigram_rows: Annotated[int, Between(1, 2**24)] | Auto | None = None
     parallel_residual: bool = False
-    dropout: Dropped = 0.0
-    stochastic_depth: Dropped = 0.0
+    dropout: Annotated[float, Between(0, 1, upper_open=True)] = 0.0
 
     @property
     def head_width(self) -> int:
@@ -98,7 +96,7 @@ class ModelConfig:
     @property
     def drops(self) -> bool:
         """Whether anything is dropped in training."""
-        return self.dropout > 0 or self.stochastic_depth > 0
+        return self.dropout > 0
 
 
 @dataclass(frozen=True)

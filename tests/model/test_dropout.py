@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth: shares, independence, expectation, and that only the seeds decide.
+"""Dropout: shares, independence, expectation, and that only the seeds decide.
 
 B sequences, T tokens, L layers.
 """
@@ -17,7 +17,7 @@ from andrea.model.dropout import block_dropouts, mixed
 from andrea.text.loader import Loader
 
 NANO = group_config("model", "andrea-nano", d_model=34, n_layer=3, n_head=1, d_mlp=44, sequence_length=23)
-DROPPING = replace(NANO, dropout=0.3, stochastic_depth=0.4)
+DROPPING = replace(NANO, dropout=0.3)
 
 
 def seeds_of(count: int, seed: int = 5, first: int = 0) -> Tensor:
@@ -53,17 +53,6 @@ def test_neighbours_are_dropped_independently(axis: int) -> None:
     assert abs((first * second).mean().item()) < 4 * 0.25 / first.numel() ** 0.5
 
 
-def test_stochastic_depth_skips_whole_outputs_more_often_in_later_layers() -> None:
-    n = 4000
-    scales = kept_shares(replace(NANO, stochastic_depth=0.6), torch.ones(n, 1, 1), seeds_of(n))[..., 0, 0]  # (L, 2, B)
-    for layer, share in enumerate((0.2, 0.4, 0.6)):
-        assert set(scales[layer].unique().tolist()) == {0.0, torch.tensor(1 / (1 - share)).item()}
-        skipped = (scales[layer] == 0).double()
-        assert skipped.mean().item() == pytest.approx(share, abs=4 * (0.25 / (2 * n)) ** 0.5)
-        both = (skipped[0] * skipped[1]).mean().item()
-        assert both == pytest.approx(share**2, abs=4 * (0.25 / n) ** 0.5)  # attention and MLP independently
-
-
 def test_a_sequence_without_a_seed_keeps_everything_bit_for_bit() -> None:
     model, tokens = make(DROPPING), torch.randint(37, (3, 23))
     plain = make(NANO)(tokens)
@@ -85,9 +74,8 @@ def test_the_numbers_depend_on_the_sequence_alone_not_on_its_batch() -> None:
     assert not torch.equal(seeds_of(4, seed=6), seeds)
 
 
-@pytest.mark.parametrize("config", [DROPPING, replace(DROPPING, dropout=0.0)], ids=["both", "depth only"])
-def test_activation_checkpointing_computes_the_same_masks_again(config: ModelConfig) -> None:
-    model, tokens, gradients = make(config), torch.randint(37, (3, 23)), []
+def test_activation_checkpointing_computes_the_same_masks_again() -> None:
+    model, tokens, gradients = make(DROPPING), torch.randint(37, (3, 23)), []
     for recompute in (False, True):
         hidden = model(tokens, recompute=recompute, dropout_seeds=seeds_of(3))
         model.zero_grad()

@@ -29,7 +29,7 @@ STEPS = [
     "precision=fp32", "train.steps=50", "train.eval_every=10", "train.save_every=10", "train.tokens_per_step=320",
     "train.micro_batch=2", "train.log_every=1", "train.keep=100", "model.d_mlp=66",
     "tokenizer=bpe", "tokenizer.vocab_size=301", "attention=qk_clip", "attention.qk_clip=0.5", "model.qk_norm=false",
-    "model.value_residual=true", "model.dropout=0.1", "model.stochastic_depth=0.2", "attention.gate=scalar",
+    "model.value_residual=true", "model.dropout=0.1", "attention.gate=scalar",
     "attention.exclusive=learned", "model.value_embedding=table", "model.bigram_rows=64",
     "optimizer.muon_rows=equal", "optimizer.average_half_life=5",
     "attention.sink=true", "attention.window=[8, null]", "model.position=alibi",

@@ -73,7 +73,7 @@ def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(
     short.mkdir()
     for note in notes.iterdir():
         (short / note.name).write_bytes(note.read_bytes()[:100])
-    words = [f"data.path={short}", "model.dropout=0.1", "model.stochastic_depth=0.2", "optimizer.muon_rows=equal"]
+    words = [f"data.path={short}", "model.dropout=0.1", "optimizer.muon_rows=equal"]
     words += ["optimizer.average_half_life=3", *words_of(option)]
     words += [*words_of(SCORES), *words_of("bigrams"), "attention.window=[8, null]"]
     tiny_run("name=whole", *words)
