@@ -285,3 +285,11 @@ def lay_over(plain: dict, values: dict[str, Any]) -> dict:
             inner = inner.setdefault(group, {})
         inner[last] = value
     return plain
+
+
+def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted key: the inverse of `lay_over`. An empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat

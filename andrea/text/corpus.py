@@ -225,10 +225,8 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     """A prepared source and its fingerprint. Raises UserError if the folder is damaged or has another tokenizer."""
     path, remedy = folder.path, "delete the folder to prepare it again"
     try:
-        meta = from_json(read_plain_file(path / "meta.json", LARGEST_JSON_BYTES))
-        splits, identity = meta["splits"], meta["tokenizer"]
-        digests = {split: {str(s["file"]): str(s["sha256"]) for s in splits[split]["shards"]} for split in SPLITS}
-        sizes = {split: splits[split]["bytes"] for split in SPLITS}
+        meta, digests = read_meta(path)
+        identity, sizes = meta["tokenizer"], {split: meta["splits"][split]["bytes"] for split in SPLITS}
         fingerprint = fingerprint_of(identity, meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged (meta.json: {error}); {remedy}") from error
@@ -250,6 +248,13 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     return source, fingerprint
 
 
+def read_meta(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """The content of meta.json, and of each split the sha256 of its shards. Raises OSError or what the content provokes."""
+    meta = from_json(read_plain_file(folder / "meta.json", LARGEST_JSON_BYTES))
+    shards = {split: meta["splits"][split]["shards"] for split in SPLITS}
+    return meta, {split: {str(s["file"]): str(s["sha256"]) for s in shards[split]} for split in SPLITS}
+
+
 def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | None:
     """The held-out tokens of a corpus of one source, by the corpus' fingerprint; None if it is not prepared in data_dir.
 
@@ -257,12 +262,9 @@ def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | 
     """
     for path in sorted(data_dir.expanduser().glob(f"{name}-*")):
         try:
-            meta = from_json(read_plain_file(path / "meta.json", LARGEST_JSON_BYTES))
-            digests = {
-                split: {str(s["file"]): str(s["sha256"]) for s in meta["splits"][split]["shards"]} for split in SPLITS
-            }
+            meta, digests = read_meta(path)
             found = corpus_fingerprint(meta["tokenizer"], [[name, None, meta["fingerprint"]]])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # not a folder of prepared text
         both = digests["train"] | digests["val"]
         if found == fingerprint and digests["val"] and all(SHARD_NAME.fullmatch(each) for each in both):

@@ -36,6 +36,7 @@ from andrea.config import (
     to_plain,
     with_current_keys,
 )
+from andrea.config.keys import flatten
 from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
@@ -343,13 +344,3 @@ def same(value: Any) -> Any:
         return float(value) if not isinstance(value, (bool, dict, list)) and value is not None else json.dumps(value)
     except (ValueError, OverflowError):  # a word; an integer beyond every float
         return str(value)
-
-
-def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -7,12 +7,10 @@ This module registers ours, adds the folder of our tasks, and hands everything e
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from andrea.config import UserError
+from andrea.evaluation.tasks import TASKS
 from andrea.runtime.shared_cores import limit_spins
-
-TASKS = Path(__file__).resolve().parent.parent / "tasks"  # the folder of our own tasks
 
 
 def main() -> None:

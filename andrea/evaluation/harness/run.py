@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from andrea.config import UserError, nearest
 from andrea.evaluation.results import Figure
 from andrea.evaluation.subject import Subject
+from andrea.evaluation.tasks import TASKS
 
-TASKS = Path(__file__).resolve().parent.parent / "tasks"  # the folder of our own tasks
 GUESSED = ("acc", "acc_norm", "acc_mutual_info", "exact_match")  # metrics of a choice, of which chance gives a share
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from andrea.config import as_typed
+from andrea.config.keys import flatten
 from andrea.insight.compare.runs import Run
 
 # Configuration keys that do not affect training.
@@ -16,21 +17,10 @@ NAMES_SHOWN = 3
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
     """Dotted configuration key -> its value in each run, for the keys whose values differ."""
-    flat = [dict(flatten(run.config)) for run in runs]
+    flat = [flatten(run.config) for run in runs]
     keys = list(dict.fromkeys(key for config in flat for key in config))
     rows = {key: [config.get(key, MISSING) for config in flat] for key in keys if key.split(".")[0] not in NOT_COMPARED}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as pairs of dotted key and value."""
-    found: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            found += flatten(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + str(key), value))
-    return found
 
 
 def comparability_warnings(runs: list[Run]) -> list[str]:

@@ -11,10 +11,10 @@ import torch
 from andrea.config import UserError
 from andrea.interop.gguf.architectures import Architecture, weights_for
 from andrea.interop.gguf.tokenizer import GgufTokenizer
+from andrea.interop.hugging_face.classes import NO_ROTATION
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
 
-NO_ROTATION = 1e30  # positions divided by this factor turn nothing: rotary positions of a model without positions
 BLOCK = 32  # numbers that share a factor in q8_0
 
 

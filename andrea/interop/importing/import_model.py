@@ -19,7 +19,7 @@ from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.compared_text import compared_text, read_text
-from andrea.interop.export import load_trained
+from andrea.interop.export import PROOF_FAILED, load_trained
 from andrea.interop.importing.config_json import ReadSettings, with_zero_biases
 from andrea.interop.importing.families import Configs, family_of
 from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
@@ -32,7 +32,6 @@ from andrea.runtime.program import typed_command, typed_words
 from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
-PROOF_FAILED = 1  # exit code
 TOLERANCE = 1e-5  # of logits, as a share of the largest
 LEAST_TOLERANCE = 1e-5
 # What reading a folder and proving it may take, far above what sound ones need: two cores take 30 s for SmolLM2-135M.
