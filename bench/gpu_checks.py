@@ -176,7 +176,7 @@ def compiled_rows(precision: torch.dtype, shape: tuple[int, int], device: str) -
     shape: sequences, and tokens in each.
     """
     from andrea.attention import HeadStatistics
-    from andrea.training.loss.cross_entropy import loss_sum_from_hidden
+    from andrea.training.loss.micro_batch import loss_sum_from_hidden
 
     model = make_andrea(model_config("andrea-nano"), 4096, device)
     for block in model.blocks:

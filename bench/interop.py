@@ -40,8 +40,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.evaluation.harness.model import AndreaLM
-from andrea.evaluation.scoring import Scorer
-from andrea.evaluation.subject import Subject
+from andrea.evaluation.scoring import Scorer, Subject
 from andrea.interop import proof
 from andrea.interop.compared_text import compared_text
 from andrea.interop.gguf.architectures import choose_architecture

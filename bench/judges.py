@@ -19,9 +19,9 @@ import torch
 
 from andrea.__main__ import main
 from andrea.evaluation.bits_per_byte import bits_per_byte, rolling_windows
-from andrea.evaluation.documents import held_out_documents
+from andrea.evaluation.evaluate import held_out_documents
 from andrea.evaluation.harness.run import TASKS
-from andrea.evaluation.subject import Subject, load_subject
+from andrea.evaluation.scoring import Subject, load_subject
 
 RESULTS = Path(__file__).parent / "results" / "judges.json"
 

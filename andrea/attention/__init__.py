@@ -25,9 +25,8 @@ from andrea.attention.mask import (
     sliding_window,
 )
 from andrea.attention.modifiers import ScoreModifiers, alibi_slopes
-from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs
+from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs, ValueEmbedding
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
-from andrea.attention.value_embedding import ValueEmbedding
 
 __all__ = [
     "BUILT_IN",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from andrea.evaluation.subject import Subject
+from andrea.evaluation.scoring import Subject
 
 
 @dataclass(frozen=True)

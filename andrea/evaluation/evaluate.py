@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from andrea.config import EvaluateConfig
+import numpy as np
+
+from andrea.checkpoint import Checkpoint
+from andrea.config import EvaluateConfig, UserError
 from andrea.evaluation.bits_per_byte import bits_per_byte
-from andrea.evaluation.documents import read_documents
 from andrea.evaluation.harness.run import run_tasks
 from andrea.evaluation.results import TEXT_METRIC, Figure, append_figures, run_of, table_lines
-from andrea.evaluation.subject import Subject, load_subject
+from andrea.evaluation.scoring import Subject, load_subject
 from andrea.runtime.device import choose_threads
 from andrea.runtime.program import typed_command, typed_words
+from andrea.text.corpus import held_out_of_run
+from andrea.text.sources import texts_at
+from andrea.text.tokenizer import Tokenizer
 
 TEXT_TASK = "bpb"  # the task that needs no lm-eval
 
@@ -57,3 +63,39 @@ def text_figure(config: EvaluateConfig, subject: Subject) -> Figure:
     found = bits_per_byte(subject, texts)
     about = f"{documents.name}: {found.n_token:,} tokens, {found.n_byte:,} bytes"
     return Figure(TEXT_TASK, TEXT_METRIC, found.value, found.standard_error, None, found.n_document, about)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """name: for people. texts: one for each document, none of them empty."""
+
+    name: str
+    texts: list[str]
+
+
+def read_documents(
+    text: str | None, field: str | None, checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path
+) -> Documents:
+    """The documents of the file or folder `text`, as training reads them; if it is None, the run's held-out text.
+
+    field: of records; None: as in training. Raises UserError if there is no such text.
+    """
+    if text is not None:
+        return Documents(Path(text).name, texts_at(Path(text).expanduser(), "text", field, print))
+    if field is not None:
+        raise UserError(f"field={field} chooses a field of the records of a text; name the text with text=…")
+    return Documents("the run's held-out text", held_out_documents(checkpoint, tokenizer, data_dir))
+
+
+def held_out_documents(checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path) -> list[str]:
+    """The documents of the run's held-out text. Raises UserError if it is not prepared in data_dir, or has several sources."""
+    stream = held_out_of_run(checkpoint.state, data_dir)
+    if stream is None:
+        raise UserError(
+            f"the held-out text of {checkpoint.path} is not in data_dir={data_dir}, or has several sources; name a file with "
+            f"text=…, or the folder of prepared texts with data_dir=…"
+        )
+    ids = np.asarray(stream[:], dtype=np.int64)
+    parts = np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text))
+    texts = [tokenizer.decode(part[part != tokenizer.end_of_text].tolist()) for part in parts]
+    return [text for text in texts if text]

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from andrea.checkpoint import Checkpoint
+from andrea.checkpoint.model import open_model
 from andrea.config import UserError
 from andrea.model.gpt import GPT
+from andrea.runtime.device import choose_device
+from andrea.text.tokenizer import Tokenizer
 
 LARGEST_LOGITS = 1 << 25  # numbers that are computed at once: 128 MiB
 FEWEST_SHARED = 32  # tokens of a context that are worth a cache
@@ -146,3 +150,17 @@ def padded(rows: list[list[int]]) -> Tensor:
     """(B, N) int64; each row is filled up with its last token."""
     width = max(map(len, rows))
     return torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
+
+
+@dataclass(frozen=True)
+class Subject:
+    checkpoint: Checkpoint
+    gpt: GPT
+    tokenizer: Tokenizer
+    scorer: Scorer
+
+
+def load_subject(checkpoint: str | None, runs_dir: str, device: str, batch_size: int, trust: bool) -> Subject:
+    """The model of the checkpoint that a user names. Raises UserError or Damaged."""
+    found, gpt, tokenizer = open_model(checkpoint, runs_dir, choose_device(device), trust)
+    return Subject(found, gpt, tokenizer, Scorer(gpt, batch_size))

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from andrea.interop.compared_text import ComparedText
-from andrea.interop.program import OtherProgram
 from andrea.interop.settings import Trained
+from andrea.interop.target import OtherProgram
 from andrea.model.gpt import GPT
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 from andrea.text.tokenizer import END_OF_TEXT

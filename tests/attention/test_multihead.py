@@ -20,7 +20,7 @@ from andrea.attention import (
     multihead,
 )
 from andrea.attention.cache import KeyValueCache
-from andrea.attention.value_embedding import VALUE_EMBEDDINGS
+from andrea.attention.multihead import VALUE_EMBEDDINGS
 
 B, T, S, H, D = 2, 7, 11, 3, 5
 D_MODEL = H * D

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "tests" / "interop"))
 from exportable import BLOCKS_OF_32, NANO, make_trained, write_trained
 
 from andrea.config import UserError
-from andrea.evaluation.subject import load_subject
+from andrea.evaluation.scoring import load_subject
 from andrea.interop.hugging_face.classes import choose_class
 from andrea.interop.hugging_face.folder import write_folder
 from andrea.runtime.program import module_environment

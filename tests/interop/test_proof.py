@@ -11,8 +11,8 @@ import torch
 from exportable import T, make_trained
 
 from andrea.interop.compared_text import ComparedText
-from andrea.interop.program import OtherProgram
 from andrea.interop.proof import fuzz_texts, logits_of, prove
+from andrea.interop.target import OtherProgram
 
 
 class Same(OtherProgram):

@@ -10,7 +10,7 @@ from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
-from andrea.training.loss.cross_entropy import loss_sum
+from andrea.training.loss.micro_batch import loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.strategy import SingleProcess
 

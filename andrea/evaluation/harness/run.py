@@ -8,7 +8,7 @@ from typing import Any
 
 from andrea.config import UserError, nearest
 from andrea.evaluation.results import Figure
-from andrea.evaluation.subject import Subject
+from andrea.evaluation.scoring import Subject
 from andrea.evaluation.tasks import TASKS
 
 GUESSED = ("acc", "acc_norm", "acc_mutual_info", "exact_match")  # metrics of a choice, of which chance gives a share

@@ -18,10 +18,8 @@ from andrea.generation.session import last_tokens, read_prompt
 from andrea.insight.lens.head_names import NAMES, probe_scores
 from andrea.insight.lens.page.facts import Source
 from andrea.insight.lens.page.measurements import Head, Measurements, measure
-from andrea.insight.lens.page.page import LensPage
-from andrea.insight.lens.picture import attention_map_png
+from andrea.insight.lens.page.page import LensPage, token_texts
 from andrea.insight.lens.scores import score_layer, stack_layers, targets_of
-from andrea.insight.lens.token_text import token_texts
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, replacing
@@ -158,3 +156,29 @@ def save(out: Path, content: bytes | memoryview) -> None:
             staging.write_bytes(content)
     except OSError as error:
         raise UserError(f"out={out} cannot be written ({error.strerror}); name another with out=…") from None
+
+
+MOST_LABELLED_TOKENS = 96  # more would overlap on the axes
+
+
+def attention_map_png(weights: np.ndarray, labels: list[str], title: str) -> bytes:
+    """PNG of weights (T, T): rows are queries, columns are keys. Masked weights are NaN, and their cells are blank."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    n_token = len(labels)
+    side_inches = min(14.0, 2.5 + 0.2 * n_token)
+    figure = Figure(figsize=(side_inches, side_inches), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(np.ma.masked_invalid(weights), cmap="cividis", vmin=0.0, vmax=1.0, interpolation="nearest")
+    if n_token <= MOST_LABELLED_TOKENS:
+        style = {"fontsize": 7, "family": "monospace", "parse_math": False}
+        axes.set_xticks(range(n_token), labels, rotation=90, **style)
+        axes.set_yticks(range(n_token), labels, **style)
+    axes.set_title(title, parse_math=False)
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    figure.colorbar(image, label="attention weight", shrink=0.7)
+    stream = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(stream)
+    return stream.getvalue()

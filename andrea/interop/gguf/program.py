@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from andrea.interop.program import OtherProgram
+from andrea.interop.target import OtherProgram
 
 GGML_F32 = 0  # ggml's number of the type of fp32
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from andrea.interop.program import OtherProgram
+from andrea.interop.target import OtherProgram
 
 
 @functools.cache

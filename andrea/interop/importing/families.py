@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
+from andrea.interop.hugging_face.classes import REMOTE_SETTINGS
+from andrea.interop.importing.config_json import Settings, configs, one_or_all, own_head_width
 from andrea.interop.importing.gpt2 import gpt2_configs, gpt2_weights
 from andrea.interop.importing.gpt_neox import gpt_neox_configs, gpt_neox_unbiased, gpt_neox_weights
 from andrea.interop.importing.llama import (
@@ -19,7 +21,52 @@ from andrea.interop.importing.llama import (
     qwen2_unbiased,
     qwen3_configs,
 )
-from andrea.interop.importing.own import own_configs
+
+SIZES = {
+    "d_model": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "d_mlp": "intermediate_size",
+    "sequence_length": "max_position_embeddings",
+    "position": "position",
+    "rotary_base": "rotary_base",
+    "rotary_share": "rotary_share",
+    "norm": "norm",
+    "norm_epsilon": "norm_epsilon",
+}
+
+
+def own_configs(plain: Mapping[str, Any], name: str) -> tuple[ModelConfig, AttentionConfig]:
+    """Our own remote-code export. Its code is never run: every setting has its place in config.json. Raises UserError."""
+    sizes = Settings(plain).sizes(SIZES)
+    chosen: dict[str, dict[str, Any]] = {"model": {}, "attention": {}}
+    for key in REMOTE_SETTINGS:
+        group, setting = key.split(".")
+        if setting not in plain:
+            raise UserError(f"config.json lacks {setting}; copy it again")
+        chosen[group][setting] = plain[setting]
+    model = (
+        sizes
+        | chosen["model"]
+        | {
+            "name": name,
+            "d_head": own_head_width(plain.get("head_dim"), sizes),
+            "tied_head": plain.get("tie_word_embeddings", True),
+            "logit_softcap": plain.get("final_logit_softcapping"),
+            "rotary_scaling": plain.get("rotary_scaling"),
+            "parallel_residual": plain.get("parallel_residual", False),
+        }
+    )
+    windows = plain.get("windows") or [None]
+    if not isinstance(windows, list):
+        raise UserError(f"windows={windows!r:.60} of config.json is not a list; copy it again")
+    attention = chosen["attention"] | {
+        "score_softcap": plain.get("attn_logit_softcapping"),
+        "window": one_or_all(windows),
+    }
+    return configs(model, attention)
+
 
 Configs = tuple[ModelConfig, AttentionConfig]
 

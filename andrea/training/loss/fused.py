@@ -3,7 +3,7 @@
 N tokens, d = d_model, V vocabulary. Rows are processed in chunks. Each chunk computes its logits, their loss and their
 gradient. This gradient is multiplied at once into the gradients of hidden (N, d) and of the head (V, d), so that only
 these two are kept. The backward pass scales them. The readable twin is
-`andrea.training.loss.cross_entropy.loss_sum_from_hidden`. The idea is from Liger Kernel (Hsu et al. 2024,
+`andrea.training.loss.micro_batch.loss_sum_from_hidden`. The idea is from Liger Kernel (Hsu et al. 2024,
 arXiv 2410.10989, section 3.2).
 """
 

@@ -1,20 +1,37 @@
 """The loss of one micro-batch: the module that is compiled, and that DDP or FSDP2 wraps.
 
-Shapes: B sequences, T tokens, L layers, H heads.
+Shapes: B sequences, T tokens, V vocabulary, L layers, H heads. A loss is a sum in nats: the caller divides once, by the
+number of targets over all micro-batches and ranks.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from andrea.attention import HeadStatistics
 from andrea.model.gpt import GPT, call_block
 from andrea.runtime.device import WEIGHT_DTYPE, autocast
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.cross_entropy import loss_sum_from_hidden
 from andrea.training.loss.distillation import Teachers, distilled_loss_sum
 from andrea.training.loss.fused import fused_cross_entropy
+
+
+def loss_sum(model: GPT, tokens: Tensor, targets: Tensor, recompute: bool = False) -> Tensor:
+    """Sum over all targets of -ln p(target), in nats, fp32 scalar; tokens and targets (B, T) int64.
+
+    recompute: activation checkpointing.
+    """
+    return loss_sum_from_hidden(model, model(tokens, recompute=recompute), targets)
+
+
+def loss_sum_from_hidden(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The readable form of the loss: sum over all targets (B, T) of -ln p(target), in nats, from hidden (B, T, d_model)."""
+    logits = model.logits(hidden)  # (B, T, V)
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
 
 
 def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tensor:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from andrea.training.optimizer.update_size import SAMPLED_WEIGHTS, sampled_weights, update_ratios
 from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.step import SAMPLED_WEIGHTS, sampled_weights, update_ratios
 
 
 def test_the_ratio_of_one_update_by_hand() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from andrea.training.records.heatmap import heatmap
+from andrea.training.records.weights_and_biases import heatmap
 
 
 def test_a_heatmap_is_a_table_with_its_numbers() -> None:

@@ -28,7 +28,6 @@ from andrea.insight.lens.page.head_data import (
     packed_head_bytes,
 )
 from andrea.insight.lens.page.measurements import Head, Measurements
-from andrea.insight.lens.token_text import token_texts
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
 
@@ -154,3 +153,25 @@ class LensPage:
             change = None if effect is None else json_number(self.loss_change(effect))
             found.append({**facts, "full": head in heads.packed, "loss_change": change})
         return found
+
+
+END_OF_TEXT = "⟨end-of-text⟩"
+MARKS = {" ": "␣", "\n": "↵", "\t": "→"}
+
+
+def token_texts(tokenizer: Tokenizer) -> list[str]:
+    """The text of each token id."""
+    texts = [visible_text(piece) for piece in tokenizer.token_bytes()]
+    texts[tokenizer.end_of_text] = END_OF_TEXT
+    return texts
+
+
+def visible_text(piece: bytes) -> str:
+    """A token's bytes as text, with marks for space, newline and tab, and hexadecimal codes for unprintable bytes."""
+    try:
+        text = piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return "⟨" + piece.hex(" ").upper() + "⟩"
+    for character, mark in MARKS.items():
+        text = text.replace(character, mark)
+    return "".join(character if character.isprintable() else f"⟨{ord(character):02X}⟩" for character in text)
