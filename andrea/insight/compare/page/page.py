@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from andrea.config import as_typed
+from andrea.config.keys import flatten
 from andrea.insight.compare.comparison import Comparison
-from andrea.insight.compare.differences import flatten
 from andrea.insight.compare.line_styles import LineStyle
 from andrea.insight.compare.runs import Run
 from andrea.insight.html import fill_template, json_for_script
@@ -65,7 +65,7 @@ def one_run_data(run: Run | None) -> dict[str, Any]:
         ],
         "earlier_samples": len(run.samples) - len(shown),
         "measured_heads": run.heads[::-1][::stride][::-1],  # with the last measurement
-        "settings": [[key, as_typed(value)] for key, value in flatten(run.config)],
+        "settings": [[key, as_typed(value)] for key, value in flatten(run.config).items()],
     }
 
 
