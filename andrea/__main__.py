@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from andrea.cli.command_line import run
-from andrea.cli.commands import compare, consolidate, dashboard, evaluate, export, import_, lens, prepare, runs
+from andrea.cli.commands import compare, consolidate, dashboard, evaluate, export, import_, lens, prepare, runs, sample
 from andrea.cli.help import help_text
-from andrea.cli.sample import sample
 from andrea.cli.train import train
 from andrea.config import UserError, nearest
 from andrea.runtime.program import typed_command

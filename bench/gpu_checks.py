@@ -39,10 +39,9 @@ from oracle import MASKS, Case, judge
 from andrea.attention import Case as AttentionCase
 from andrea.attention import DotProduct, refusal
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
-from andrea.model.layers import softcap
+from andrea.model.gpt import softcap
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.fused import fused_cross_entropy
-from andrea.training.loss.micro_batch import training_loss_sum
+from andrea.training.loss.micro_batch import fused_cross_entropy, training_loss_sum
 
 PARTS = ("attention", "compiled", "loss", "model", "generation")
 

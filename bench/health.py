@@ -30,8 +30,7 @@ from andrea.training.evaluation import SAMPLE_TEMPERATURE
 from andrea.training.health.check import Evidence
 from andrea.training.health.data import DataSummary
 from andrea.training.health.health import Health
-from andrea.training.health.reference_text import ReferenceText
-from andrea.training.health.text import judge_texts
+from andrea.training.health.text import ReferenceText, judge_texts
 from andrea.training.records.run_folder import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()

@@ -19,9 +19,9 @@ import torch._inductor.compile_fx  # before anything is measured: its own memory
 from common import Report, arguments, interleave, model_config, serve, start_workers
 from torch.nn import functional
 
-from andrea.model.layers import softcap
+from andrea.model.gpt import softcap
 from andrea.runtime.device import keep_freed_memory, peak_memory_bytes
-from andrea.training.loss.fused import fused_cross_entropy
+from andrea.training.loss.micro_batch import fused_cross_entropy
 
 WAYS = ("written-out", "fused", "fused-compiled")
 

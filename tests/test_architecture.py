@@ -97,9 +97,9 @@ def test_torch_distributed_stays_where_it_is_handed_out(path: Path) -> None:
         ("wandb", {"andrea/training/records/weights_and_biases.py"}),
         ("tensorboard", set()),  # torch's writer imports it
         ("triton", set()),
-        ("transformers", {"andrea/interop/hugging_face/modeling_andrea.py", "andrea/interop/hugging_face/program.py"}),
+        ("transformers", {"andrea/interop/hugging_face/modeling_andrea.py", "andrea/interop/hugging_face/target.py"}),
         ("gguf", {"andrea/interop/gguf/file.py"}),
-        ("llama_cpp", {"andrea/interop/gguf/program.py"}),
+        ("llama_cpp", {"andrea/interop/gguf/target.py"}),
         (
             "lm_eval",
             {f"andrea/evaluation/harness/{name}.py" for name in ("model", "run", "__main__")},

@@ -12,16 +12,103 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct
-from andrea.attention.convolution import convolve
-from andrea.attention.head_options import EXCLUSIVE, FIRST_SHARE, GATES, gate_of_logits, without_own_value
+from andrea.attention.kernels import convolve_cpp
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
+from andrea.attention.shapes import shared_by_group
 from andrea.attention.statistics import HeadStatistics, head_statistics
+
+# ---------------------------------------------------------------------------------------------------------- convolution
+#
+# A short convolution over the tokens, for the queries, keys and values of each head.
+#
+# A key that mixes the token before its own lets a single layer find what followed an earlier copy of the present token; an
+# induction head otherwise needs two layers (KV shifting attention, Xu et al. 2024, arXiv 2411.19574). Here each channel of
+# queries, keys and values has weights of its own, as in Primer's multi-dconv-head attention (So et al. 2021, arXiv
+# 2109.08668, section 4.2).
+#
+# B sequences, H heads, T tokens, D = d_head, K tokens that are mixed: a token and the K - 1 before it.
+
+
+def convolve(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
+    """`convolve_readable`, or our kernel where it serves: bf16 on a CPU, from the first token on, in one document."""
+    if before is None and place is None and convolve_cpp.serves(x, taps.shape[-1]):
+        return convolve_cpp.native_convolution(x, taps.float())
+    return convolve_readable(x, taps, before, place)
+
+
+def convolve_readable(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
+    """x (B, H, T, D), taps (H, D, K) -> (B, H, T, D): y_t = x_t + Σ_i taps[..., i] · x_{t-i}, over i = 0 … K - 1.
+
+    Taps of zero change nothing. before: the K - 1 tokens in front of x, (B, H, K - 1, D); zeros if None. place: (B, T), the
+    number of tokens between each token and the first of its document. A token mixes none of another document.
+
+    >>> convolve_readable(torch.tensor([[[[1.0], [10.0], [100.0]]]]), torch.tensor([[[0.0, 0.5]]])).flatten()
+    tensor([  1.0000,  10.5000, 105.0000])
+    """
+    n_token, n_mixed = x.shape[2], taps.shape[2]
+    padded = pad(x, (0, 0, n_mixed - 1, 0)) if before is None else torch.cat([before, x], dim=2)
+    weights = taps.to(x.dtype)[:, None].unbind(-1)  # K of (H, 1, D)
+    y = x + x * weights[0]
+    for distance in range(1, n_mixed):
+        first = n_mixed - 1 - distance
+        earlier = padded[:, :, first : first + n_token]
+        if place is not None:
+            earlier = earlier.masked_fill((place < distance)[:, None, :, None], 0.0)
+        y = y + earlier * weights[distance]
+    return y
+
+
+# --------------------------------------------------------------------------------------------------------- head options
+#
+# What may happen to a head's vector z between the weighted sum of the values and W_O: first exclusion, then a gate.
+#
+# B batch, T tokens, H heads, G key/value heads (G divides H), D = d_head.
+
+
+GATES = ("scalar", "elementwise")
+EXCLUSIVE = ("fixed", "learned")
+# The share with which learned exclusion begins. andrea-nano at 280 steps ends at 1.362 bits per byte from one half, at 1.372
+# from 0; with all of it fixed at 1.376, without exclusion at 1.405 (one seed each).
+FIRST_SHARE = 0.5
+OWN_VALUE_EPSILON = 1e-6  # added to v·v, so that a value of zeros excludes nothing
+
+
+def without_own_value(retrieved: Tensor, own_value: Tensor, share: Tensor | None = None) -> Tensor:
+    """Exclusive self-attention: z_t - a (z_t·v_t) / (v_t·v_t + ε) v_t (Zhai 2026, arXiv 2603.09078).
+
+    The head's vector z_t loses a share a of its component along v_t, the token's own value. What the token says about
+    itself then goes through the residual stream and the MLP, and the head is left to what other tokens say.
+    retrieved (B, H, T, D): z. own_value (B, G, T, D): v. share (H,): a; all of it if None. Computed in fp32 or higher.
+
+    >>> without_own_value(torch.tensor([[[[3.0, 5.0]]]]), torch.tensor([[[[2.0, 0.0]]]])).flatten().round(decimals=3)
+    tensor([0., 5.])
+    """
+    dtype = torch.promote_types(retrieved.dtype, torch.float32)
+    z, v = retrieved.to(dtype), shared_by_group(own_value, retrieved).to(dtype)
+    along = (z * v).sum(-1, keepdim=True) / (v.square().sum(-1, keepdim=True) + OWN_VALUE_EPSILON)
+    if share is not None:
+        along = along * share.to(dtype)[:, None, None]
+    return (z - along * v).to(retrieved.dtype)
+
+
+def gate_of_logits(logits: Tensor, n_head: int) -> Tensor:
+    """Head gates 2·sigmoid(logits): logits (B, T, H·E) -> gates (B, H, T, E) in 0 .. 2, which multiply z (B, H, T, D).
+
+    E is 1 (scalar: one gate per head) or D (elementwise: one per channel of the head). A gate on the output of attention
+    lets a head write nothing for a token, which softmax weights alone cannot say (Qiu et al. 2025, arXiv 2505.06708,
+    section 2.2, position G1). The factor 2 is ours: logits of zero then leave z unchanged.
+
+    >>> gate_of_logits(torch.zeros(1, 1, 2), n_head=2).flatten()
+    tensor([1., 1.])
+    """
+    return 2 * torch.sigmoid(logits).unflatten(-1, (n_head, -1)).transpose(1, 2)
+
 
 PLAIN = DotProduct()
 Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H, T, D)
@@ -78,11 +165,11 @@ class MultiHeadAttention(nn.Module):
     keys (Qwen3: Yang et al. 2025, arXiv 2505.09388, section 2). The heads of a layer share these weights.
     value_residual: the layer mixes a learned share of the first layer's values into its own (Zhou et al. 2024, arXiv
     2410.17897). Pass these values as `layer(x, shared=SharedInputs(first_value=first_layer.values(x_of_first_layer)))`.
-    value_embedding: adds its output to the values (value_embedding.py). Pass its input as `SharedInputs(value_source=…)`.
-    convolution: the number of tokens that each query, key and value mixes (`convolution.py`); none if None.
-    gate: multiply each head's retrieved vector by a gate computed from x (head_options.py): "scalar" is one gate per head
+    value_embedding: adds its output to the values. Pass its input as `SharedInputs(value_source=…)`.
+    convolution: the number of tokens that each query, key and value mixes; none if None.
+    gate: multiply each head's retrieved vector by a gate computed from x: "scalar" is one gate per head
     and token, "elementwise" one per channel of the head; no gate if None.
-    exclusive: each head's retrieved vector loses its component along the token's own value (head_options.py): "fixed" all
+    exclusive: each head's retrieved vector loses its component along the token's own value: "fixed" all
     of it, "learned" a learned share per head, which starts at one half; nothing if None. For self-attention only.
     modifiers: as in `attend`. sink: each head has a learned logit that takes part in the softmax's denominator alone.
     implementation: as in `attend`.

@@ -9,13 +9,14 @@ occurs once every T / 2 tokens or so. `window_start` states this rule as a pure 
 Randomness. Each text has its own random generator, whose n-th number chooses the text's n-th token. A text is therefore
 the same in any batch, with or without lookahead.
 
-A prompt that ends with a space is continued by a token that begins with it: see token_healing.py.
+A prompt that ends with a space is continued by a token that begins with it: see `TokenHealing`.
 """
 
 from __future__ import annotations
 
+import codecs
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -24,12 +25,8 @@ from torch import Tensor
 
 from andrea.attention import KeyValueCache
 from andrea.config import UserError
-from andrea.generation.graph import GraphedStep
 from andrea.generation.packing import PackedGPT, pack
 from andrea.generation.sampling import Sampling, choose_tokens
-from andrea.generation.speculation import PromptLookup
-from andrea.generation.text_stream import TextStream
-from andrea.generation.token_healing import SPACE, TokenHealing
 from andrea.model.gpt import GPT
 from andrea.runtime.compiling import compile_graph
 
@@ -37,11 +34,200 @@ if TYPE_CHECKING:
     from andrea.text.tokenizer import Tokenizer
 
 
+# ---------------------------------------------------------------------------------------------------------- text stream
+#
+# Convert tokens to text, one token at a time. Incomplete characters and parts of a stop string are never shown.
+
+
+class TextStream:
+    """One sample's text. `push` returns the text that can be shown; `stopped` becomes true at a stop string.
+
+    A token may end inside a character. The bytes of an incomplete character are held back, and so is text that may be
+    the beginning of a stop string. Invalid UTF-8 becomes U+FFFD. n_skipped: bytes at the beginning that are not shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), n_skipped: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.n_skipped = n_skipped
+        self.stop = tuple(stop)
+        self.stopped = False
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.waiting = ""  # decoded, not shown yet
+
+    def push(self, token: int) -> str:
+        """Add one token; return the text that can now be shown."""
+        new = self.tokenizer.decode_bytes([token])
+        shown, self.n_skipped = new[self.n_skipped :], max(0, self.n_skipped - len(new))
+        return self.release(self.decoder.decode(shown))
+
+    def finish(self) -> str:
+        """Return the text that is still held back. Call this method after the last token."""
+        text = self.release(self.decoder.decode(b"", final=True)) + self.waiting
+        self.waiting = ""
+        return text
+
+    def release(self, new_text: str) -> str:
+        """The part of the held-back text and `new_text` that can be shown now. The rest is held back."""
+        if self.stopped:
+            return ""
+        text = self.waiting + new_text
+        found = [text.find(stop) for stop in self.stop if stop in text]
+        if found:
+            self.stopped, self.waiting = True, ""
+            return text[: min(found)]
+        n_waiting = max((longest_overlap(text, stop) for stop in self.stop), default=0)
+        self.waiting = text[len(text) - n_waiting :]
+        return text[: len(text) - n_waiting]
+
+
+def longest_overlap(text: str, stop: str) -> int:
+    """The length of the longest suffix of `text` that is a prefix of `stop`, but shorter than `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# -------------------------------------------------------------------------------------------------------- token healing
+#
+# A space at the end of a prompt is taken back, and the first new token must begin with it ("token healing").
+#
+# Byte-pair encodings join a space to the word after it: " main" is one token. After the prompt "def ", whose last token is
+# the space alone, a word without a space would have to follow. No text that the model was trained on has these tokens, so it
+# would write nonsense. The name and the idea are from Guidance (Lundberg 2023, "The Art of Prompt Design: Prompt Boundaries
+# and Token Healing").
+
+
+SPACE = b" "
+
+
+class TokenHealing:
+    """Token healing with the vocabulary of a tokenizer. V: its size."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.table = tokenizer.token_bytes()
+        self.begins_with_space = torch.tensor([token.startswith(SPACE) for token in self.table])  # (V,)
+        self.is_white = [token.isspace() for token in self.table]
+        self.joins = any(token.startswith(SPACE) and token.strip(SPACE) for token in self.table)
+
+    def heal(self, prompt: list[int]) -> tuple[list[int], bool]:
+        """The prompt without the space at its end, and whether one was taken back.
+
+        What else of white space is at the end (a line break, an indentation) is encoded again, as before a word. Nothing
+        changes if the prompt is white space alone, or if no token of the vocabulary joins a space to a word.
+        """
+        n_kept = len(prompt)
+        while n_kept and self.is_white[prompt[n_kept - 1]]:
+            n_kept -= 1
+        white = b"".join(self.table[token] for token in prompt[n_kept:])
+        if not (self.joins and n_kept and white.endswith(SPACE)):
+            return prompt, False
+        return [*prompt[:n_kept], *self.tokenizer.encode(white[: -len(SPACE)].decode())], True
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """logits (V,) of the next token, -inf for the tokens that do not begin with a space."""
+        return logits.masked_fill(~self.begins_with_space.to(logits.device), -torch.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------- speculation
+#
+# Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding").
+#
+# If the last few tokens have occurred earlier in the text, the tokens after that occurrence are likely to follow again.
+# These tokens are the lookahead. The engine reads the lookahead in one pass of the model, and keeps its tokens up to the
+# first one that the model does not choose. One pass over several tokens is cheaper than one pass
+# for each token.
+
+
+LONGEST_RUN = 3  # length of the longest sequence that is looked up; if it did not occur before, shorter ones are tried
+
+
+class PromptLookup:
+    """A growing text with an index of all its runs: sequences of at most LONGEST_RUN consecutive tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens: list[int] = []
+        self.follows: dict[tuple[int, ...], int] = {}  # run -> index of the token after its latest occurrence
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        place = len(self.tokens)
+        for size in range(1, min(LONGEST_RUN, place) + 1):
+            self.follows[tuple(self.tokens[place - size :])] = place
+        self.tokens.append(token)
+
+    def lookahead(self, most: int) -> list[int]:
+        """Propose `most` next tokens; [] if the text's last token did not occur before.
+
+        The method looks for the longest run at the text's end that also occurred earlier. The proposal is the tokens
+        after the latest earlier occurrence. If these tokens reach the end of the text, the proposal goes on by
+        repeating them.
+        """
+        for size in range(min(LONGEST_RUN, len(self.tokens)), 0, -1):
+            place = self.follows.get(tuple(self.tokens[-size:]))
+            if place is not None:
+                lookahead = self.tokens[place : place + most]
+                while len(lookahead) < most:
+                    lookahead.append(lookahead[place + len(lookahead) - len(self.tokens)])
+                return lookahead
+        return []
+
+
+# ---------------------------------------------------------------------------------------------------------------- graph
+#
+# A decoding step recorded as a CUDA graph. Each token then needs one launch instead of several hundred.
+
+
+@dataclass
+class Recorded:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]  # inputs of the graph: new tokens, and the indices whose logits are needed
+    logits: Tensor  # output of the graph
+
+
+class GraphedStep:
+    """`step` of engine.py as a CUDA graph.
+
+    The second call with the same cache and shapes records the graph, and later calls replay it. The first call is not
+    recorded, because it compiles, chooses kernels and allocates memory. The cache must have fixed shapes. The graph
+    itself reads and increases the cache's length, which is a tensor.
+    """
+
+    def __init__(self, step) -> None:
+        self.step = step
+        self.cache: KeyValueCache | None = None
+        self.recorded: dict[tuple, Recorded | None] = {}  # by input shapes; None between the first and the second call
+
+    def forget(self) -> None:
+        """Release the recorded graphs, and with them the memory of their cache."""
+        self.cache, self.recorded = None, {}
+
+    def __call__(self, model, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:
+        if cache is not self.cache:
+            self.cache, self.recorded = cache, {}
+        inputs = (tokens,) if at is None else (tokens, at)
+        shapes = tuple(each.shape for each in inputs)
+        if shapes not in self.recorded:
+            self.recorded[shapes] = None
+            return self.step(model, tokens, cache, at)
+        recorded = self.recorded[shapes]
+        if recorded is None:
+            kept = tuple(each.clone() for each in inputs)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads, such as one that writes a checkpoint, may use the GPU during the recording.
+            with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                logits = self.step(model, kept[0], cache, *kept[1:])
+            recorded = self.recorded[shapes] = Recorded(graph, kept, logits)
+        for kept_input, each in zip(recorded.inputs, inputs, strict=True):
+            kept_input.copy_(each)
+        recorded.graph.replay()
+        return recorded.logits
+
+
 @dataclass(frozen=True)
 class Request:
     """How many texts to generate, and how. The random generator of text i has the seed `seed + i`.
 
-    lookahead: the largest number of tokens that prompt lookup (speculation.py) proposes for one pass of the model. 0
+    lookahead: the largest number of tokens that `PromptLookup` proposes for one pass of the model. 0
     switches prompt lookup off. Except for rounding, the texts do not depend on `lookahead`.
     """
 

@@ -29,10 +29,8 @@ from andrea.attention.mask import Causal, SlidingWindow
 from andrea.config import UserError
 from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Scoring, Shape, function
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_native, has_onednn
-from andrea.model.gpt import GPT
-from andrea.model.layers import ACTIVATIONS as MLP_ACTIVATIONS
-from andrea.model.layers import MLP, RMSNorm, SwiGLU, softcap
-from andrea.model.positions import Position, RotaryPosition
+from andrea.model.gpt import ACTIVATIONS as MLP_ACTIVATIONS
+from andrea.model.gpt import GPT, MLP, Position, RMSNorm, RotaryPosition, SwiGLU, softcap
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import address
 

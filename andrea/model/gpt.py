@@ -9,11 +9,14 @@ model.parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn import functional
+from torch.nn.functional import linear, pad, rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from andrea.attention import (
@@ -22,6 +25,7 @@ from andrea.attention import (
     LayerCache,
     Mask,
     MultiHeadAttention,
+    Place,
     ScoreModifiers,
     SharedInputs,
     ValueEmbedding,
@@ -33,10 +37,287 @@ from andrea.attention import (
     sliding_window,
 )
 from andrea.config import AttentionConfig, ModelConfig, UserError
-from andrea.model.bigram_embedding import BigramEmbedding, tokens_before
 from andrea.model.dropout import BlockDropout, block_dropouts
-from andrea.model.layers import make_mlp, make_norm, softcap
-from andrea.model.positions import make_position
+from andrea.runtime.own_parts import is_own, own_class
+
+# --------------------------------------------------------------------------------------------------------------- layers
+#
+# Norms, MLPs and the cap on logits. x is (B, T, d_model): B batch, T tokens.
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":  # Zhang and Sennrich 2019, arXiv 1910.07467
+        return RMSNorm(config.d_model, config.norm_epsilon)
+    return nn.LayerNorm(config.d_model, config.norm_epsilon, bias=config.bias)
+
+
+def make_mlp(config: ModelConfig) -> nn.Module:
+    """The MLP that config.mlp names: a built-in one, or a class of the user's own by its dotted path.
+
+    A class of the user's own is built with (d_model, d_mlp, bias). Raises UserError if it may not be imported, if a
+    checkpoint could not store it, or if its result has another shape than its input.
+    """
+    if is_own(config.mlp):
+        mlp = own_class("model.mlp", config.mlp, nn.Module)(config.d_model, config.d_mlp, config.bias)
+        if kept := mlp.state_dict().keys() - dict(mlp.named_parameters()).keys():
+            raise UserError(
+                f"model.mlp={config.mlp} has the buffer {min(kept)}, but a checkpoint holds parameters only; register it "
+                f"with persistent=False, or make it a parameter"
+            )
+        check_shape(config, mlp)
+        return mlp
+    if config.mlp == "swiglu":
+        return SwiGLU(config.d_model, config.d_mlp, config.bias)
+    return MLP(config.d_model, config.d_mlp, config.bias, ACTIVATIONS[config.mlp])
+
+
+def check_shape(config: ModelConfig, mlp: nn.Module) -> None:
+    """Raises UserError unless a user's MLP gives x (B, T, d_model) for such an x."""
+    x = torch.zeros(2, 3, config.d_model)
+    if x.is_meta:  # a model that is only counted; an operation of the user's may know no such tensors
+        return
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        y = mlp.eval()(x)
+    mlp.train()
+    shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+    if shape != tuple(x.shape):
+        raise UserError(
+            f"model.mlp={config.mlp}: for x {tuple(x.shape)} its result must have this shape, but it is {shape}"
+        )
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMS norm, computed in the type of its input.
+
+    The weight is cast to this type, because torch's fused kernel requires equal types, and FSDP may gather the weight
+    in bf16.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))): from d_model to d_mlp and back (Vaswani et al. 2017, arXiv 1706.03762, section 3.3)."""
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_mlp, bias)
+        self.down = nn.Linear(d_mlp, d_model, bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202, eq. 6)."""
+
+    def __init__(self, d_model: int, d_mlp: int, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_mlp, bias)
+        self.up = nn.Linear(d_model, d_mlp, bias)
+        self.down = nn.Linear(d_mlp, d_model, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
+    return functional.relu(x).square()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU, which GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2)."""
+    return functional.gelu(x, approximate="tanh")
+
+
+def gelu_exact(x: Tensor) -> Tensor:
+    """x · Φ(x), where Φ is the normal distribution function (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2)."""
+    return functional.gelu(x)
+
+
+ACTIVATIONS = {"relu2": relu_squared, "gelu": gelu, "gelu_exact": gelu_exact}  # of MLP, by model.mlp
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """cap · tanh(logits / cap), in fp32: limits logits of any shape smoothly to -cap .. cap (Gemma 2, arXiv 2408.00118,
+    section 2)."""
+    return cap * torch.tanh(logits.float() / cap)
+
+
+# ------------------------------------------------------------------------------------------------------------ positions
+#
+# Position encodings: learned vectors, rotary positions, or none. ALiBi changes scores, in attention/modifiers.py.
+#
+# B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses positions start .. start + T - 1.
+# `start` is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
+
+
+class Position(nn.Module, ABC):
+    """A position encoding. It is added to token vectors (`add`), or applied to queries and keys (`placer`)."""
+
+    @abstractmethod
+    def add(self, x: Tensor, start: int | Tensor) -> Tensor:
+        """Add position encodings to the token vectors x (B, T, d_model). Only learned positions change x."""
+
+    @abstractmethod
+    def placer(self, n_token: int, start: int | Tensor) -> Place | None:
+        """A function that encodes positions in queries and keys (B, H, T, D); None if the encoding is not rotary."""
+
+
+class NoPosition(Position):
+    """No encoding of vectors. The model infers order from the causal mask (Haviv et al. 2022, arXiv 2203.16634) or ALiBi."""
+
+    def add(self, x: Tensor, start: int | Tensor) -> Tensor:
+        return x
+
+    def placer(self, n_token: int, start: int | Tensor) -> None:
+        return None
+
+
+class LearnedPosition(Position):
+    """A learned vector for each position is added to the token's vector, as in GPT-2."""
+
+    def __init__(self, sequence_length: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(sequence_length, d_model))
+
+    def add(self, x: Tensor, start: int | Tensor) -> Tensor:
+        return x + rows(self.weight, start, x.shape[1])
+
+    def placer(self, n_token: int, start: int | Tensor) -> None:
+        return None
+
+
+class RotaryPosition(Position):
+    """Rotate pair p of a query or key at position t by the angle t · base^(-2p / R), in radians (RoPE).
+
+    Entries p and p + D/2 form pair p. R = share · D of the D entries are rotated: the pairs p < R/2. The other pairs
+    carry no position (partial rotary: Black et al. 2022, arXiv 2204.06745, section 2.1; there the rotated entries are
+    the first R ones, which is another order of the rows of W_Q and W_K). The dot product of a query and a key then
+    depends on the distance between their positions, not on the positions themselves (Su et al. 2021, arXiv 2104.09864,
+    eq. 34). scaling: see `scaled`.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int,
+        d_head: int,
+        base: float,
+        share: float = 1.0,
+        scaling: tuple[float, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        n_rotated = 2 * round(share * d_head / 2)  # R
+        pair = torch.arange(0, n_rotated, 2, dtype=torch.float64, device="cpu") / max(1, n_rotated)
+        frequency = base**-pair if scaling is None else scaled(base**-pair, *scaling)  # radians per position, (R/2,)
+        angle = torch.arange(sequence_length, dtype=torch.float64, device="cpu")[:, None] * frequency  # (S, R/2)
+        angle = pad(angle, (0, (d_head - n_rotated) // 2))  # (S, D/2)
+        cosine = torch.cat((angle.cos(), angle.cos()), dim=-1)
+        sine = torch.cat((-angle.sin(), angle.sin()), dim=-1)
+        table = torch.stack((cosine, sine), dim=1).float()  # (S, 2, D)
+        # Stored as the bits of the fp32 numbers, because Module.to(bfloat16) would round a buffer of floats.
+        self.register_buffer("table_bits", table.view(torch.int32), persistent=False)
+
+    def add(self, x: Tensor, start: int | Tensor) -> Tensor:
+        return x
+
+    def placer(self, n_token: int, start: int | Tensor) -> Place:
+        cosine, sine = rows(self.table_bits.view(torch.float32), start, n_token).unbind(-2)  # (T, D) each, or (B, T, D)
+        if cosine.ndim == 3:
+            cosine, sine = cosine[:, None], sine[:, None]  # (B, 1, T, D): the same for all heads
+
+        def turn(x: Tensor) -> Tensor:
+            # The halves exchanged, as by x.roll(D // 2), which torch does not compile to vector instructions on a CPU.
+            partner = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+            return (x * cosine + partner * sine).to(x.dtype)
+
+        return turn
+
+
+def scaled(frequency: Tensor, factor: float, *how: float) -> Tensor:
+    """Frequencies (R/2,) in radians per position for texts `factor` times as long.
+
+    With the factor alone all pairs turn `factor` times slower (position interpolation: Chen et al. 2023, arXiv 2306.15595,
+    section 2.3). how: low, high, length, as in Llama 3.1 (arXiv 2407.21783, and its code): a pair that turns fewer than `low`
+    times in `length` positions turns `factor` times slower, one that turns more than `high` times is unchanged, and between
+    the two the share of the change falls in proportion to the number of turns.
+    """
+    if not how:
+        return frequency / factor
+    low, high, length = how
+    n_turn = length * frequency / (2 * torch.pi)
+    unchanged = ((n_turn - low) / (high - low)).clamp(0, 1)
+    return frequency * (unchanged + (1 - unchanged) / factor)
+
+
+def make_position(config: ModelConfig) -> Position:
+    if config.position == "rotary":
+        return RotaryPosition(
+            config.sequence_length, config.head_width, config.rotary_base, config.rotary_share, config.rotary_scaling
+        )
+    if config.position == "learned":
+        return LearnedPosition(config.sequence_length, config.d_model)
+    return NoPosition()
+
+
+def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
+    """table[start : start + count], for each sequence if start is (B,). A tensor `start` is not copied to the host."""
+    if isinstance(start, int):
+        assert start + count <= len(table), f"position {start + count - 1} is past sequence_length={len(table)}"
+        return table[start : start + count]
+    position = start[..., None] + torch.arange(count, device=table.device)
+    return table[position.clamp(max=len(table) - 1)]  # padding may have positions beyond the table
+
+
+# ----------------------------------------------------------------------------------------------------- bigram embedding
+#
+# Hashed bigrams: an embedding of each pair of neighbouring tokens is added to the embedding of the token.
+#
+# B sequences, T tokens, R rows of the table.
+
+
+NO_TOKEN = -1  # before the first token of a text
+
+
+def tokens_before(tokens: Tensor, starts_text: Tensor | None = None) -> Tensor:
+    """The token before each one, (B, T); NO_TOKEN before a sequence's first, and where `starts_text` (B, T) is true."""
+    before = pad(tokens[:, :-1], (1, 0), value=NO_TOKEN)
+    return before if starts_text is None else before.masked_fill(starts_text, NO_TOKEN)
+
+
+def row_and_sign(before: Tensor, tokens: Tensor, n_row: int) -> tuple[Tensor, Tensor]:
+    """The row of each pair of tokens, in 0..n_row - 1, and its sign, 1 or -1: one hash of the pair, (B, T) int64 each.
+
+    31 bits are mixed by multiplications and shifts (as in the finaliser of MurmurHash3), so that no product overflows.
+    """
+    mixed = (before * 0x4F1BBCDD + tokens * 0x2545F491) & 0x7FFFFFFF
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        mixed = ((mixed ^ (mixed >> 15)) * factor) & 0x7FFFFFFF
+    mixed = mixed ^ (mixed >> 15)
+    return (mixed >> 1) % n_row, (mixed & 1) * 2 - 1
+
+
+class BigramEmbedding(nn.Module):
+    """± E[hash(token before, token)], (B, T, d_model): zero at first, and for a token with none before it.
+
+    Many pairs share a row. The sign, a second hash (feature hashing: Weinberger et al. 2009, arXiv 0902.2206, section 2),
+    makes what they add to each other's row cancel in the mean. From modded-nanogpt; measured here in bench/README.md.
+    """
+
+    def __init__(self, n_row: int, d_model: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(n_row, d_model)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, before: Tensor, tokens: Tensor) -> Tensor:
+        """before, tokens (B, T) int64; before: NO_TOKEN where there is none."""
+        rows, signs = row_and_sign(before, tokens, self.table.num_embeddings)
+        signs = signs.masked_fill(before == NO_TOKEN, 0)
+        return signs[..., None].to(self.table.weight.dtype) * self.table(rows)
+
 
 BlockResult = tuple[Tensor, HeadStatistics | None]  # x (B, T, d_model); statistics (B, H) or None
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from andrea.attention.head_options import FIRST_SHARE
+from andrea.attention.multihead import FIRST_SHARE
 from andrea.model.gpt import GPT
 from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 

@@ -22,7 +22,7 @@ from andrea.text.corpus import Corpus
 from andrea.text.loader import IGNORED_TARGET, validation_batches
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.expected.curves import ExpectedCurves, Standing
-from andrea.training.heads import heatmaps, probe, probe_batch, scalars
+from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.check import Evidence
 from andrea.training.health.health import Health
 from andrea.training.planning.time_budget import TimeBudget

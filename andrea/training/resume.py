@@ -40,8 +40,7 @@ from andrea.config.keys import flatten
 from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
-from andrea.training.optimizer.loss_scale import LossScale
-from andrea.training.optimizer.optimizer import saved_shapes
+from andrea.training.optimizer.optimizer import LossScale, saved_shapes
 from andrea.training.optimizer.schedule import decay_start
 from andrea.training.parallel.saver import Saver
 from andrea.training.planning.settle import (

@@ -22,22 +22,18 @@ from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
-from andrea.training.endings import advising_to_continue
 from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
 from andrea.training.loss.compiled import make_loss
-from andrea.training.loss.distillation import Teachers, load_teachers
-from andrea.training.optimizer.loss_scale import LossScale
-from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.loss.micro_batch import Teachers, load_teachers
+from andrea.training.optimizer.optimizer import LossScale, Optimizer
 from andrea.training.parallel.model import make_model, make_parallel
-from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.saver import make_saver
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.strategy import Parallel, Ranks
 from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.auto import Resolved, resolve
-from andrea.training.planning.machine import Machine
-from andrea.training.planning.micro_batch import with_tried_micro_batch
+from andrea.training.planning.micro_batch import Machine, with_tried_micro_batch
 from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text, planned_epochs
 from andrea.training.planning.time_budget import describe_length, make_time_budget
 from andrea.training.progress import FinishedRun, Progress
@@ -46,12 +42,12 @@ from andrea.training.records.logger import Logger
 from andrea.training.records.recognise import mark
 from andrea.training.records.records import Records, check_loggers, open_loggers
 from andrea.training.records.run_folder import (
+    RunLog,
     folder_to_write,
     run_folder_locked,
     set_later_checkpoints_aside,
     write_config,
 )
-from andrea.training.records.run_log import RunLog
 from andrea.training.resume import (
     restore,
     resumed_progress,
@@ -61,9 +57,7 @@ from andrea.training.resume import (
     without_run,
 )
 from andrea.training.step import TrainingStep
-from andrea.training.stop_requests import StopRequests
-from andrea.training.throughput import Throughput
-from andrea.training.trainer import Trainer
+from andrea.training.trainer import StopRequests, Throughput, Trainer, advising_to_continue
 
 MakeLogger = Callable[[Path], Logger]  # run folder -> logger
 

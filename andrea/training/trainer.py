@@ -2,30 +2,308 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from andrea.checkpoint import is_best_so_far
-from andrea.config import RunConfig
+from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_of
+from andrea.config import RunConfig, settings_of_runs
 from andrea.runtime import host_copy
+from andrea.runtime.device import peak_memory_bytes
+from andrea.runtime.files import StorageFailed
+from andrea.runtime.own_parts import is_own
+from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.runtime.shared_cores import sharing_cores
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
-from andrea.training.endings import Endings
 from andrea.training.evaluation import Evaluator
-from andrea.training.heads import scalars
+from andrea.training.health.attention import scalars
+from andrea.training.health.check import optimizer_remedy, remedy_settings
 from andrea.training.optimizer.schedule import rate_at, relength
 from andrea.training.planning.settle import as_planned
-from andrea.training.planning.time_budget import fixes_length, is_open
+from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open
 from andrea.training.progress import Progress
+from andrea.training.records.console import part_words
+from andrea.training.records.record_file import read_lines
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import write_config
 from andrea.training.step import TrainingStep, Update
-from andrea.training.stop_requests import StopRequests
-from andrea.training.throughput import Throughput
+
+# ----------------------------------------------------------------------------------------------------------- throughput
+#
+# Measures the training speed over the steps since the last record.
+
+
+class Throughput:
+    """The speed of training since the last record.
+
+    peak_flops: the peak of one device, in FLOP/s. If it is None, no MFU (model FLOPs utilisation) is reported.
+    """
+
+    def __init__(self, tokens_per_step: int, flops_per_token: int, peak_flops: float | None, n_device: int) -> None:
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.peak_flops = peak_flops * n_device if peak_flops else None
+        self.steps, self.seconds = 0, 0.0
+
+    def add_step(self, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += seconds
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.seconds_per_step
+
+    def take_figures(self) -> dict[str, float]:
+        """The figures for a record. Resets the counts."""
+        figures = {
+            "train/tokens_per_second": self.tokens_per_second,
+            "train/seconds_per_step": self.seconds_per_step,
+        }
+        if self.peak_flops:
+            figures["train/mfu"] = self.tokens_per_second * self.flops_per_token / self.peak_flops
+        self.steps, self.seconds = 0, 0.0
+        return figures
+
+
+# -------------------------------------------------------------------------------------------------------- stop requests
+#
+# Requests to stop before the last step: a signal, `train.max_minutes`, or `train.patience`. All ranks agree on them once a step.
+#
+# Together with the requests, the ranks exchange the length that rank 0 proposes for the run, from the time that is left.
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # if ranks received several, the first of these counts
+
+
+class StopRequests:
+    """The stop requests of this process, and the decision that all ranks have agreed on.
+
+    budget: the time of train.max_minutes; None if it is not set. waiting: shows a line on the terminal.
+    """
+
+    def __init__(self, budget: TimeBudget | None, device: torch.device, waiting: Callable[[str], None]) -> None:
+        self.budget, self.device, self.waiting = budget, device, waiting
+        self.signal: int | None = None  # the first one this process received
+        self.agreed: Literal["interrupted", "stopped"] | None = None  # why all ranks stop after this step
+        self.agreed_signal: int | None = None  # one that this rank or another received
+        self.is_out_of_patience = False  # whether train.patience is the reason
+        self.wanted_steps = 0  # the length that rank 0 has last asked for; 0: none since it was taken
+
+    def flags(self, wanted_steps: int) -> list[Tensor]:
+        """This rank's requests, to be summed over ranks: signals, time limit and length, 0-dim on the device.
+
+        The time limit and each of SIGNALS is 0 or 1. wanted_steps: the length that rank 0 asks for; 0 on all other ranks,
+        and where rank 0 asks for none.
+        """
+        out_of_time = self.budget is not None and self.budget.is_over()
+        requests = (*(self.signal == number for number in SIGNALS), out_of_time, wanted_steps)
+        return [torch.full((), float(request), device=self.device) for request in requests]  # filled on the device
+
+    def agree(self, summed_flags: Sequence[float]) -> None:
+        """Decide whether and why all ranks stop, and the length. summed_flags: `flags` summed over all ranks."""
+        *received, out_of_time, wanted_steps = summed_flags
+        self.wanted_steps = int(wanted_steps) or self.wanted_steps
+        if self.agreed:
+            return
+        self.agreed_signal = next((number for number, flag in zip(SIGNALS, received, strict=True) if flag), None)
+        self.agreed = "interrupted" if self.agreed_signal else "stopped" if out_of_time else None
+
+    def end_without_new_best(self) -> None:
+        """Stop because of train.patience. Every rank must call this after the same step."""
+        if not self.agreed:
+            self.agreed, self.is_out_of_patience = "stopped", True
+
+    def take_wanted_steps(self) -> int:
+        """The length that all ranks have agreed on since the last call; 0: none."""
+        wanted, self.wanted_steps = self.wanted_steps, 0
+        return wanted
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number if any rank received a signal, else 0: reaching the time limit is not a failure."""
+        return 128 + self.agreed_signal if self.agreed_signal else 0
+
+    @contextmanager
+    def signals_caught(self) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and SIGHUP let the step finish and the run save; a second Ctrl-C ends the process at once.
+
+        A second SIGTERM is ignored: a cluster sends SIGTERM to torchrun and to its ranks, and torchrun forwards its
+        own. SIGHUP means that the terminal is gone; where it was ignored before, as under nohup, it stays ignored. Only
+        Python's main thread can catch signals; in another thread this does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: Any) -> None:
+            if self.signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = self.signal or number
+            self.waiting("interrupted: finishing the step and saving (interrupt again to quit at once) …")
+
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            caught.append(signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in caught}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+# -------------------------------------------------------------------------------------------------------------- endings
+#
+# The end of a run: save a checkpoint, print the reason and the next command, return the exit code.
+
+
+@dataclass(frozen=True)
+class Endings:
+    """The three ways in which a run ends without an exception. Every rank must call them."""
+
+    config: RunConfig
+    progress: Progress
+    evaluator: Evaluator
+    checkpoints: RunCheckpoints
+    records: Records
+    stopping: StopRequests
+    is_planned_for_text: bool
+
+    def conclude(self) -> int:
+        """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal's number."""
+        progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
+        step, done = self.evaluator.step, progress.step == progress.planned_steps
+        is_out_of_time = self.stopping.agreed == "stopped" and not self.stopping.is_out_of_patience
+        if not done and is_out_of_time:
+            self.records.log(self.evaluator.evaluate(size_ratios=None, whole=True))
+        checkpoints.save_if_new()
+        if not done and is_out_of_time:
+            self.evaluator.show_sample()
+        self.records.watchdog.rest(progress.step, "writing the last checkpoint to the disk")
+        if done:
+            checkpoints.saver.conclude()
+        checkpoints.saver.wait()
+        why = "done" if done else self.stopping.agreed
+        peak = torch.tensor(float(peak_memory_bytes(step.device)))
+        figures = {
+            "val/loss": progress.val_loss,
+            "val/bpb": progress.val_bpb,
+            "train/peak_memory_bytes": int(step.ranks.maximum(peak)),
+        }
+        if progress.val_tokens is not None:
+            figures["val/tokens"] = progress.val_tokens
+        self.records.log({"event": why, **figures, "checkpoint": str(checkpoints.path)})
+        console.stop()
+        bits = (
+            f" · {progress.val_bpb:.4f} bits/byte{part_words(progress.val_tokens)}"
+            if progress.val_bpb is not None
+            else ""
+        )
+        result = result_path(checkpoints.path, vars(progress))
+        console.say(
+            f"{why} at step {progress.step} of {progress.planned_steps}{self.reason(done)}{bits} · {checkpoints.path}"
+        )
+        if step.ranks.is_rank_0:
+            self.show_result(result)
+        sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **trust(self.config))}"
+        is_ended = done or self.stopping.is_out_of_patience
+        console.say(f"next: {sample}" if is_ended else f"continue with: {continuing(checkpoints.folder, self.config)}")
+        return 0 if done else self.stopping.exit_code
+
+    def reason(self, done: bool) -> str:
+        """The words on train.max_minutes or train.patience in the run's last line; empty if neither decided its end."""
+        if self.stopping.is_out_of_patience:
+            return f", no new best in train.patience={self.config.train.patience} evaluations"
+        budget, is_planned = self.stopping.budget, self.progress.planned_steps != self.config.steps
+        if budget is None or self.stopping.agreed == "interrupted" or (done and not is_planned):
+            return ""
+        return f", {'the length planned for' if done else 'at the end of'} train.max_minutes={budget.minutes:g}"
+
+    def show_result(self, result: Path) -> None:
+        """Print which step is the result if it is not the last, and its figure on text that was not used to choose it."""
+        records, console = read_lines(self.checkpoints.folder / "metrics.jsonl"), self.records.console
+        evaluations = [each for each in records if each.get("step") == step_of(result) and "val/bpb" in each]
+        if result != self.checkpoints.path and evaluations:
+            bits = evaluations[0]["val/bpb"]
+            console.say(
+                f"result: step {step_of(result)}, which had the best evaluation, {bits:.4f} bits/byte · {result}"
+            )
+        if self.is_planned_for_text and evaluations:
+            judged = evaluations[0].get("val/judged_bpb")
+            console.say(
+                "the held-out text is too small to judge the result on a part that was not used to choose the step"
+                if judged is None
+                else f"judged on the half of the held-out text that was not used to choose the step: {judged:.4f} bits/byte"
+            )
+
+    def stop_not_finite(self, figures: dict[str, float]) -> int:
+        """End a run whose loss, gradient or weights are not finite, without saving them. Returns exit code 3.
+
+        figures: number, loss and gradient norm of the last step whose results were read from the device.
+        """
+        checkpoints = self.checkpoints
+        checkpoints.saver.wait()
+        saved = checkpoints_of(checkpoints.folder)
+        remedies = [optimizer_remedy(self.config.optimizer)]
+        if self.config.precision != "fp32":
+            remedies.append(remedy_settings("precision=fp32"))
+        self.records.console.stop()
+        self.records.console.say(
+            f"error: step {figures['step']}: loss {figures['loss']:.4g}, gradient norm {figures['norm']:.4g}"
+            f"{checkpoints.damaged or ': not finite, update not applied'}. Last good checkpoint: "
+            f"{saved[-1] if saved else 'none'}. To continue with {continuing(checkpoints.folder, self.config)}, "
+            f"{' or '.join(remedies)}"
+        )
+        return 3
+
+    def stop_failed(self, findings: list[str]) -> int:
+        """Save and end a run that the health checks have judged as failed. Returns exit code 4."""
+        progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
+        checkpoints.save_if_new()
+        checkpoints.saver.wait()
+        names, path = ", ".join(findings), str(checkpoints.path)
+        self.records.log({"event": "failed", "health/failed": names, "val/bpb": progress.val_bpb, "checkpoint": path})
+        console.stop()
+        console.say(f"error: stopped at step {progress.step} of {progress.planned_steps}: {names} · {path}")
+        console.say(f"continue anyway: {continuing(checkpoints.folder, self.config)} health.on_failure=warn")
+        return 4
+
+
+def continuing(folder: Path, config: RunConfig) -> str:
+    """The command that continues the run in `folder`, with the keys that a checkpoint does not keep. Type it in this folder."""
+    usual, places = settings_of_runs(), {"runs_dir": folder.parent, "data_dir": Path(config.data_dir)}
+    others = {key: place for key, place in places.items() if place != Path(usual[key])}
+    words = typed_words(name=folder.name, resume="auto", **others, **trust(config))
+    return f"{typed_command('train', torchrun_command())} {words}"
+
+
+@contextlib.contextmanager
+def advising_to_continue(folder: Path, config: RunConfig) -> Iterator[None]:
+    """Context in which the advice of a StorageFailed names the command that continues the run."""
+    try:
+        yield
+    except StorageFailed as error:
+        error.advice = error.advice.replace("resume=auto", continuing(folder, config))
+        raise
+
+
+def trust(config: RunConfig) -> dict[str, str]:
+    """The word that a command needs to import the user's own classes that this run uses."""
+    return {"trust": "true"} if any(map(is_own, (config.attention.compatibility, config.model.mlp))) else {}
+
 
 NOTICED_RISE = 0.01  # of the validation figure, relative to its best: less may be chance
 

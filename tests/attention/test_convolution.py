@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import conv1d, pad
 
 from andrea.attention import KeyValueCache, MultiHeadAttention, ScaledDotProduct, SharedInputs, causal
-from andrea.attention.convolution import convolve, convolve_readable
 from andrea.attention.kernels import convolve_cpp
 from andrea.attention.mask import documents_of, packed_documents, places_in_documents
+from andrea.attention.multihead import convolve, convolve_readable
 
 B, H, T, D, K = 2, 3, 9, 4, 3
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from andrea.attention import MultiHeadAttention, ScaledDotProduct, attend, causal
 from andrea.attention.cache import KeyValueCache
-from andrea.attention.head_options import gate_of_logits, without_own_value
+from andrea.attention.multihead import gate_of_logits, without_own_value
 
 B, T, S, H, G, D = 2, 7, 11, 6, 3, 5
 D_MODEL = H * D

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, window_start
-from andrea.generation.engine import Window, step
-from andrea.generation.speculation import PromptLookup
-from andrea.generation.text_stream import TextStream, longest_overlap
+from andrea.generation.engine import PromptLookup, TextStream, Window, longest_overlap, step
 from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer
 

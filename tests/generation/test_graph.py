@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from andrea.generation.graph import GraphedStep
+from andrea.generation.engine import GraphedStep
 
 
 class Card:

@@ -18,8 +18,7 @@ from andrea.generation.engine import Window, step
 from andrea.generation.kernels import decode_cpp
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_onednn, quantised
 from andrea.generation.packing import NativeAttention, NativeRMSNorm, PackedGPT, pack
-from andrea.model.gpt import GPT
-from andrea.model.layers import RMSNorm
+from andrea.model.gpt import GPT, RMSNorm
 from andrea.runtime.native import compiled_library
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -63,7 +63,7 @@ def test_attention_panels_show_figures_that_training_logs() -> None:
     import torch
 
     from andrea.attention import HeadStatistics
-    from andrea.training.heads import scalars
+    from andrea.training.health.attention import scalars
 
     ones = torch.ones(2, 3)
     statistics = HeadStatistics(*(ones for _ in HeadStatistics._fields))

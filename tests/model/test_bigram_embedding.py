@@ -6,7 +6,7 @@ import torch
 
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model import GPT, initialise
-from andrea.model.bigram_embedding import NO_TOKEN, BigramEmbedding, row_and_sign, tokens_before
+from andrea.model.gpt import NO_TOKEN, BigramEmbedding, row_and_sign, tokens_before
 
 CONFIG = ModelConfig(
     name="tiny", d_model=16, n_layer=1, n_head=2, d_mlp=24, sequence_length=8, position="rotary", rotary_base=10000.0,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from andrea.config import group_config
-from andrea.model.layers import gelu, make_mlp, make_norm, relu_squared, softcap
+from andrea.model.gpt import gelu, make_mlp, make_norm, relu_squared, softcap
 
 NANO = group_config("model", "andrea-nano")
 TINY = replace(NANO, d_model=7, n_head=1, d_mlp=11, bias=False)

@@ -17,7 +17,7 @@ from andrea.cli.command_line import configure
 from andrea.config import AttentionConfig, RunConfig, group_config
 from andrea.config.group_files import choices
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
-from andrea.training.heads import probe
+from andrea.training.health.attention import probe
 from andrea.training.loss.micro_batch import training_loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.parallel.strategy import SingleProcess

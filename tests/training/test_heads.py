@@ -13,7 +13,7 @@ from andrea.attention.attend import IMPLEMENTATIONS
 from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, group_config, parse
 from andrea.model import GPT, initialise
-from andrea.training.heads import heatmaps, probe, scalars
+from andrea.training.health.attention import heatmaps, probe, scalars
 from andrea.training.records.run_folder import read_lines
 
 SCALARS = {

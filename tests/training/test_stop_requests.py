@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from andrea.training.planning.time_budget import TimeBudget
-from andrea.training.stop_requests import SIGNALS, StopRequests
+from andrea.training.trainer import SIGNALS, StopRequests
 
 
 def agreed(*received: int | None, budget: TimeBudget | None = None, wanted_steps: int = 0) -> list[StopRequests]:

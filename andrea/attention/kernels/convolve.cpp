@@ -1,4 +1,4 @@
-// The short convolution over tokens (attention/convolution.py) in bf16 on a CPU, forward and backward, for processors with
+// The short convolution over tokens (attention/multihead.py) in bf16 on a CPU, forward and backward, for processors with
 // bf16 instructions (AVX512-BF16).
 //
 // B sequences, H heads, T tokens, D the width of a head, K mixed tokens. y_t = x_t + Σ_i taps_i x_{t-i}. Sixteen channels are

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int64_t LANES = 16;
-constexpr float OWN_VALUE_EPSILON = 1e-6f;  // as in attention/head_options.py
+constexpr float OWN_VALUE_EPSILON = 1e-6f;  // as in attention/multihead.py
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
@@ -268,7 +268,7 @@ struct Layer {
 };
 
 // Exclusive attention: in each row of `retrieved` (n_row, H D), the vector z of head h loses share[h] of its component along
-// the token's own value v, which stands in qkv (n_row, (H + 2G) D). As `without_own_value` in attention/head_options.py.
+// the token's own value v, which stands in qkv (n_row, (H + 2G) D). As `without_own_value` in attention/multihead.py.
 template <typename T>
 void exclude_by_team(const T* qkv, const float* share, T* retrieved, const Shape& shape) {
     const int64_t d = shape.d_head, n_head = shape.n_head, in_group = n_head / shape.n_kv_head;
@@ -326,7 +326,7 @@ void add_to_values_by_team(T* qkv, const T* added, const Shape& shape) {
         }
 }
 
-// The convolution over tokens (attention/convolution.py) of qkv (n_row, (H + 2G) D), which is also kept in `projected`
+// The convolution over tokens (attention/multihead.py) of qkv (n_row, (H + 2G) D), which is also kept in `projected`
 // (n_row, H + 2G, capacity, D) at `length`, where the earlier tokens are.
 template <typename T>
 void convolve_by_team(

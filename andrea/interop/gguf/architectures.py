@@ -14,7 +14,7 @@ from torch import Tensor
 from andrea.config import UserError
 from andrea.interop.hugging_face.names import is_qkv, renamed, weights_of, with_repeated_heads
 from andrea.interop.settings import Allowed, Trained, anything, differences
-from andrea.model.positions import scaled
+from andrea.model.gpt import scaled
 
 EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
 

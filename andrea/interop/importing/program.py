@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.program import LoadedByTransformers
+from andrea.interop.hugging_face.target import LoadedByTransformers
 from andrea.text.hf_tokenizer import HfTokenizer, foreign_library
 
 REFUSED = "transformers refuses the model"

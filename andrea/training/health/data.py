@@ -12,8 +12,7 @@ import numpy as np
 from andrea.config import RunConfig
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
-from andrea.training.health.check import Check, Evidence, Finding, Judgement, remedy_settings
-from andrea.training.health.history import FEWEST_STEPS, StepHistory
+from andrea.training.health.check import FEWEST_STEPS, Check, Evidence, Finding, Judgement, StepHistory, remedy_settings
 
 SOURCE_RISE_NATS = 0.02  # rise of a source's validation loss per token, while all others fall
 LEAK_NATS = 0.1  # training loss minus validation loss, per token; a leak exceeds both limits

@@ -13,14 +13,10 @@ from andrea.config import RunConfig
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
 from andrea.training.health.attention import AttentionCheck
-from andrea.training.health.check import Evidence, Finding
+from andrea.training.health.check import Evidence, Finding, StepHistory
 from andrea.training.health.data import DataCheck, DataSummary
-from andrea.training.health.expected import ExpectedCheck
-from andrea.training.health.history import StepHistory
-from andrea.training.health.loss import LossCheck
-from andrea.training.health.optimisation import OptimisationCheck
-from andrea.training.health.reference_text import ReferenceText
-from andrea.training.health.text import TextCheck
+from andrea.training.health.optimisation import ExpectedCheck, LossCheck, OptimisationCheck
+from andrea.training.health.text import ReferenceText, TextCheck
 
 FINDINGS: dict[str, Finding] = {
     name: finding

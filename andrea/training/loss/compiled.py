@@ -10,9 +10,8 @@ from torch import nn
 
 from andrea.config import RunConfig, UserError
 from andrea.runtime.compiling import compile_errors, compile_failure, configure_compiler
-from andrea.training.heads import measures_every_step
-from andrea.training.loss.distillation import Teachers
-from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.health.attention import measures_every_step
+from andrea.training.loss.micro_batch import MicroBatchLoss, Teachers
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.records.console import Console
 

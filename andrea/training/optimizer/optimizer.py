@@ -9,9 +9,12 @@ are elementwise.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +23,245 @@ from torch import Tensor, nn
 from andrea.checkpoint.folder import AVERAGE
 from andrea.config import OptimizerConfig
 from andrea.model.transfer import Factors, Transfer
-from andrea.training.optimizer.average import WeightAverage
-from andrea.training.optimizer.muon import Muon
 from andrea.training.parallel.strategy import Parallel
+
+# ----------------------------------------------------------------------------------------------------------------- muon
+#
+# Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum.
+#
+# Its variant MuonEq-R, the default, makes the rows of the momentum equally long first.
+#
+# n matrices of one shape, with R rows and C columns each. Each rank updates its own rows; `Parallel` assembles whole
+# matrices for the orthogonalisation.
+
+
+MOMENTUM = 0.95  # decay of the running mean of the gradient (Nesterov), as of Jordan et al. (2024)
+SMALLEST_NORM = 1e-7  # added to norms, which may be 0
+# Each step turns a singular value x, at most 1, into a x + b x³ + c x⁵. Chosen by Jordan et al. (2024) for fast growth of small
+# singular values, not for convergence to exactly 1.
+A, B, C = 3.4445, -4.7750, 2.0315
+NEWTON_SCHULZ_STEPS = 5
+
+
+@dataclass
+class Stack:
+    """Matrices that are updated together: they have the same shape and the same learning-rate factor."""
+
+    names: list[str]
+    matrices: list[nn.Parameter]  # n matrices of (rows on this rank, C)
+    momentum: Tensor  # (n, rows on this rank, C)
+    n_row: int  # R
+    n_column: int  # C
+    rate_factor: float
+
+
+class Muon:
+    """Momentum, orthogonalised by Newton–Schulz iteration, for one `Stack` of matrices at a time."""
+
+    def __init__(
+        self,
+        matrices: dict[str, nn.Parameter],
+        rate_factors: dict[str, float],
+        config: OptimizerConfig,
+        bf16: bool,
+        parallel: Parallel,
+    ) -> None:
+        """rate_factors: parameter name -> factor on the peak rate. Weight decay uses the peak rate without the factor.
+
+        bf16: orthogonalise in bf16, else in fp32.
+        """
+        self.peak_rate = config.matrix_learning_rate or config.learning_rate
+        self.config = config
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.parallel = parallel
+        names_by_shape: dict[tuple[int, int, float], list[str]] = defaultdict(list)
+        for name in matrices:
+            n_row, n_column = parallel.shapes[name]
+            names_by_shape[n_row, n_column, rate_factors[name]].append(name)
+        self.stacks = []
+        for (n_row, n_column, rate_factor), names in names_by_shape.items():
+            local = [matrices[name] for name in names]
+            buffer = torch.zeros(len(names), *local[0].shape, device=local[0].device)
+            self.stacks.append(Stack(names, local, buffer, n_row, n_column, rate_factor))
+
+    @torch.no_grad()
+    def step(self, rate: float, finite: Tensor) -> None:
+        """W ← (1 - rate · peak · decay) W - rate · peak · factor · sqrt(max(1, R/C)) · orthogonalise(momentum).
+
+        rate: the learning rate as a fraction of its peak. Nothing changes where the 0-dim flag `finite` is false.
+        """
+        decay = self.peak_rate * rate * self.config.decay
+        for stack in self.stacks:
+            direction = self.direction(stack, finite)
+            torch._foreach_mul_(stack.matrices, torch.where(finite, 1 - decay, 1.0))
+            step_size = max(1.0, stack.n_row / stack.n_column) ** 0.5 * self.peak_rate * rate * stack.rate_factor
+            change = torch.where(finite, direction.mul_(-step_size), 0.0)
+            torch._foreach_add_(stack.matrices, change.unbind())
+            del direction, change  # free their memory before the next stack
+
+    def direction(self, stack: Stack, finite: Tensor) -> Tensor:
+        """Update the momentum. Returns its Nesterov form, orthogonalised, (n, rows on this rank, C) fp32.
+
+        MuonEq-R (arXiv 2603.28254) divides each row by its norm before the orthogonalisation.
+        """
+        gradient = torch.stack([matrix.grad for matrix in stack.matrices])
+        momentum = stack.momentum
+        momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - MOMENTUM), momentum))
+        nesterov = gradient.lerp_(momentum, MOMENTUM)
+        if self.config.rows == "equal":
+            nesterov /= nesterov.norm(dim=-1, keepdim=True) + SMALLEST_NORM
+        full = self.parallel.apply_to_full_matrices(nesterov.to(self.dtype), stack.n_row, orthogonalise)
+        return full.to(torch.float32)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state, named `parameter/momentum`, as views into the stacks."""
+        return {
+            f"{name}/momentum": momentum
+            for stack in self.stacks
+            for name, momentum in zip(stack.names, stack.momentum, strict=True)
+        }
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Approximately the nearest (semi-)orthogonal matrices to (n, R, C), by Newton–Schulz iteration.
+
+    Their singular values are about 0.7 to 1.2.
+    """
+    is_wide = matrices.size(-2) <= matrices.size(-1)
+    x = matrices if is_wide else matrices.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + SMALLEST_NORM)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        # A X + (B X Xᵀ + C (X Xᵀ)²) X, each sum together with its product.
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x if is_wide else x.mT
+
+
+# -------------------------------------------------------------------------------------------------------------- average
+#
+# A running average of the weights, which evaluations, samples and the loaded model use in place of the newest weights.
+#
+# Polyak and Juditsky (1992) average all steps; here older steps count less, as an exponential moving average with the bias
+# correction of Adam (Kingma and Ba 2015, arXiv 1412.6980, section 3).
+
+
+class WeightAverage:
+    """The average of this rank's rows of all parameters. A step counts half as much as one `half_life` steps later."""
+
+    def __init__(self, parallel: Parallel, half_life: float) -> None:
+        self.parallel, self.log_decay = parallel, -math.log(2) / half_life
+        self.averages = {
+            name: torch.zeros_like(part, requires_grad=False) for name, part in parallel.local_parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(self, n_step: Tensor, finite: Tensor) -> None:
+        """Add the weights after `n_step` steps, 0-dim, to the average, unless the 0-dim flag `finite` is false."""
+        share = math.expm1(self.log_decay) / torch.expm1(self.log_decay * n_step)  # of the newest weights; 1 at first
+        share = torch.where(finite, share, 0.0)
+        for name, part in self.parallel.local_parameters.items():
+            self.averages[name].lerp_(part.detach(), share)
+
+    @contextlib.contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Within the context, the model has the average in place of its weights. Every rank must enter it."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for name, part in self.parallel.local_parameters.items():
+            weights = part.clone()
+            part.copy_(self.averages[name])
+            self.averages[name].copy_(weights)
+        self.parallel.drop_gathered()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The averages, named `parameter/average`."""
+        return {f"{name}/{AVERAGE}": average for name, average in self.averages.items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- qk clip
+#
+# QK-clip: scale down the queries and keys of a head whose attention logits exceed a threshold (Kimi K2, arXiv 2507.20534,
+# section 2.1, algorithm 1). L layers, H query heads, G key/value heads, D = d_head.
+
+
+@torch.no_grad()
+def clip_logits(parallel: Parallel, largest_logit: Tensor, threshold: float, finite: Tensor) -> Tensor:
+    """Multiply W_Q and W_K of each head by sqrt(threshold / largest logit), if this factor is below 1.
+
+    largest_logit (L, H): the largest logit of each head in the last step. Query heads that share a key head have one
+    factor, from the largest of their logits.
+    Returns the number of scaled heads, 0-dim. If the 0-dim flag `finite` is false, nothing changes; the host does not
+    wait for its value.
+    """
+    n_clipped = torch.zeros((), device=largest_logit.device)
+    for layer, (block, layer_logits) in enumerate(zip(parallel.model.blocks, largest_logit, strict=True)):
+        attention = block.attention
+        n_group = attention.key.out_features // attention.d_head
+        heads_in_group = len(layer_logits) // n_group
+        group_logits = layer_logits.unflatten(0, (n_group, -1)).amax(1)  # (G,)
+        factor = torch.where(finite & (group_logits > threshold), threshold / group_logits, 1.0)
+        n_clipped += (factor < 1).sum() * heads_in_group
+        for projection, heads in (("query", heads_in_group), ("key", 1)):
+            name = f"blocks.{layer}.attention.{projection}"
+            device = parallel.local_parameters[f"{name}.weight"].device
+            row_factors = factor.sqrt().to(device).repeat_interleave(heads * attention.d_head)  # (rows of the matrix,)
+            parallel.local_parameters[f"{name}.weight"].mul_(row_factors[parallel.local_rows(f"{name}.weight"), None])
+            if f"{name}.bias" in parallel.local_parameters:
+                parallel.local_parameters[f"{name}.bias"].mul_(row_factors[parallel.local_rows(f"{name}.bias")])
+    return n_clipped
+
+
+# ----------------------------------------------------------------------------------------------------------- loss scale
+#
+# The loss scale that keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, section 3.2).
+#
+# Unlike torch's GradScaler, it stays on the device: the host does not wait for an overflow flag before each update.
+
+
+GROWTH_INTERVAL = 2000  # finite steps until the scale doubles
+SMALLEST_SCALE = 1.0  # an overflow at a smaller scale is not caused by fp16's range: the run has failed
+
+
+class LossScale:
+    """A power of two that multiplies the loss in fp16. In other precisions it is inactive and always 1."""
+
+    def __init__(self, device: torch.device, active: bool) -> None:
+        self.active = active
+        self.factor = torch.full((), 2.0**16 if active else 1.0, device=device)
+        self.finite_steps = torch.zeros((), device=device)
+
+    def unscale(self, parameters: list[nn.Parameter]) -> None:
+        """Divide the gradients by the scale, in place."""
+        if self.active:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_div_(gradients, self.factor.to(gradients[0].device))
+
+    def update(self, finite: Tensor) -> None:
+        """Halve the scale after a step that overflowed; double it after GROWTH_INTERVAL finite steps in a row."""
+        if self.active:
+            self.finite_steps = torch.where(finite, self.finite_steps + 1, 0.0)
+            grow = self.finite_steps >= GROWTH_INTERVAL
+            self.factor = torch.where(finite, torch.where(grow, self.factor * 2, self.factor), self.factor / 2)
+            self.finite_steps = torch.where(grow, 0.0, self.finite_steps)
+
+    def may_back_off(self) -> bool:
+        """Whether an overflow may be due to the scale, so that a smaller scale may avoid it. Waits for the device."""
+        return self.active and float(self.factor) >= SMALLEST_SCALE
+
+    def state(self) -> list[float]:
+        """[scale, finite steps since it last changed], for the checkpoint."""
+        return [float(self.factor), float(self.finite_steps)]
+
+    def load_state(self, state: list[float]) -> None:
+        self.factor.fill_(state[0])
+        self.finite_steps.fill_(state[1])
+
 
 BETAS = (0.9, 0.95)  # of AdamW's running means: those of GPT-3 and Llama
 # The first pattern that matches a parameter's whole name decides its group.

@@ -26,8 +26,7 @@ from andrea.config import ParallelConfig
 from andrea.model.gpt import GPT
 from andrea.runtime.compiling import compile_graph
 from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.parallel.ranks import Ranks
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.strategy import Parallel, Ranks
 
 
 class FullySharded(Parallel):

@@ -11,10 +11,8 @@ from andrea.model import GPT, initialise
 from andrea.model.transfer import Transfer
 from andrea.runtime.device import WEIGHT_DTYPE
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.parallel.ddp import DataParallel
 from andrea.training.parallel.fsdp import FullySharded
-from andrea.training.parallel.ranks import Ranks
-from andrea.training.parallel.strategy import Parallel, SingleProcess
+from andrea.training.parallel.strategy import DataParallel, Parallel, Ranks, SingleProcess
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | None, fresh: bool) -> GPT:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from andrea.runtime import torchrun
 from andrea.runtime.torchrun import RankLost
-from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.strategy import Ranks
 from andrea.training.parallel.watchdog import StoreWatchdog, Watchdog
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -17,10 +17,14 @@ from andrea.model.size import count_parameters, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import WEIGHT_DTYPE, Choice, choose_precision, choose_threads
 from andrea.text.corpus import Corpus
-from andrea.training.heads import measures_every_step
-from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
-from andrea.training.planning.micro_batch import micro_batches_that_fit
-from andrea.training.planning.parallel import choose_sharing
+from andrea.training.health.attention import measures_every_step
+from andrea.training.planning.micro_batch import (
+    USABLE_SHARE,
+    Machine,
+    Placement,
+    choose_sharing,
+    micro_batches_that_fit,
+)
 from andrea.training.planning.small_text import (
     EVALUATIONS,
     decay_lines,

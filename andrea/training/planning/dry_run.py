@@ -18,15 +18,20 @@ from andrea.runtime.device import choose_device, choose_precision, choose_thread
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.loss.compiled import make_loss
-from andrea.training.optimizer.loss_scale import LossScale
-from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.ranks import Ranks
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.optimizer.optimizer import LossScale, Optimizer
+from andrea.training.parallel.strategy import Ranks, SingleProcess
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.machine import CARD, FREE_ON_CARD, USABLE_SHARE, Placement, free_bytes
 from andrea.training.planning.memory import Memory
-from andrea.training.planning.micro_batch import memory_of, micro_batches_that_fit
-from andrea.training.planning.parallel import sharing_that_fits
+from andrea.training.planning.micro_batch import (
+    CARD,
+    FREE_ON_CARD,
+    USABLE_SHARE,
+    Placement,
+    free_bytes,
+    memory_of,
+    micro_batches_that_fit,
+    sharing_that_fits,
+)
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.format import format_duration, format_memory

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT
-from andrea.training.loss.fused import LOGITS_EAGER, rows_in_chunk
-from andrea.training.loss.micro_batch import training_loss_sum
+from andrea.training.loss.micro_batch import LOGITS_EAGER, rows_in_chunk, training_loss_sum
 from andrea.training.optimizer.optimizer import group_parameters
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the matrix products

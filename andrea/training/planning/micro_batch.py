@@ -3,21 +3,126 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from andrea.config import RunConfig, UserError
 from andrea.model.size import flops_per_token
 from andrea.runtime.compiling import choose_compile
-from andrea.training.heads import measures_every_step
-from andrea.training.loss.distillation import Teachers
-from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.runtime.device import Choice, choose_device
+from andrea.runtime.program import typed_command
+from andrea.training.health.attention import measures_every_step
+from andrea.training.loss.micro_batch import MicroBatchLoss, Teachers
 from andrea.training.parallel.fsdp import FullySharded
-from andrea.training.parallel.strategy import Parallel
-from andrea.training.planning.machine import USABLE_SHARE, Machine, Placement
+from andrea.training.parallel.strategy import Parallel, Ranks
 from andrea.training.planning.memory import Memory, plan_memory
 from andrea.training.records.console import Console
+from andrea.training.records.format import format_memory
+
+# -------------------------------------------------------------------------------------------------------------- machine
+#
+# Finds the device of each rank and its free memory.
+
+
+GIB = 2**30
+USABLE_SHARE = 0.8  # of the free memory: a plan is not exact, and other programs need memory too
+CARD = torch.device("cuda")
+FREE_ON_CARD = {24: 23 * GIB, 80: 78 * GIB}  # bytes that are free on a GPU of so many GB
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The facts that a memory plan needs: device, precision of the matrix products, number of ranks, FSDP or not."""
+
+    device: torch.device
+    precision: str
+    ranks: int = 1
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device and memory that a run may use. free_bytes: the smallest free memory of any rank."""
+
+    device: torch.device
+    ranks: Ranks
+    free_bytes: float
+
+    @classmethod
+    def of_rank(cls, asked_device: str, ranks: Ranks) -> Machine:
+        """The machine as this rank uses it. Every rank must call this. Raises UserError for fewer GPUs than ranks."""
+        device = ranks.rank_0_first(lambda: device_of_rank(asked_device, ranks))
+        sharing = ranks.local_size if device.type == "cpu" else 1  # the ranks of one machine share its memory
+        return cls(device, ranks, float(ranks.minimum(torch.tensor(free_bytes(device) / sharing))))
+
+
+def device_of_rank(asked: str, ranks: Ranks) -> torch.device:
+    """The device of a rank. A rank's own GPU is already its current device. Raises UserError for too few GPUs."""
+    device = choose_device(asked)
+    cards = torch.cuda.device_count() if device.type == "cuda" else 0
+    if ranks.size > 1 and (device.index is not None or device.type == "mps"):
+        raise UserError(
+            f"device={asked} is one device, but there are {ranks.size} ranks; use device=cuda or device=cpu"
+        )
+    if 1 < cards < ranks.local_size:  # one visible GPU is fine: SLURM can show each rank a different one
+        raise UserError(
+            f"there are {ranks.local_size} ranks on this machine, but {cards} GPUs; use --nproc-per-node={cards}"
+        )
+    return device
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated now: memory of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = meminfo.read_text().split("\n")
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+# ------------------------------------------------------------------------------------------------------------- parallel
+#
+# How the ranks share the model: one process, DDP (a copy on each rank) or FSDP2 (a shard on each rank).
+
+
+def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
+    """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
+    chosen = Choice(config.parallel.kind.removesuffix("_offload"), "as configured")
+    if config.parallel.kind == "auto":
+        if not ranks.started_by_torchrun:
+            return Choice("none", "one process")
+        chosen = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks.size), free_bytes)
+    if chosen.value == "fsdp" and not ranks.started_by_torchrun:
+        raise UserError(
+            f"parallel={config.parallel.kind} shards a model over the ranks of torchrun, but torchrun was not used; start with "
+            f"`{typed_command('train', 'torchrun --standalone --nproc-per-node=2')} …`, or choose parallel=auto"
+        )
+    return chosen
+
+
+def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, free_bytes: float) -> Choice:
+    """Chooses ddp if the model, its gradients and optimizer state fit on each rank with one sequence, else fsdp.
+
+    A single rank gets `none` in place of `ddp`.
+    """
+    capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
+    alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total
+    why = (
+        f"the whole model with one sequence needs {format_memory(alone)}, and a rank may use {format_memory(capacity)}"
+    )
+    if alone <= capacity:
+        return Choice("ddp" if ranks > 1 else "none", why)
+    sharded = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision, ranks, sharded=True)).total
+    return Choice(
+        "fsdp", why + (f"; sharded over {ranks} ranks, it needs {format_memory(sharded)} on each" if ranks > 1 else "")
+    )
+
 
 TOKENS_IN_PASS_ON_CPU = 4096  # at most: on a CPU a longer pass is no faster and takes more memory
 

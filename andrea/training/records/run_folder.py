@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -33,6 +34,21 @@ from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
 from andrea.training.records.recognise import is_free, is_run_folder, run_folder_of
 from andrea.training.records.record_file import append_line, read_lines, read_records
+
+# -------------------------------------------------------------------------------------------------------------- run log
+#
+# `run.log` in the run folder: the errors that did not end the run. Without such errors there is no file.
+
+
+class RunLog:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "run.log"
+
+    def write(self, text: str) -> None:
+        """Append `text` with the date and time. If the disk is full, the text is lost, and the run goes on."""
+        with suppress(OSError), open(self.path, "a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
 
 LOCK = ".lock"  # held while a process writes to the folder
 

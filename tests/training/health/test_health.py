@@ -24,7 +24,7 @@ from andrea.training.expected.curves import Expected, Standing
 from andrea.training.health.check import Evidence, optimizer_remedy
 from andrea.training.health.data import DataSummary, line_end
 from andrea.training.health.health import FINDINGS, Health
-from andrea.training.health.reference_text import ReferenceText
+from andrea.training.health.text import ReferenceText
 from andrea.training.resume import flatten
 
 N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91

@@ -13,8 +13,7 @@ from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.text.corpus import open_corpus
 from andrea.training.health import check, data, text
-from andrea.training.health.reference_text import ReferenceText
-from andrea.training.health.text import judge_texts
+from andrea.training.health.text import ReferenceText, judge_texts
 from andrea.training.records.run_folder import read_lines
 
 pytestmark = pytest.mark.untraced

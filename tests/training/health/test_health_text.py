@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.training.health.loops import Loop, find_loop, split_pieces
-from andrea.training.health.reference_text import ReferenceText, TextFigures
-from andrea.training.health.text import judge_texts
+from andrea.training.health.text import Loop, ReferenceText, TextFigures, find_loop, judge_texts, split_pieces
 
 TOKENIZER = ByteTokenizer()
 N_TOKEN = 400

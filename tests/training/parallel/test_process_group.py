@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from andrea.runtime.torchrun import RANK_LOST
 from andrea.training.parallel.process_group import settings_of_group
-from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.strategy import Ranks
 
 ABORTS = """
 import ctypes, sys, threading, time

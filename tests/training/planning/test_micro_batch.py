@@ -12,8 +12,7 @@ from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.parallel.strategy import SingleProcess
-from andrea.training.planning.machine import Machine
-from andrea.training.planning.micro_batch import largest_that_fits, with_tried_micro_batch
+from andrea.training.planning.micro_batch import Machine, largest_that_fits, with_tried_micro_batch
 from andrea.training.records.console import Console
 
 

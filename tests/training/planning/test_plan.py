@@ -13,9 +13,16 @@ from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning.dry_run import describe, on_cards
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.machine import CARD, GIB, USABLE_SHARE, Placement
-from andrea.training.planning.micro_batch import TOKENS_IN_PASS_ON_CPU, memory_of, micro_batches_that_fit
-from andrea.training.planning.parallel import sharing_that_fits
+from andrea.training.planning.micro_batch import (
+    CARD,
+    GIB,
+    TOKENS_IN_PASS_ON_CPU,
+    USABLE_SHARE,
+    Placement,
+    memory_of,
+    micro_batches_that_fit,
+    sharing_that_fits,
+)
 
 pytestmark = pytest.mark.untraced
 

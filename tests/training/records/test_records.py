@@ -14,8 +14,7 @@ from andrea.training.progress import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.logger import Logger
 from andrea.training.records.records import Records
-from andrea.training.records.run_folder import RunFolder, read_lines
-from andrea.training.records.run_log import RunLog
+from andrea.training.records.run_folder import RunFolder, RunLog, read_lines
 
 
 class Broken(Logger):

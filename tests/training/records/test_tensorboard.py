@@ -75,7 +75,7 @@ from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records
-from andrea.training.records.run_log import RunLog
+from andrea.training.records.run_folder import RunLog
 from andrea.training.records.tensorboard import TensorBoard
 
 folder = Path({str(tmp_path)!r})

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention, ScoreModifiers, alibi_slopes
-from andrea.attention.head_options import OWN_VALUE_EPSILON
 from andrea.attention.mask import Mask, visible_interval
+from andrea.attention.multihead import OWN_VALUE_EPSILON
 from andrea.insight.lens.head_names import NAMES
 from andrea.insight.lens.page.head_data import COMPONENTS
 from andrea.insight.lens.page.measurements import Measurements
