@@ -116,8 +116,7 @@ def runs(argv: list[str]) -> int:
     """List the runs of a folder; with disk, delete NAME or rename NAME NEW: show their sizes, delete or rename a run."""
     config = configure(RunsConfig, "runs", to_key_value(with_action(argv), positional="runs_dir"))
 
-    from andrea.insight.manage_runs import delete_run, rename_run, show_disk
-    from andrea.insight.runs import show_runs
+    from andrea.insight.runs import delete_run, rename_run, show_disk, show_runs
 
     if config.delete is not None:
         return delete_run(config)

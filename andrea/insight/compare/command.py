@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from andrea.config import CompareConfig, ModelConfig, UserError
-from andrea.insight.compare.comparison import Comparison, compare_runs
+from andrea.insight.compare.comparison import Comparison, compare_runs, terminal_table
 from andrea.insight.compare.differences import difference_lines
 from andrea.insight.compare.page.page import render_page
 from andrea.insight.compare.picture import draw_picture
 from andrea.insight.compare.runs import find_run_folders, read_runs
-from andrea.insight.compare.table import terminal_table
 from andrea.runtime.files import replace_text, storing
 from andrea.runtime.own_parts import allowing
 from andrea.runtime.streams import at_words, printable

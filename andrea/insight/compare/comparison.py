@@ -2,17 +2,170 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from andrea.config import ModelConfig, as_typed
 from andrea.insight.compare.differences import comparability_warnings, data_name, differences
-from andrea.insight.compare.line_styles import LineStyle, line_styles
 from andrea.insight.compare.runs import Run
 from andrea.insight.compare.scaling.fit import count
 from andrea.insight.compare.scaling.report import scaling_lines, target_of
-from andrea.insight.compare.table import Column, make_table
-from andrea.training.records.format import format_number
+from andrea.runtime.streams import printable
+from andrea.training.records.format import format_duration, format_number
+
+# ---------------------------------------------------------------------------------------------------------- line styles
+#
+# Colours, dashes and markers that distinguish the runs, on the page and in the picture.
+
+
+DASHES = ("", "7 3", "2 3", "9 3 2 3")  # lengths of dash and gap in pixels; '' is a solid line
+MARKERS = ("circle", "square", "triangle", "diamond")
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    """How one run is drawn. Colours are ordered by the model's size; runs of one size also differ in dash and marker."""
+
+    light: str  # colour on a light background, #rrggbb
+    dark: str  # colour on a dark background, #rrggbb
+    dash: str
+    marker: str
+
+
+def line_styles(runs: list[Run]) -> list[LineStyle]:
+    """One style for each run, each with a colour of its own. The runs come smallest first."""
+    styles = []
+    for index, run in enumerate(runs):
+        place = index / max(1, len(runs) - 1)
+        among_equals = sum(other.parameters == run.parameters for other in runs[:index])
+        styles.append(
+            LineStyle(
+                colour_at(place, 0.28, 0.68),
+                colour_at(place, 0.52, 0.93),
+                DASHES[among_equals % len(DASHES)],
+                MARKERS[among_equals % len(MARKERS)],
+            )
+        )
+    return styles
+
+
+def colour_at(place: float, darkest: float, lightest: float) -> str:
+    """The colour at `place` (0 to 1) of a scale from dark blue over green to light ochre, as #rrggbb.
+
+    The lightness rises evenly, so the order is visible in greyscale and with any colour blindness. The colour is
+    computed in OKLCH, with the matrices of Ottosson 2020 (A perceptual color space for image processing).
+    """
+    lightness, chroma, hue = darkest + place * (lightest - darkest), 0.12, math.radians(275 - 195 * place)
+    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
+    long, medium, short = (  # responses of the three kinds of cones in the eye
+        (lightness + of_a * a + of_b * b) ** 3
+        for of_a, of_b in (
+            (0.3963377774, 0.2158037573),
+            (-0.1055613458, -0.0638541728),
+            (-0.0894841775, -1.2914855480),
+        )
+    )
+    linear_rgb = (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+    clipped = (min(1.0, max(0.0, value)) for value in linear_rgb)
+    encoded = (12.92 * value if value <= 0.0031308 else 1.055 * value ** (1 / 2.4) - 0.055 for value in clipped)
+    return "#" + "".join(f"{round(255 * value):02x}" for value in encoded)
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+#
+# The table of the runs' latest figures, also formatted for a terminal.
+
+
+NO_FIGURE = "–"  # in the cell of a run that did not record the column's figure
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    unit: str
+    figure: Callable[[Run], str | None]  # None if the run did not record it
+
+
+COLUMNS = (
+    Column("params", "", lambda run: format_number(run.parameters)),
+    Column("tokens", "trained on", lambda run: format_number(run.tokens)),
+    Column("FLOPs", "of training", lambda run: f"{run.flops:.2e}"),
+    Column("val loss", "nats per token, best evaluation", lambda run: f"{run.loss:.4f}"),
+    Column("bpb", "bits per byte, best evaluation", lambda run: f"{run.bpb:.4f}"),
+    Column("tok/s", "tokens per second, median", lambda run: format_if_known(run.speed.tokens_per_second, "{:,.0f}")),
+    Column("MFU", "share of the device's peak FLOPs, median", lambda run: format_if_known(run.speed.mfu, "{:.1%}")),
+    Column("memory", "peak", lambda run: memory_text(run.speed.peak_memory_bytes)),
+    Column(
+        "time", "of training steps, without evaluation, saving, compilation", lambda run: format_duration(run.seconds)
+    ),
+)
+
+
+def format_if_known(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)
+
+
+def memory_text(size_bytes: int | None) -> str | None:
+    return None if size_bytes is None else f"{size_bytes / 2**30:.2f} GiB"
+
+
+def make_table(runs: list[Run]) -> tuple[list[Column], list[list[str]]]:
+    """Returns the columns for which at least one run has a figure, and one row of cells for each run."""
+    cells = {column: [column.figure(run) for run in runs] for column in COLUMNS}
+    columns = [column for column in COLUMNS if any(cell is not None for cell in cells[column])]
+    return columns, [[cells[column][row] or NO_FIGURE for column in columns] for row in range(len(runs))]
+
+
+def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
+    """Format aligned columns. The first column is left-aligned, and shortened if a line would exceed `width`."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(heads) - 1)))
+
+    names = shorten_names([row[0] for row in rows], widths[0])
+    widths[0] = max([widths[0], *map(len, names)])
+    rows = [[name, *row[1:]] for name, row in zip(names, rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        first = f"{cells[0]:<{widths[0]}}"
+        rest = [f"{cell:>{size}}" for cell, size in zip(cells[1:], widths[1:], strict=True)]
+        return "  ".join([first, *rest]).rstrip()
+
+    return "\n".join([line(heads), *(line(row) for row in rows)])
+
+
+def shorten_names(names: list[str], width: int) -> list[str]:
+    """The names in at most `width` characters each. Names that would look alike show the part in which they differ.
+
+    Names that still look alike stay whole.
+    """
+    shown = [shorten_in_middle(name, width) for name in names]
+    alike = [name for name, short in zip(names, shown, strict=True) if shown.count(short) > names.count(name)]
+    if not alike:
+        return shown
+    start = len(os.path.commonprefix(alike))
+    end = min(len(os.path.commonprefix([name[::-1] for name in alike])), min(map(len, alike)) - start)
+    parts = {name: name[: len(name) - end][-(width - 2) :] for name in alike}
+    is_distinct = len(set(parts.values())) == len(parts)
+    return [
+        short if name not in parts else f"…{parts[name]}…" if is_distinct else name
+        for name, short in zip(names, shown, strict=True)
+    ]
+
+
+def shorten_in_middle(text: str, width: int) -> str:
+    """The text in at most `width` characters. Most of them are from its end, where names of runs usually differ."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from andrea.insight.compare.line_styles import LineStyle
+from andrea.insight.compare.comparison import LineStyle, shorten_names
 from andrea.insight.compare.runs import Run
-from andrea.insight.compare.table import shorten_names
 from andrea.runtime.files import replacing, storing
 from andrea.runtime.streams import printable
 from andrea.training.records.format import format_number

@@ -16,9 +16,7 @@ from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
 from andrea.generation.session import last_tokens, read_prompt
 from andrea.insight.lens.head_names import NAMES, probe_scores
-from andrea.insight.lens.page.facts import Source
-from andrea.insight.lens.page.measurements import Head, Measurements, measure
-from andrea.insight.lens.page.page import LensPage, token_texts
+from andrea.insight.lens.page.page import Head, LensPage, Measurements, Source, measure, token_texts
 from andrea.insight.lens.scores import score_layer, stack_layers, targets_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from andrea.insight.lens.page.facts import Source
-from andrea.insight.lens.page.measurements import measure
-from andrea.insight.lens.page.page import LensPage
+from andrea.insight.lens.page.page import LensPage, Source, measure
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
 

@@ -22,9 +22,8 @@ from andrea.training.parallel.strategy import Parallel
 from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
-from andrea.training.records.logger import Logger
+from andrea.training.records.logger import Logger, TensorBoard, summary_writer
 from andrea.training.records.run_folder import RunFolder, RunLog, plain_text
-from andrea.training.records.tensorboard import TensorBoard, summary_writer
 from andrea.training.records.weights_and_biases import check_settings, choose_wandb_mode, open_wandb
 
 # An error of the run folder ends the run: its records are the run's result. So does the loss of another rank.

@@ -6,9 +6,15 @@ from pathlib import Path
 
 from run_folders import make_eight_runs
 
-from andrea.insight.compare.line_styles import colour_at, line_styles
+from andrea.insight.compare.comparison import (
+    colour_at,
+    line_styles,
+    make_table,
+    shorten_in_middle,
+    shorten_names,
+    terminal_table,
+)
 from andrea.insight.compare.runs import find_run_folders, read_runs
-from andrea.insight.compare.table import make_table, shorten_in_middle, shorten_names, terminal_table
 
 
 def test_the_table_is_aligned_within_a_hundred_columns(tmp_path: Path) -> None:

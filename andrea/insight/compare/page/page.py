@@ -9,8 +9,7 @@ from typing import Any
 
 from andrea.config import as_typed
 from andrea.config.keys import flatten
-from andrea.insight.compare.comparison import Comparison
-from andrea.insight.compare.line_styles import LineStyle
+from andrea.insight.compare.comparison import Comparison, LineStyle
 from andrea.insight.compare.runs import Run
 from andrea.insight.html import fill_template, json_for_script
 from andrea.training.records.format import format_number

@@ -7,29 +7,306 @@ T tokens, C candidates for the next token, V vocabulary.
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import html
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional
 
+from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention, ScoreModifiers, alibi_slopes
+from andrea.attention.mask import Mask, visible_interval
+from andrea.attention.multihead import OWN_VALUE_EPSILON
 from andrea.insight.html import fill_template, json_for_script
-from andrea.insight.lens.effects import ablate_heads
-from andrea.insight.lens.page.facts import Source, head_facts, json_number, model_facts
-from andrea.insight.lens.page.head_data import (
-    Layout,
-    ablation_arrays,
-    as_array,
-    candidate_tokens,
-    head_arrays,
-    pack,
-    packed_head_bytes,
-)
-from andrea.insight.lens.page.measurements import Head, Measurements
-from andrea.model.gpt import GPT
+from andrea.insight.lens.effects import ablate_heads, logit_attribution, next_log_probabilities
+from andrea.insight.lens.head_names import NAMES, names_of, probe_scores
+from andrea.insight.lens.scores import score_layer, stack_layers, targets_of
+from andrea.insight.lens.trace import LayerTrace, trace_layers
+from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------- facts
+#
+# The facts that the page shows as text and numbers: about the model, and about every head.
+
+
+@dataclass(frozen=True)
+class Source:
+    """The origin of the model, for the page's title and footer."""
+
+    title: str
+    checkpoint: str | None  # its path
+    tokenizer: str  # its identity
+
+
+def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
+    """Facts about the model, and about the prompt's tokens (1, T)."""
+    config = model.config
+    attention = model.blocks[0].attention
+    function = type(attention.compatibility)
+    name = function.__name__ if function in BUILT_IN.values() else f"{function.__module__}.{function.__name__}"
+    modifiers = attention.modifiers or ScoreModifiers()
+    functions = [block.attention.compatibility for block in model.blocks]
+    visible = [visible_keys(block, model.document_mask(tokens), tokens) for block in model.blocks]
+    distinct = list(dict.fromkeys(visible))
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": config.n_layer,
+        "heads_per_layer": config.n_head,
+        "d_head": config.head_width,
+        "kv_heads": config.n_kv_head or config.n_head,
+        "sequence_length": config.sequence_length,
+        "compatibility": name,
+        "lowers": attention.compatibility.lowers,
+        "qk_norm": config.qk_norm,
+        "position": config.position,
+        "rotary_share": config.rotary_share,
+        "softcap": modifiers.softcap,
+        "slopes": alibi_slopes(config.n_head).tolist() if modifiers.alibi else None,
+        "sinks": None if attention.sink is None else [block.attention.sink.tolist() for block in model.blocks],
+        "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
+        "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
+        "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,
+        "own_shares": own_shares(model),
+        "own_value_epsilon": OWN_VALUE_EPSILON,
+        "tokens": tokens[0].tolist(),
+        "visible": [{"first": first, "stop": stop} for first, stop in distinct],
+        "visible_of_layer": [distinct.index(each) for each in visible],
+        "names": [vars(name) for name in NAMES],
+        "components": COMPONENTS,
+    }
+
+
+def mixture(attention: MultiHeadAttention) -> list[dict[str, list[float]]]:
+    """For each head, the shares of a token itself, of the one before, … in its query, key and value.
+
+    A share is that of the weights' sizes, summed over the head's channels. Heads that share keys and values have the same
+    numbers there.
+    """
+    weights = attention.taps.detach().float()  # (H + 2G, D, K)
+    weights = torch.cat([1 + weights[..., :1], weights[..., 1:]], dim=-1).abs().sum(1)
+    shares = (weights / weights.sum(-1, keepdim=True)).tolist()
+    n_head = attention.query.out_features // attention.d_head
+    n_kv_head = (len(shares) - n_head) // 2
+    groups = [n_head + head // (n_head // n_kv_head) for head in range(n_head)]
+    return [
+        {"query": shares[head], "key": shares[group], "value": shares[group + n_kv_head]}
+        for head, group in enumerate(groups)
+    ]
+
+
+def own_shares(model: GPT) -> list[list[float]] | None:
+    """The share (L, H) of its component along the token's own value that each head's vector loses; None if none does."""
+    if not model.blocks[0].attention.is_exclusive:
+        return None
+    learned = [block.attention.exclusive_share for block in model.blocks]
+    return [[1.0] * model.config.n_head if share is None else share.tolist() for share in learned]
+
+
+def visible_keys(block: Block, packing: Mask | None, tokens: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """tokens (1, T) -> for each query of the block, the index of the first visible key, and one past the last."""
+    n_token = tokens.shape[1]
+    first, stop = visible_interval(block.attention.mask_with(packing), n_token, n_token, 0, tokens.device)
+    return tuple(first.flatten().tolist()), tuple(stop.flatten().tolist())
+
+
+def head_facts(measurements: Measurements) -> list[dict[str, Any]]:
+    """The scores and names of every head, layer by layer."""
+    named = measurements.named
+    return [
+        {
+            "prompt": {name: json_number(score[head]) for name, score in measurements.scores.items()},
+            "probe": {name: json_number(score[head]) for name, score in measurements.probed.items()},
+            "names": named.get(head, []),
+        }
+        for head in measurements.heads
+    ]
+
+
+def json_number(number: float | Tensor | None) -> float | None:
+    """The number with six significant digits, or None for NaN and infinity, which JSON lacks."""
+    return None if number is None or not math.isfinite(float(number)) else float(f"{float(number):.6g}")
+
+
+# ------------------------------------------------------------------------------------------------------------ head data
+#
+# The arrays that the page needs to show a head in full, and their encoding in the file.
+#
+# T tokens, N width of a query or key from which a score is computed, D = d_head, V vocabulary, C candidates for the next
+# token.
+
+
+LIKELIEST = 10  # next tokens shown at each position, with their probabilities with and without a head
+LIKELIEST_ABLATED = 5  # next tokens shown at each position after the ablation of a head
+ATTRIBUTED = 3  # number of tokens whose logits a vector raises most, and of those that it lowers most
+COMPONENTS = 4  # number of a residual-stream vector's first components that are shown
+
+Layout = list[list[Any]]  # [name, type, shape] of each array of a block
+
+
+def candidate_tokens(measurements: Measurements) -> Tensor:
+    """Token ids (T, C): the likeliest next tokens of each position, then the position's target.
+
+    The target is the prompt's next token. The prompt's last position has none: its target is the likeliest token.
+    """
+    likeliest = measurements.log_probabilities.topk(LIKELIEST).indices
+    targets = torch.cat((measurements.tokens[0, 1:], likeliest[-1:, 0]))
+    return torch.cat((likeliest, targets[:, None]), -1)
+
+
+def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool) -> dict[str, np.ndarray]:
+    """Arrays (T, …) of one head, without its ablation. detail: include direct logit attribution."""
+    layer, index = head
+    trace = measurements.layers[layer]
+    value, written = trace.value[0, index], trace.written[0, index]  # (T, D)
+    of_head = model.blocks[layer].attention.output_by_head[index]  # (d_model, D)
+    arrays: dict[str, Tensor] = {"query": trace.query[0, index], "key": trace.key[0, index], "value": value}
+    if len(trace.value_parts) > 1:
+        norms = [part[0, index].norm(dim=-1) for part in trace.value_parts.values()]
+        arrays["value_parts"] = torch.stack(norms, dim=-1)  # (T, parts)
+    if trace.gate is not None:
+        arrays["gate"] = trace.gate[0, index]  # (T, 1 or D)
+    for name, vectors in (("key", value), ("query", written)):
+        added = vectors @ of_head.T  # (T, d_model)
+        arrays[f"{name}_write"] = torch.cat((added.norm(dim=-1, keepdim=True), added[:, :COMPONENTS]), -1)
+        if detail:
+            ids, changes = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
+            arrays |= {f"{name}_logits": changes, f"{name}_logits_ids": ids}
+    return {name: as_array(tensor, model.n_vocab) for name, tensor in arrays.items()}
+
+
+def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray]:
+    """Arrays of the predicted next tokens without a head. candidates (T, C): ids. ablated (T, V): ln p without it."""
+    top = ablated.topk(LIKELIEST_ABLATED)
+    arrays = {
+        "ablated_candidates": ablated.gather(-1, candidates).exp(),
+        "ablated_top": top.values.exp(),
+        "ablated_top_ids": top.indices,
+    }
+    return {name: as_array(tensor, ablated.shape[-1]) for name, tensor in arrays.items()}
+
+
+def as_array(tensor: Tensor, n_vocab: int) -> np.ndarray:
+    """Numbers as fp32; token ids below n_vocab in two bytes, or in four for a larger vocabulary."""
+    return tensor.cpu().numpy().astype(np.float32 if tensor.is_floating_point() else id_type(n_vocab))
+
+
+def id_type(n_vocab: int) -> type[np.unsignedinteger]:
+    return np.uint16 if n_vocab <= 1 << 16 else np.uint32
+
+
+def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
+    """Returns the base64 of all arrays, and their layout. Arrays of larger types come first, for alignment."""
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    layout = [[name, array.dtype.str.lstrip("<|"), list(array.shape)] for name, array in ordered]
+    raw = b"".join(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes() for _, array in ordered)
+    return base64.b64encode(raw).decode("ascii"), layout
+
+
+def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
+    """The length in bytes of one head's base64 text."""
+    trace = measurements.layers[0]
+    n_token, n_vocab = measurements.tokens.shape[1], measurements.log_probabilities.shape[-1]
+    n_candidate = LIKELIEST + 1
+    numbers = 2 * trace.query.shape[-1] + trace.value.shape[-1] + 2 * (1 + COMPONENTS)
+    numbers += len(trace.value_parts) if len(trace.value_parts) > 1 else 0
+    numbers += 0 if trace.gate is None else trace.gate.shape[-1]
+    ids = 0
+    if detail:
+        in_effects = 1  # in the block with the effects of all heads
+        numbers += 2 * 2 * ATTRIBUTED + n_candidate + LIKELIEST_ABLATED + in_effects
+        ids = 2 * 2 * ATTRIBUTED + LIKELIEST_ABLATED
+    return -(-n_token * (4 * numbers + np.dtype(id_type(n_vocab)).itemsize * ids) // 3) * 4
+
+
+# --------------------------------------------------------------------------------------------------------- measurements
+#
+# Measures every head on one prompt, for the lens page.
+#
+# T tokens, L layers, H heads, V vocabulary.
+
+
+MAP_SIDE = 32  # most rows and columns of a head's small map
+
+Head = tuple[int, int]  # layer, head
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measurements on one prompt. Only small maps are kept: full maps (T, T) would need 600 MB at T = 1024."""
+
+    tokens: Tensor  # (1, T)
+    layers: list[LayerTrace]  # with empty scores and weights
+    maps: np.ndarray  # (L, H, side, side) uint8: 255 times the square root of the largest weight of a tile
+    scores: dict[str, Tensor]  # (L, H) each, on the prompt
+    probed: dict[str, Tensor]  # (L, H) each, on the fixed texts that decide the names
+    log_probabilities: Tensor  # (T, V): ln p of the next token at each position
+
+    @property
+    def heads(self) -> list[Head]:
+        n_layer, n_head = self.maps.shape[:2]
+        return [(layer, head) for layer in range(n_layer) for head in range(n_head)]
+
+    @property
+    def gates(self) -> Tensor | None:
+        """The gate of every head for every token, (L, H, T), the mean over a head's channels; None without gates."""
+        if self.layers[0].gate is None:
+            return None
+        return torch.stack([layer.gate[0].mean(-1) for layer in self.layers])
+
+    @property
+    def named(self) -> dict[Head, list[str]]:
+        """The heads that have a name, with the scores that gave them their names."""
+        names = {head: [name.score for name in names_of(self.probed, *head)] for head in self.heads}
+        return {head: found for head, found in names.items() if found}
+
+    def by_interest(self) -> list[Head]:
+        """All heads, most interesting first.
+
+        The interest of a head is the largest ratio between one of its scores and the threshold of the score's name.
+        """
+
+        def interest(head: Head) -> float:
+            factors = [float(self.probed[name.score][head]) / name.threshold for name in NAMES]
+            return max((factor for factor in factors if not math.isnan(factor)), default=0.0)
+
+        return sorted(self.heads, key=interest, reverse=True)
+
+
+@torch.no_grad()
+def measure(model: GPT, tokenizer: Tokenizer, tokens: list[int], map_side: int = MAP_SIDE) -> Measurements:
+    """Measure every head on a prompt of at least one token."""
+    prompt = torch.tensor([tokens], device=model.embedding.weight.device)
+    targets = targets_of(prompt, tokenizer.token_bytes())
+    layers, maps, scores = [], [], []
+    for layer in trace_layers(model, prompt):
+        maps.append(small_maps(layer.weights[0], map_side))
+        scores.append(score_layer(layer, targets))
+        empty = layer.scores.new_empty(0)
+        layers.append(dataclasses.replace(layer, scores=empty, weights=empty))
+    return Measurements(
+        tokens=prompt,
+        layers=layers,
+        maps=np.stack(maps),
+        scores=stack_layers(scores),
+        probed=probe_scores(model, tokenizer),
+        log_probabilities=next_log_probabilities(model, layers[-1].after)[0],
+    )
+
+
+def small_maps(weights: Tensor, side: int) -> np.ndarray:
+    """weights (H, T, T) -> maps (H, s, s) uint8, s = min(T, side): 255 · sqrt(largest weight in each tile)."""
+    side = min(side, weights.shape[-1])
+    largest = functional.adaptive_max_pool2d(weights[None], side)[0]
+    return (255 * largest.clamp(0, 1).sqrt()).round().to(torch.uint8).cpu().numpy()
+
 
 TEMPLATE = Path(__file__).parent / "template.html"
 LEAST_PROBABILITY = 1e-38  # fp32 rounds smaller ones to zero, which has no logarithm
