@@ -21,7 +21,6 @@ from typing import Any
 import coverage
 import hydra  # noqa: F401 (loaded once, for all forks)
 import hypothesis  # noqa: F401
-import matplotlib.figure  # noqa: F401
 import numpy  # noqa: F401
 import pytest
 import safetensors.torch  # noqa: F401

@@ -154,7 +154,7 @@ class State:
     planned_steps: Step
     follows_recipe: bool
     format_version: int
-    left_auto: list[str] | None = None
+    left_auto: list[str]
 
 
 NEEDED_TO_READ = ("step", "tokens", "config")

@@ -142,7 +142,7 @@ def with_action(words: list[str]) -> list[str]:
 
 
 def compare(argv: list[str]) -> int:
-    """Compare run folders: a table, a page, a picture, and a scaling fit if there are enough runs."""
+    """Compare run folders: a table, a page, and a scaling fit if there are enough runs."""
     config = configure(CompareConfig, "compare", to_key_value(argv, positional="runs"))
     predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
 

@@ -125,10 +125,10 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
         left_auto = keys_left_auto(resume.flatten(to_plain(typed)))
         if checkpoint is not None:
-            other_ranks = checkpoint.state.get("ranks", 1) != ranks.size
+            other_ranks = checkpoint.state["ranks"] != ranks.size
             saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
-            left_auto = ranks.from_rank_0(lambda: remembered_auto(checkpoint, saved))
-            known = checkpoint.state.get("groups", {})
+            left_auto = remembered_auto(checkpoint)
+            known = checkpoint.state["groups"]
             replaced = {group: choice for group, choice in line.groups.items() if known.get(group) != choice}
             groups = known | line.groups
             merged, changes = resume.merge(

@@ -254,10 +254,9 @@ def check_sample(config: SampleConfig, path: str) -> None:
 
 
 def check_lens(config: LensConfig, path: str) -> None:
-    if not config.out.endswith((".html", ".npz", ".png")):
+    if not config.out.endswith((".html", ".npz")):
         raise UserError(
-            f"out={config.out} is not a format that the lens writes; allowed endings: .html (a page), .npz (arrays), "
-            f".png (one head's picture)"
+            f"out={config.out} is not a format that the lens writes; allowed endings: .html (a page), .npz (arrays)"
         )
 
 
@@ -265,13 +264,7 @@ def check_compare(config: CompareConfig, path: str) -> None:
     if not config.runs:
         raise UserError("no run given; name runs, or a folder that contains runs, such as runs/")
     if not config.out.endswith(".html"):
-        raise UserError(f"out={config.out} must end in .html: it is a page; its picture is written next to it as .png")
-    width, cross, height = config.size.partition("x")
-    are_digits = all(side.isascii() and side.isdigit() and len(side) <= 4 for side in (width, height))
-    if not (cross and are_digits) or not (400 <= int(width) <= 8000 and 300 <= int(height) <= 8000):
-        raise UserError(
-            f"size={config.size} is not a picture's size; write 1600x1000, from 400x300 to 8000x8000 pixels"
-        )
+        raise UserError(f"out={config.out} must end in .html: it is a page")
     if config.predict_tokens is not None and config.predict is None:
         raise UserError(
             "predict_tokens=… needs predict=…, the model size to predict; set predict too, e.g. predict=andrea-480m"

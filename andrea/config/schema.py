@@ -361,16 +361,10 @@ class CompareConfig:
     runs: list[PathText]
     runs_dir: PathText
     out: PathText
-    size: str
     predict: str | None
     predict_tokens: PositiveInteger | None
     seed: Seed
     trust: bool = False
-
-    @property
-    def size_pixels(self) -> tuple[int, int]:
-        width, _, height = self.size.partition("x")
-        return int(width), int(height)
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def resumed_progress(
 ) -> Progress:
     """The run's progress, with its length from now on. saved: the result of `saved_run`. left_auto: see RunSetup."""
     before = progress_of(checkpoint)
-    progress = with_length(before, saved, remembered_auto(checkpoint, saved), config, left_auto)
+    progress = with_length(before, saved, remembered_auto(checkpoint), config, left_auto)
     same_length = progress.planned_steps == before.planned_steps
     same_rates = same_length or before.step <= decay_start(before.planned_steps, saved.optimizer)
     same_recipe = same_rates and recipe_fingerprint(saved) == recipe_fingerprint(config)

@@ -23,9 +23,9 @@ def test_without_a_positional_key_other_words_stay() -> None:
 def test_a_word_that_is_a_path_is_a_path_even_with_an_equals_sign(tmp_path: Path) -> None:
     folder = tmp_path / "rate=0.1"
     folder.mkdir()
-    assert to_key_value([str(folder), "out=x.html", "runs", "--size", "9x9"], positional="runs") == [
+    assert to_key_value([str(folder), "out=x.html", "runs", "--seed", "9"], positional="runs") == [
         f"runs={folder}",
         "out=x.html",
         "runs=runs",
-        "size=9x9",
+        "seed=9",
     ]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andrea.cli.command_line import CommandLine, compose, configure, lay_over, read
-from andrea.config import CompareConfig, OptimizerConfig, RunConfig, SampleConfig, UserError, as_typed, parse, to_plain
+from andrea.config import OptimizerConfig, RunConfig, SampleConfig, UserError, as_typed, parse, to_plain
 from andrea.config.keys import dotted_keys
 from andrea.config.parse import convert
 
@@ -234,10 +234,3 @@ def test_values_that_no_machine_supports_are_refused(word: str, message: str) ->
 def test_samples_that_no_memory_can_hold_are_refused(word: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         configure(SampleConfig, "sample", [word])
-
-
-def test_a_picture_s_size_is_written_in_ascii_digits() -> None:
-    for size in ("²x²", "９００x９００", "9" * 5000 + "x9", "1600x1000x3"):
-        with pytest.raises(UserError, match="not a picture's size"):
-            configure(CompareConfig, "compare", ["runs=a", f"size={size}"])
-    assert configure(CompareConfig, "compare", ["runs=a", "size=400x300"]).size_pixels == (400, 300)

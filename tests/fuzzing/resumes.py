@@ -145,7 +145,7 @@ def make_resumes(folder: Path) -> Handler:
         """What `train.py resume=…` does before it makes the model."""
         found = find_resume(typed)
         saved = verified_config(found, typed)
-        left_auto = remembered_auto(found, saved)
+        left_auto = remembered_auto(found)
         merged, changes = merge(
             found.state["config"], to_plain(typed), restart.groups, restart.values, left_auto=left_auto
         )

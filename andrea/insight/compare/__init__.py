@@ -1,1 +1,1 @@
-"""The comparison of runs: a table, a page, a picture and a scaling fit."""
+"""The comparison of runs: a table, a page and a scaling fit."""

@@ -1,4 +1,4 @@
-"""The command `python -m andrea compare RUN_DIR… [key=value …]`: a table, a page and a picture of runs."""
+"""The command `python -m andrea compare RUN_DIR… [key=value …]`: a table and a page of runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from andrea.config import CompareConfig, ModelConfig, UserError
 from andrea.insight.compare.comparison import Comparison, compare_runs, terminal_table
 from andrea.insight.compare.differences import difference_lines
 from andrea.insight.compare.page.page import render_page
-from andrea.insight.compare.picture import draw_picture
 from andrea.insight.compare.runs import find_run_folders, read_runs
 from andrea.runtime.files import replace_text, storing
 from andrea.runtime.own_parts import allowing
@@ -36,12 +35,10 @@ def compare(config: CompareConfig, predicted: ModelConfig | None, say: Callable[
         say(line)
 
     page = Path(config.out)
-    picture = page.with_suffix(".png")
     with storing(page, of_run=False):
         page.parent.mkdir(parents=True, exist_ok=True)
         replace_text(page, render_page(comparison))
-    draw_picture(picture, runs, comparison.styles, *config.size_pixels)
-    say(f"written: {page} and {picture}")
+    say(f"written: {page}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Computes everything that the terminal, the page and the picture show about the compared runs."""
+"""Computes everything that the terminal and the page show about the compared runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from andrea.training.records.format import format_duration, format_number
 
 # ---------------------------------------------------------------------------------------------------------- line styles
 #
-# Colours, dashes and markers that distinguish the runs, on the page and in the picture.
+# Colours, dashes and markers that distinguish the runs on the page.
 
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # lengths of dash and gap in pixels; '' is a solid line

@@ -1,1 +1,1 @@
-"""The lens: shows every attention head of a model on one prompt, as a page, arrays or a picture."""
+"""The lens: shows every attention head of a model on one prompt, as a page or as arrays."""

@@ -1,4 +1,4 @@
-"""The command `python -m andrea lens [key=value …]`: shows every head on one prompt, as a page, arrays or a picture.
+"""The command `python -m andrea lens [key=value …]`: shows every head on one prompt, as a page or as arrays.
 
 T tokens, L layers, H heads.
 """
@@ -16,7 +16,7 @@ from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
 from andrea.generation.session import last_tokens, read_prompt
 from andrea.insight.lens.head_names import NAMES, probe_scores
-from andrea.insight.lens.page.page import Head, LensPage, Measurements, Source, measure, token_texts
+from andrea.insight.lens.page.page import Head, LensPage, Measurements, Source, measure
 from andrea.insight.lens.scores import score_layer, stack_layers, targets_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
@@ -43,8 +43,6 @@ def lens(config: LensConfig, device: torch.device) -> int:
     chosen = choose_heads(config.heads, model.config.n_layer, model.config.n_head)
     if out.suffix == ".npz":
         summary = write_arrays(out, model, tokenizer, tokens)
-    elif out.suffix == ".png":
-        summary = write_picture(out, model, tokenizer, tokens, chosen)
     else:
         title = f"{model.config.name} · step {checkpoint.step}"
         source = Source(title, str(checkpoint.path), tokenizer.identity)
@@ -133,20 +131,6 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
     return f"{out} · weights {' x '.join(map(str, shape))} float32, {len(arrays)} arrays of figures of the heads"
 
 
-def write_picture(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int], chosen: list[Head]) -> str:
-    """Write one head's attention map as a PNG and return a summary. Raises UserError unless one head was chosen."""
-    if len(chosen) != 1:
-        raise UserError(f"out={out} shows one head, but {len(chosen)} were chosen; choose one with heads=LAYER.HEAD")
-    ((index, head),) = chosen
-    prompt = torch.tensor([tokens], device=model.embedding.weight.device)
-    layer = next(layer for each, layer in enumerate(trace_layers(model, prompt)) if each == index)
-    weights = torch.where(layer.visible[0], layer.weights[0, head], torch.nan).cpu()
-    texts = token_texts(tokenizer)
-    labels = [texts[token] for token in tokens]
-    save(out, attention_map_png(weights.numpy(), labels, f"{model.config.name} · head {index}.{head}"))
-    return f"{out} · head {index}.{head}"
-
-
 def save(out: Path, content: bytes | memoryview) -> None:
     """Write the file completely or not at all. Raises UserError if writing fails."""
     try:
@@ -154,29 +138,3 @@ def save(out: Path, content: bytes | memoryview) -> None:
             staging.write_bytes(content)
     except OSError as error:
         raise UserError(f"out={out} cannot be written ({error.strerror}); name another with out=…") from None
-
-
-MOST_LABELLED_TOKENS = 96  # more would overlap on the axes
-
-
-def attention_map_png(weights: np.ndarray, labels: list[str], title: str) -> bytes:
-    """PNG of weights (T, T): rows are queries, columns are keys. Masked weights are NaN, and their cells are blank."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    n_token = len(labels)
-    side_inches = min(14.0, 2.5 + 0.2 * n_token)
-    figure = Figure(figsize=(side_inches, side_inches), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(np.ma.masked_invalid(weights), cmap="cividis", vmin=0.0, vmax=1.0, interpolation="nearest")
-    if n_token <= MOST_LABELLED_TOKENS:
-        style = {"fontsize": 7, "family": "monospace", "parse_math": False}
-        axes.set_xticks(range(n_token), labels, rotation=90, **style)
-        axes.set_yticks(range(n_token), labels, **style)
-    axes.set_title(title, parse_math=False)
-    axes.set_xlabel("key")
-    axes.set_ylabel("query")
-    figure.colorbar(image, label="attention weight", shrink=0.7)
-    stream = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(stream)
-    return stream.getvalue()

@@ -1,8 +1,7 @@
 """Remembers which settings a user left `auto`, and chooses them again when the keys that they depend on have changed.
 
 Checkpoints hold the chosen values, so that a run resumes with the same values. They also hold the list of the keys that
-were left `auto`. Checkpoints of older versions have no such list: a key in them counts as left `auto` if its value is
-the one that `auto` would have given.
+were left `auto`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig
-from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import choose_device
 from andrea.training.optimizer.schedule import may_change, rate_at, relength
 from andrea.training.planning.auto import QUARTERS, with_intervals
 from andrea.training.planning.time_budget import is_open
@@ -46,20 +43,9 @@ def keys_left_auto(
     return sorted({key for key, value in settings.items() if value == "auto"} | set(remembered) - set(typed))
 
 
-def remembered_auto(checkpoint: Checkpoint, saved: RunConfig) -> list[str]:
+def remembered_auto(checkpoint: Checkpoint) -> list[str]:
     """The keys that the user of the checkpoint's run left `auto`."""
-    known = checkpoint.state.get("left_auto")
-    if known is not None:
-        return [key for key in known if key in DEPENDS_ON]
-    train = dataclasses.replace(saved.train, **{key.split(".")[1]: "auto" for key in INTERVALS})
-    settled = with_intervals(dataclasses.replace(saved, train=train), micro_batch=1)
-    names = [key.split(".")[1] for key in INTERVALS]
-    found = [f"train.{name}" for name in names if getattr(settled, name) == getattr(saved.train, name)]
-    if checkpoint.step and saved.device in ("auto", "cpu"):
-        flops = checkpoint.state["flops"] / checkpoint.step * saved.steps
-        if choose_compile("auto", choose_device(saved.device), flops).value == saved.compile:
-            found.append("compile")
-    return found
+    return [key for key in checkpoint.state["left_auto"] if key in DEPENDS_ON]
 
 
 def settle_again(

@@ -19,7 +19,6 @@ from andrea.__main__ import main
 from andrea.cli.command_line import exit_code_of
 from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page.page import render_page
-from andrea.insight.compare.picture import draw_picture
 from andrea.insight.compare.runs import LeftOut, Run, read_run
 from andrea.insight.run_page import RunPage
 
@@ -137,7 +136,6 @@ def test_a_hostile_run_folder_is_shown_or_left_out(
     if read is not None:
         comparison = compare_runs([read], [], None, None, seed=0)
         json.loads(data_of(render_page(comparison)), parse_constant=refuse)
-        draw_picture(tmp_path / "picture.png", [read], comparison.styles, 400, 300)
     shown = capsys.readouterr()
     assert "\x1b" not in shown.out + shown.err and not (tmp_path / "ran").exists()
 
@@ -154,7 +152,7 @@ def data_of(page: str) -> str:
 def test_a_hostile_name_is_shown_as_it_is(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     make_run(tmp_path / "runs" / name)
     make_run(tmp_path / "runs" / "other", parameters=2000)
-    assert exit_code_of(main, ["compare", str(tmp_path / "runs"), f"out={tmp_path / 'page.html'}", "size=400x300"]) == 0
+    assert exit_code_of(main, ["compare", str(tmp_path / "runs"), f"out={tmp_path / 'page.html'}"]) == 0
     assert exit_code_of(main, ["runs", str(tmp_path / "runs")]) == 0
     out = capsys.readouterr().out
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", out)
@@ -191,7 +189,7 @@ def pages_of_evil_runs(folder: Path) -> list[Path]:
     run = evil_run(folder / "alone")
     RunPage(run).draw()
     make_run(folder / "evil" / "other")
-    words = ["compare", str(folder / "evil"), f"out={folder / 'compare.html'}", "size=400x300"]
+    words = ["compare", str(folder / "evil"), f"out={folder / 'compare.html'}"]
     assert exit_code_of(main, words) == 0
     return [run / "run.html", folder / "compare.html"]
 

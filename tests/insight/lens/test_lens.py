@@ -1,4 +1,4 @@
-"""The command: the page, the arrays and the picture that it writes, and what it refuses."""
+"""The command: the page and the arrays that it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -69,16 +69,6 @@ def test_arrays(tmp_path: Path) -> None:
     assert arrays["prompt_induction"].shape == arrays["probe_induction"].shape == (3, 5)
 
 
-def test_a_picture_shows_one_head(tmp_path: Path) -> None:
-    write(tmp_path, make())
-    out = str(tmp_path / "head.png")
-    lens(run_of(tmp_path, out=out, heads=["2.4"], prompt="$a_b$ \n"), torch.device("cpu"))
-    assert Path(out).read_bytes().startswith(b"\x89PNG")
-    for heads in ([], ["1.*"]):
-        with pytest.raises(UserError, match="shows one head"):
-            lens(run_of(tmp_path, out=out, heads=heads), torch.device("cpu"))
-
-
 def test_long_prompts_show_named_and_chosen_heads_in_full(tmp_path: Path, monkeypatch, capsys) -> None:
     write(tmp_path, hand_made())
     monkeypatch.setattr(lens_module, "MOST_TOKENS_ALL_FULL", 5)
@@ -116,7 +106,7 @@ def test_a_prompt_longer_than_the_window_is_cut_at_its_beginning(tmp_path: Path,
         ({"heads": ["7"]}, "not LAYER.HEAD"),
         ({"heads": ["-1.0"]}, "not LAYER.HEAD"),
         ({"out": "nowhere/at/all.html"}, "no folder 'nowhere/at'"),
-        ({"out": "lens.pdf"}, "allowed endings: .html (a page), .npz (arrays), .png (one head's picture)"),
+        ({"out": "lens.pdf"}, "allowed endings: .html (a page), .npz (arrays)"),
         ({"out": "/proc/lens.html"}, "out=/proc/lens.html cannot be written"),
         ({"device": "tpu"}, "not a device"),
         ({"threads": 0}, "from 1 to 1024"),

@@ -12,10 +12,9 @@ import yaml
 from conftest import tiny_words
 
 from andrea.checkpoint import checkpoints_of, read_checkpoint
-from andrea.checkpoint.folder import Checkpoint
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.training.planning.settle import describe_rate, remembered_auto, settle_again
+from andrea.training.planning.settle import describe_rate, settle_again
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import read_lines
 
@@ -39,11 +38,6 @@ def train(tmp_path: Path, notes: Path, script) -> Callable[..., dict]:
     return trained
 
 
-def forget(path: Path) -> None:
-    """Make the checkpoint one of an older version, without the list of what was left auto."""
-    edit(path, lambda state: state.pop("left_auto"))
-
-
 def edit(path: Path, change: Callable[[dict], object]) -> None:
     """Change the state.json of the checkpoint."""
     state = json.loads((path / "state.json").read_text())
@@ -55,13 +49,10 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_what_was_auto_is_settled_again_for_another_length(old: bool, train, tmp_path: Path, capsys) -> None:
+def test_what_was_auto_is_settled_again_for_another_length(train, tmp_path: Path, capsys) -> None:
     config = train(*AUTO)
     assert (config["train"]["eval_every"], config["train"]["save_every"], config["compile"]) == (2, 2, "off")
     for steps, quarter in ((16, 4), (20, 5)):
-        if old:
-            forget(checkpoints_of(tmp_path / "runs" / "a")[-1])
         config = train(f"train.steps={steps}", resumed=True, compiled="")
         assert (config["train"]["eval_every"], config["train"]["save_every"]) == (quarter, quarter)
         out = capsys.readouterr().out
@@ -110,24 +101,6 @@ def test_one_length_replaces_another() -> None:
     typed = settle_again(after, {"train.flops"}, ["train.steps", "train.eval_every"], {"train.flops"})
     assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
     assert settle_again(after, set(), ["train.steps", "train.eval_every"], set()) == {}
-
-
-@pytest.mark.parametrize(("flops", "compile_mode"), [(4e12, "off"), (6e12, "blocks"), (6e13, "on")])
-def test_of_an_older_run_what_has_the_value_of_auto_was_left_auto(
-    flops: float, compile_mode: str, tmp_path: Path, monkeypatch
-) -> None:
-    """Its checkpoint has no list. Its FLOPs, of 4 of 8 steps, tell what `compile=auto` was: 1e13 and 1e14 are limits."""
-    monkeypatch.setenv("CXX", "g++")
-    asked = ["train.steps=8", "train.save_every=2", "device=cpu"]
-    checkpoint = Checkpoint(tmp_path, {"step": 4, "flops": flops})
-    for eval_every in (1, 5):  # auto is 2
-        saved = configure(RunConfig, "train", [*asked, f"train.eval_every={eval_every}", f"compile={compile_mode}"])
-        found = ["train.save_every", "compile"]
-        assert remembered_auto(checkpoint, saved) == found
-    others = {"off", "blocks", "on"} - {compile_mode}
-    for other in others:
-        saved = configure(RunConfig, "train", [*asked, "train.eval_every=2", f"compile={other}"])
-        assert remembered_auto(checkpoint, saved) == ["train.eval_every", *found[:1]]
 
 
 # --------------------------------------------------------------------------------------------------- the learning rate
