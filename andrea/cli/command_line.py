@@ -18,6 +18,7 @@ from typing import Any
 
 from andrea.config import LARGEST_INTEGER, ImportConfig, UserError, group_files, lay_over, parse
 from andrea.config.keys import key_types, not_key_value, type_of_key
+from andrea.config.parse import plain_yaml
 from andrea.runtime import shared_cores, torchrun
 from andrea.runtime.files import REMEDIES, StorageFailed
 from andrea.runtime.out_of_memory import is_out_of_memory
@@ -30,8 +31,6 @@ MORE_MEMORY = (
 )
 TEMPORARY = "free some space on their disk, or set the environment variable TMPDIR to a writable folder"
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
-# Errors that PyYAML raises, besides its own, for a malformed value such as 2001-99-99 or !!bool x
-YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -201,18 +200,13 @@ def may_be_list(hint: Any) -> bool:
 
 def read_yaml(key: str, value: str) -> Any:
     """`value` read as YAML: a list, a mapping or a scalar. Raises UserError."""
-    import yaml
-
     hint = "write a list as [a, b], a mapping as {name: value}"
     if len(value) > LONGEST_YAML:
         raise UserError(f"{key} is {len(value)} characters long, more than the limit of {LONGEST_YAML}; {hint}")
     try:
-        aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(value, Loader=yaml.SafeLoader))
-        loaded = None if aliases else yaml.safe_load(value)
-    except (yaml.YAMLError, *YAML_FAULTS):
-        raise UserError(f"{key}={value} cannot be read; {hint}") from None
-    if aliases:  # nested aliases can expand to more than any memory holds
-        raise UserError(f"{key}={value} has an alias (*name), which is not supported; write the value itself")
+        loaded = plain_yaml(value)
+    except ValueError as error:
+        raise UserError(f"{key}={value} cannot be read ({error}); {hint}") from None
     if any(isinstance(entry, int) and abs(entry) > LARGEST_INTEGER for entry in entries_of(loaded)):
         raise UserError(f"{key}={value} holds a number beyond {LARGEST_INTEGER}")
     return loaded

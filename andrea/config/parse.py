@@ -15,6 +15,10 @@ from andrea.config.errors import UserError
 from andrea.config.keys import key_types, nearest, with_current_keys
 from andrea.config.limits import LARGEST_INTEGER, DottedPath, PathText, Text, is_dotted_path, readable_path
 
+DEEPEST_YAML = 20
+# Errors that PyYAML raises, besides its own, for malformed values such as 2001-99-99 or !!bool x
+YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
+
 
 class WrongType(UserError):
     """A value does not have the expected type. In a union, another type may still fit."""
@@ -209,3 +213,22 @@ def with_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: with_lists(entry) for key, entry in value.items()}
     return [with_lists(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def plain_yaml(text: str) -> Any:
+    """The value of YAML that somebody else may have written. Raises ValueError.
+
+    An alias (*name) is refused, because aliases of aliases stand for more than any memory holds.
+    """
+    import yaml
+
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_YAML:
+                raise ValueError("it has an alias (*name), or is nested too deeply")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, *YAML_FAULTS) as error:
+        problem = str(getattr(error, "problem", None) or error)
+        raise ValueError(" ".join(problem.split())[:200] or type(error).__name__) from None

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, step_name
+from andrea.config.parse import plain_yaml
 from andrea.runtime.files import from_json, read_plain_file, replace_text, storing
 
 MARK = "run.json"
 CONFIG = "config.yaml"
-LARGEST_CONFIG_BYTES, DEEPEST_CONFIG = 1 << 18, 20
-# Errors that PyYAML raises, besides its own, for malformed values such as 2001-99-99 or !!bool x
-YAML_FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
+LARGEST_CONFIG_BYTES = 1 << 18
 RUN_ID = re.compile("[0-9a-f]{16}")
 
 
@@ -90,22 +89,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The content of the folder's config.yaml. Raises OSError, or ValueError if it is not the YAML that this program writes.
-
-    An alias (*name) is refused: aliases of aliases stand for more than any memory holds.
-    """
-    import yaml
-
-    content = read_plain_file(folder / CONFIG, LARGEST_CONFIG_BYTES).decode("utf-8")
-    depth = 0
-    try:
-        for event in yaml.parse(content, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_CONFIG:
-                raise ValueError("it has an alias, or is nested too deeply")
-        found = yaml.safe_load(content)
-    except (yaml.YAMLError, *YAML_FAULTS) as error:
-        raise ValueError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+    """The content of the folder's config.yaml. Raises OSError, or ValueError if it is not the YAML that this program writes."""
+    found = plain_yaml(read_plain_file(folder / CONFIG, LARGEST_CONFIG_BYTES).decode("utf-8"))
     if not isinstance(found, dict):
         raise ValueError("it is not a mapping")
     return found
