@@ -15,8 +15,7 @@ from typing import Any
 
 from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.config import RunsConfig, UserError, nearest
-from andrea.insight.compare.comparison import NO_FIGURE, terminal_table
-from andrea.insight.compare.differences import data_name
+from andrea.insight.compare.comparison import NO_FIGURE, data_name, terminal_table
 from andrea.insight.compare.runs import NOT_RUNS, result_of, stored_numbers
 from andrea.runtime.files import (
     UNFINISHED,

@@ -10,8 +10,7 @@ import pytest
 from conftest import CONFIGS_OF_COMMANDS
 
 from andrea.cli.command_line import configure
-from andrea.cli.commands import with_action
-from andrea.cli.key_value import to_key_value
+from andrea.cli.commands import to_key_value, with_action
 from andrea.cli.sweep import split
 from andrea.config import (
     RunConfig,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from andrea.cli.key_value import to_key_value
+from andrea.cli.commands import to_key_value
 from andrea.config import UserError
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from andrea.cli.command_line import compose, lay_over, read
-from andrea.cli.key_value import to_key_value
+from andrea.cli.commands import to_key_value
 from andrea.cli.sweep import split
 from andrea.config import CompareConfig, DashboardConfig, LensConfig, RunConfig, SampleConfig, parse
 from andrea.training.planning import dry_run

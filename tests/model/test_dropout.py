@@ -13,7 +13,7 @@ from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, group_config
 from andrea.model import GPT, initialise
-from andrea.model.dropout import block_dropouts, mixed
+from andrea.model.gpt import block_dropouts, mixed
 from andrea.text.loader import Loader
 
 NANO = group_config("model", "andrea-nano", d_model=34, n_layer=3, n_head=1, d_mlp=44, sequence_length=23)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from andrea.config import CompareConfig, ModelConfig, UserError
-from andrea.insight.compare.comparison import Comparison, compare_runs, terminal_table
-from andrea.insight.compare.differences import difference_lines
+from andrea.insight.compare.comparison import Comparison, compare_runs, difference_lines, terminal_table
 from andrea.insight.compare.page.page import render_page
 from andrea.insight.compare.runs import find_run_folders, read_runs
 from andrea.runtime.files import replace_text, storing

@@ -8,13 +8,196 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.config import ModelConfig, as_typed
-from andrea.insight.compare.differences import comparability_warnings, data_name, differences
+import numpy as np
+
+from andrea.config import AttentionConfig, ModelConfig, as_typed, parse
+from andrea.config.keys import flatten
 from andrea.insight.compare.runs import Run
-from andrea.insight.compare.scaling.fit import count
-from andrea.insight.compare.scaling.report import scaling_lines, target_of
+from andrea.insight.compare.scaling.fit import TESTED_FACTOR, NoFit, count, fit_scaling
+from andrea.insight.compare.scaling.law import CONFIDENCE, Interval, ScalingFit
 from andrea.runtime.streams import printable
+from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.format import format_duration, format_number
+
+# ---------------------------------------------------------------------------------------------------------- differences
+#
+# Finds differences between the compared runs: configuration keys, and anything that makes figures incomparable.
+
+
+# Configuration keys that do not affect training.
+NOT_COMPARED = ("name", "runs_dir", "data_dir", "resume", "init_from", "dry_run", "logger", "threads")
+MISSING = "—"  # stands for the value of a key that a run's configuration lacks
+NAMES_SHOWN = 3
+
+
+def differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Dotted configuration key -> its value in each run, for the keys whose values differ."""
+    flat = [flatten(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for config in flat for key in config))
+    rows = {key: [config.get(key, MISSING) for config in flat] for key in keys if key.split(".")[0] not in NOT_COMPARED}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def comparability_warnings(runs: list[Run]) -> list[str]:
+    """One line for each difference that makes figures of these runs incomparable."""
+    lines = []
+    tokenizers = group_names(runs, lambda run: run.checkpoint.tokenizer)
+    if len(tokenizers) > 1:
+        lines.append(
+            f"tokenizers differ ({name_groups(tokenizers)}): loss per token is not comparable; "
+            f"compare bits per byte, on the same text"
+        )
+    if len({run.checkpoint.fingerprint for run in runs}) > 1:
+        data = group_names(runs, lambda run: f"{data_name(run.config)} {run.checkpoint.fingerprint[:12]}")
+        lines.append(
+            f"data differ, and so do the validation sets ({name_groups(data)}): neither loss nor bits per byte is comparable"
+        )
+    evaluated = group_names(runs, lambda run: as_typed(run.config["train"].get("eval_tokens")))
+    if len(evaluated) > 1:
+        lines.append(
+            f"train.eval_tokens differs ({name_groups(evaluated)}): evaluations during training used different parts of the "
+            f"validation set; the last evaluation of a finished run used the whole set"
+        )
+    return lines
+
+
+def data_name(config: dict[str, Any]) -> str:
+    """The path of the run's text, the names of its sources, or the kind of its data."""
+    data = config["data"]
+    sources = data.get("sources")
+    return str(data.get("path") or "+".join(map(str, sources if isinstance(sources, dict) else ())) or data.get("kind"))
+
+
+def group_names(runs: list[Run], key: Callable[[Run], str]) -> dict[str, list[str]]:
+    """Group runs by the value of `key`: value -> names of the runs."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        found.setdefault(key(run), []).append(run.name)
+    return found
+
+
+def name_groups(groups: dict[str, list[str]]) -> str:
+    """'value: run, run; value: run', with at most NAMES_SHOWN names for each value."""
+
+    def shortened(names: list[str]) -> str:
+        hidden = len(names) - NAMES_SHOWN
+        return ", ".join(names[:NAMES_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+
+    return "; ".join(f"{value}: {shortened(names)}" for value, names in groups.items())
+
+
+def difference_lines(differing: dict[str, list[Any]]) -> list[str]:
+    """One line for each key, with the number of runs that have each value."""
+    lines = []
+    for key, values in differing.items():
+        texts = [as_typed(value) for value in values]
+        counts = {text: texts.count(text) for text in dict.fromkeys(texts)}
+        lines.append(f"{key}: " + ", ".join(text + (f" (×{n})" if n > 1 else "") for text, n in counts.items()))
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+#
+# The scaling fit of the compared runs as lines of text, with the predicted loss of a larger model.
+
+
+# Configuration keys, besides train.*, that may differ between the runs of one scaling law. All other keys are the
+# recipe.
+SIZE_KEYS = "name d_model n_layer n_head n_kv_head d_head d_mlp recipe_steps recipe_tokens_per_step".split()
+MAY_DIFFER = {
+    *(f"model.{key}" for key in SIZE_KEYS),
+    "seed",
+    "device",
+    "precision",
+    "compile",
+    "deterministic",
+    "attention.implementation",
+}
+TERMS = {"N": ("A", "alpha", "parameters"), "D": ("B", "beta", "tokens"), "C": ("K", "gamma", "FLOPs")}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model whose loss the scaling law predicts."""
+
+    name: str
+    parameters: int
+    tokens: int
+    flops: float
+
+
+def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
+    """The model of predict=…, trained on `tokens`; by default on the largest run's tokens per parameter."""
+    from andrea.model.size import count_parameters, flops_per_token
+
+    attention = parse(AttentionConfig, largest.config.get("attention"), "attention")
+    n_vocab = load_tokenizer(largest.checkpoint.path).n_vocab
+    parameters = count_parameters(model, attention, n_vocab).total
+    tokens = tokens or round(parameters * largest.tokens / largest.parameters)
+    return Target(model.name, parameters, tokens, float(tokens * flops_per_token(model, attention, n_vocab)))
+
+
+def scaling_lines(runs: list[Run], target: Target | None, seed: int) -> list[str]:
+    """The scaling law of the finished runs as lines of text, or one line that says why no law can be fitted."""
+    finished = [run for run in runs if run.finished]
+    if len({run.checkpoint.fingerprint for run in finished}) > 1:
+        return ["no scaling fit: the runs were trained on different data or with different tokenizers"]
+    parameters, tokens, flops, loss = (
+        np.array([getattr(run, name) for run in finished], dtype=float)
+        for name in ("parameters", "tokens", "flops", "loss")
+    )
+    try:
+        fit, kind = fit_scaling(parameters, tokens, flops, loss, seed)
+    except NoFit as reason:
+        return [str(reason)]
+    lines = [f"scaling fit: {kind}", law_line(fit)]
+    if len(finished) < len(runs):
+        unfinished = ", ".join(run.name for run in runs if not run.finished)
+        lines.append(f"left out of the fit, because unfinished: {unfinished}")
+    other = [key for key in differences(finished) if key not in MAY_DIFFER and not key.startswith("train.")]
+    if other:
+        lines.append(f"caution: a scaling law assumes runs with equal settings, but these differ in {', '.join(other)}")
+    if target:
+        lines.append(prediction_line(fit, target, finished[-1]))
+    return lines
+
+
+def law_line(fit: ScalingFit) -> str:
+    """The fitted law with its figures."""
+    terms, meanings, figures = ["E"], [], [f"E = {fit.irreducible} nats per token"]
+    for name in fit.variables:
+        numerator, exponent, meaning = TERMS[name]
+        terms.append(f"{numerator}/{name}^{exponent}")
+        meanings.append(f"{name} {meaning}")
+        scale = format_number(float(f"{fit.numerator(name):.0e}"))
+        figures.append(f"{exponent} = {fit.exponent(name)} with {numerator} = {scale}")
+    return (
+        f"loss = {' + '.join(terms)} ({', '.join(meanings)}): {', '.join(figures)}; {CONFIDENCE:.0%} intervals; "
+        f"noise of one run's loss {fit.noise:.1%}"
+    )
+
+
+def prediction_line(fit: ScalingFit, target: Target, run: Run) -> str:
+    """The predicted loss with its interval, in nats per token and bits per byte, and the factor of extrapolation."""
+    values = (target.parameters, target.tokens) if fit.variables == ("N", "D") else (target.flops,)
+    nats = fit.predict(*values)
+    per_nat = run.bpb / run.loss  # bits per byte for one nat per token, the same for all runs on these data
+    bits = Interval(*(per_nat * number for number in (nats.value, nats.low, nats.high)))
+    factors = fit.extrapolation(*values)
+    reach = " and ".join(f"{factor:.3g} times the {TERMS[name][2]}" for name, factor in factors.items())
+    tested = TESTED_FACTOR if fit.variables == ("N", "D") else TESTED_FACTOR**2
+    untested = max(factors.values()) > 1.01 * tested
+    return (
+        f"predicted for {target.name} with {target.parameters:,} parameters on {format_number(target.tokens)} tokens: "
+        f"loss {nats} nats per token, {bits} bits per byte ({CONFIDENCE:.0%} interval of the mean over seeds); "
+        f"the model has {reach} of the largest run"
+        + (
+            f"; the intervals were tested only up to a factor of {tested:g}: take this as a rough estimate"
+            if untested
+            else ""
+        )
+    )
+
 
 # ---------------------------------------------------------------------------------------------------------- line styles
 #

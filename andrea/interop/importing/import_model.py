@@ -8,9 +8,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -20,17 +20,75 @@ from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.compared_text import compared_text, read_text
 from andrea.interop.export import PROOF_FAILED, load_trained
+from andrea.interop.hugging_face.target import LoadedByTransformers
 from andrea.interop.importing.config_json import ReadSettings, with_zero_biases
 from andrea.interop.importing.families import Configs, family_of
 from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
-from andrea.interop.importing.program import ImportedByTransformers
 from andrea.interop.importing.source import CONFIG, folder_of, is_ckpt, open_weights, read_config, tensors_of
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.runtime.files import exclusive_lock, publish_folder, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
+from andrea.text.hf_tokenizer import HfTokenizer, foreign_library
 from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
 from andrea.text.tokenizer import Tokenizer
+
+# -------------------------------------------------------------------------------------------------------------- program
+#
+# transformers as the other program of an import's proof: its own class, with the settings and weights of the source folder.
+
+
+REFUSED = "transformers refuses the model"
+
+
+@final
+class ImportedByTransformers(LoadedByTransformers):
+    """A model of transformers' own class or of ours, and the tokenizer.
+
+    transformers gets values and tensors, never the folder: nothing in a folder can name code that runs, and no
+    generation_config.json changes which token is chosen.
+
+    settings: of config.json that may change what the model computes, with model_type. weights: as in the folder.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor], tokenizer: HfTokenizer) -> None:
+        super().__init__()
+        values = dict(settings)
+        self.end_of_text = tokenizer.end_of_text
+        with foreign_library(REFUSED):
+            kind, config = self.class_and_config(values.pop("model_type"), values)
+            self.model = kind.from_pretrained(None, config=config, state_dict=dict(weights), **self.LOADING).eval()
+            self.model.generation_config = self.transformers.GenerationConfig()
+            self.tokenizer = self.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.library)
+
+    def class_and_config(self, model_type: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
+        if model_type == "andrea":
+            from andrea.interop.hugging_face.modeling_andrea import AndreaConfig, AndreaForCausalLM
+
+            return AndreaForCausalLM, AndreaConfig(**values)
+        config = self.transformers.AutoConfig.for_model(model_type, **values)
+        for alias, key in config.attribute_map.items():
+            if alias in values and values[alias] != values.get(key):
+                raise UserError(
+                    f"{alias}={values[alias]!r:.60} and {key}={values.get(key)!r:.60} of config.json are one setting; copy it again"
+                )
+        with torch.device("meta"):
+            return type(self.transformers.AutoModelForCausalLM.from_config(config)), config
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        with foreign_library(REFUSED):
+            return super().logits(tokens)
+
+    def greedy(self, tokens: Sequence[int], n_new: int) -> list[int]:
+        with foreign_library(REFUSED):
+            return super().greedy(tokens, n_new)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """With end-of-text in front, which some models have in front of every text, and others between texts."""
+        with foreign_library(REFUSED):
+            found = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [[self.end_of_text, *ids] for ids in found]
+
 
 TOLERANCE = 1e-5  # of logits, as a share of the largest
 LEAST_TOLERANCE = 1e-5

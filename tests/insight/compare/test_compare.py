@@ -10,7 +10,7 @@ from run_folders import make_eight_runs, make_run
 
 from andrea.checkpoint import Checkpoint
 from andrea.cli.command_line import configure
-from andrea.cli.key_value import to_key_value
+from andrea.cli.commands import to_key_value
 from andrea.config import CompareConfig, RunConfig, UserError
 from andrea.evaluation.results import Figure, append_figures
 from andrea.insight.compare.command import compare

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from run_folders import CONFIG, make_run
 
-from andrea.insight.compare.differences import comparability_warnings, differences
+from andrea.insight.compare.comparison import comparability_warnings, differences
 from andrea.insight.compare.runs import read_run
 
 

@@ -12,9 +12,9 @@ from tiny_models import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, promp
 
 from andrea.attention import Cosine, ScaledDotProduct, alibi_slopes, attention_weights
 from andrea.insight.lens.effects import ablate_heads
+from andrea.insight.lens.lens import small_lens
 from andrea.insight.lens.page.page import LensPage, Source, measure
 from andrea.insight.lens.trace import trace_layers
-from andrea.insight.lens.training_lens import small_lens
 from andrea.model.gpt import GPT
 
 CHROMIUM = Path("/usr/bin/chromium")
