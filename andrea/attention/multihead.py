@@ -24,7 +24,6 @@ from andrea.attention.shapes import shared_by_group
 from andrea.attention.statistics import HeadStatistics, head_statistics
 
 # ---------------------------------------------------------------------------------------------------------- convolution
-#
 # A short convolution over the tokens, for the queries, keys and values of each head.
 #
 # A key that mixes the token before its own lets a single layer find what followed an earlier copy of the present token; an
@@ -65,11 +64,9 @@ def convolve_readable(x: Tensor, taps: Tensor, before: Tensor | None = None, pla
 
 
 # --------------------------------------------------------------------------------------------------------- head options
-#
 # What may happen to a head's vector z between the weighted sum of the values and W_O: first exclusion, then a gate.
 #
 # B batch, T tokens, H heads, G key/value heads (G divides H), D = d_head.
-
 
 GATES = ("scalar", "elementwise")
 EXCLUSIVE = ("fixed", "learned")
@@ -109,6 +106,8 @@ def gate_of_logits(logits: Tensor, n_head: int) -> Tensor:
     """
     return 2 * torch.sigmoid(logits).unflatten(-1, (n_head, -1)).transpose(1, 2)
 
+
+# ------------------------------------------------------------------------------------------------------------ the layer
 
 PLAIN = DotProduct()
 Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H, T, D)

@@ -23,7 +23,6 @@ from andrea.config import (
 from andrea.runtime.program import typed_command, typed_words
 
 # ------------------------------------------------------------------------------------------------------------ key value
-#
 # Words of a command line that are not written as key=value.
 
 
@@ -58,7 +57,6 @@ def option(word: str, rest: Iterator[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- sample
-#
 # The command `sample`: text from a trained model.
 
 
@@ -75,6 +73,9 @@ def sample(argv: list[str]) -> int:
     precision = choose_precision("auto" if config.precision == "int8" else config.precision, device)
     with sharing_cores(device.type == "cpu"):
         return sample(config, device, WEIGHT_DTYPE[precision.value])
+
+
+# --------------------------------------------------------------------------------------------------------- the commands
 
 
 def prepare(argv: list[str]) -> int:

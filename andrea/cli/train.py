@@ -19,7 +19,6 @@ from andrea.runtime.program import module_command, module_environment
 from andrea.training.progress import FinishedRun
 
 # --------------------------------------------------------------------------------------------------- precompile headers
-#
 # Precompiles torch's C++ headers in a separate process, while training loads torch and prepares its text.
 #
 # torch.compile precompiles these headers at its first use on a CPU with a new version of torch. This takes ten seconds of
@@ -71,6 +70,9 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
 
 
 def train(argv: list[str]) -> int:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------- text stream
-#
 # Convert tokens to text, one token at a time. Incomplete characters and parts of a stop string are never shown.
 
 
@@ -86,14 +85,12 @@ def longest_overlap(text: str, stop: str) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------- token healing
-#
 # A space at the end of a prompt is taken back, and the first new token must begin with it ("token healing").
 #
 # Byte-pair encodings join a space to the word after it: " main" is one token. After the prompt "def ", whose last token is
 # the space alone, a word without a space would have to follow. No text that the model was trained on has these tokens, so it
 # would write nonsense. The name and the idea are from Guidance (Lundberg 2023, "The Art of Prompt Design: Prompt Boundaries
 # and Token Healing").
-
 
 SPACE = b" "
 
@@ -128,14 +125,12 @@ class TokenHealing:
 
 
 # ---------------------------------------------------------------------------------------------------------- speculation
-#
 # Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding").
 #
 # If the last few tokens have occurred earlier in the text, the tokens after that occurrence are likely to follow again.
 # These tokens are the lookahead. The engine reads the lookahead in one pass of the model, and keeps its tokens up to the
 # first one that the model does not choose. One pass over several tokens is cheaper than one pass
 # for each token.
-
 
 LONGEST_RUN = 3  # length of the longest sequence that is looked up; if it did not occur before, shorter ones are tried
 
@@ -173,7 +168,6 @@ class PromptLookup:
 
 
 # ---------------------------------------------------------------------------------------------------------------- graph
-#
 # A decoding step recorded as a CUDA graph. Each token then needs one launch instead of several hundred.
 
 
@@ -221,6 +215,9 @@ class GraphedStep:
             kept_input.copy_(each)
         recorded.graph.replay()
         return recorded.logits
+
+
+# ----------------------------------------------------------------------------------------------------------- the engine
 
 
 @dataclass(frozen=True)

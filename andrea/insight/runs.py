@@ -36,7 +36,6 @@ from andrea.training.records.record_file import is_number, read_records
 from andrea.training.records.run_folder import LOCK
 
 # ---------------------------------------------------------------------------------------------------------- manage runs
-#
 # `andrea runs` with an action: what runs and prepared texts take on the disk, deleting a run, renaming a run.
 
 
@@ -150,6 +149,8 @@ def is_teacher(folder: Path, config: dict[str, Any]) -> bool:
     teachers = inner(config, "train", "teachers")
     return isinstance(teachers, list) and any(folder.name in Path(str(path)).parts for path in teachers)
 
+
+# ------------------------------------------------------------------------------------------------------------- the list
 
 HEADS = ["run", "model", "params", "step", "bits/byte", "state", "text", "parent", "last record"]
 ANY_WIDTH = sys.maxsize  # of a line: a name stays whole, because other commands take it

@@ -40,13 +40,11 @@ from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.runtime.own_parts import is_own, own_class
 
 # -------------------------------------------------------------------------------------------------------------- dropout
-#
 # Dropout of what the blocks add to x. The random numbers are a function of a seed per sequence.
 #
 # B sequences of T tokens, L layers. A block adds two outputs to x: that of its attention (0) and that of its MLP (1).
 # Each random number is computed from (seed of the sequence, layer, output, token, channel); it is not the next number of a
 # generator. So neither the micro-batch, nor the number of ranks, nor a resume, nor activation checkpointing changes it.
-
 
 HALF = 2**15 - 1
 ROUND_FACTORS = (46501, 40503, 49843, 53669)  # odd numbers of 16 bits; with one round less, the last bits are not mixed
@@ -98,7 +96,6 @@ def mixed(x: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
-#
 # Norms, MLPs and the cap on logits. x is (B, T, d_model): B batch, T tokens.
 
 
@@ -205,7 +202,6 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------ positions
-#
 # Position encodings: learned vectors, rotary positions, or none. ALiBi changes scores, in attention/modifiers.py.
 #
 # B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses positions start .. start + T - 1.
@@ -330,11 +326,9 @@ def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------- bigram embedding
-#
 # Hashed bigrams: an embedding of each pair of neighbouring tokens is added to the embedding of the token.
 #
 # B sequences, T tokens, R rows of the table.
-
 
 NO_TOKEN = -1  # before the first token of a text
 
@@ -375,6 +369,8 @@ class BigramEmbedding(nn.Module):
         signs = signs.masked_fill(before == NO_TOKEN, 0)
         return signs[..., None].to(self.table.weight.dtype) * self.table(rows)
 
+
+# ------------------------------------------------------------------------------------------------------------ the model
 
 BlockResult = tuple[Tensor, HeadStatistics | None]  # x (B, T, d_model); statistics (B, H) or None
 

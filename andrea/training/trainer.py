@@ -39,7 +39,6 @@ from andrea.training.records.run_folder import write_config
 from andrea.training.step import TrainingStep, Update
 
 # ----------------------------------------------------------------------------------------------------------- throughput
-#
 # Measures the training speed over the steps since the last record.
 
 
@@ -79,11 +78,9 @@ class Throughput:
 
 
 # -------------------------------------------------------------------------------------------------------- stop requests
-#
 # Requests to stop before the last step: a signal, `train.max_minutes`, or `train.patience`. All ranks agree on them once a step.
 #
 # Together with the requests, the ranks exchange the length that rank 0 proposes for the run, from the time that is left.
-
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # if ranks received several, the first of these counts
 
@@ -166,7 +163,6 @@ class StopRequests:
 
 
 # -------------------------------------------------------------------------------------------------------------- endings
-#
 # The end of a run: save a checkpoint, print the reason and the next command, return the exit code.
 
 
@@ -304,6 +300,8 @@ def trust(config: RunConfig) -> dict[str, str]:
     """The word that a command needs to import the user's own classes that this run uses."""
     return {"trust": "true"} if any(map(is_own, (config.attention.compatibility, config.model.mlp))) else {}
 
+
+# ---------------------------------------------------------------------------------------------------------- the trainer
 
 NOTICED_RISE = 0.01  # of the validation figure, relative to its best: less may be chance
 

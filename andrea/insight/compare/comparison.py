@@ -20,9 +20,7 @@ from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.format import format_duration, format_number
 
 # ---------------------------------------------------------------------------------------------------------- differences
-#
 # Finds differences between the compared runs: configuration keys, and anything that makes figures incomparable.
-
 
 # Configuration keys that do not affect training.
 NOT_COMPARED = ("name", "runs_dir", "data_dir", "resume", "init_from", "dry_run", "logger", "threads")
@@ -97,9 +95,7 @@ def difference_lines(differing: dict[str, list[Any]]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-#
 # The scaling fit of the compared runs as lines of text, with the predicted loss of a larger model.
-
 
 # Configuration keys, besides train.*, that may differ between the runs of one scaling law. All other keys are the
 # recipe.
@@ -200,9 +196,7 @@ def prediction_line(fit: ScalingFit, target: Target, run: Run) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- line styles
-#
 # Colours, dashes and markers that distinguish the runs on the page.
-
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # lengths of dash and gap in pixels; '' is a solid line
 MARKERS = ("circle", "square", "triangle", "diamond")
@@ -262,9 +256,7 @@ def colour_at(place: float, darkest: float, lightest: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
-#
 # The table of the runs' latest figures, also formatted for a terminal.
-
 
 NO_FIGURE = "–"  # in the cell of a run that did not record the column's figure
 
@@ -349,6 +341,9 @@ def shorten_in_middle(text: str, width: int) -> str:
         return text
     head = (width - 1) // 3
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+# ------------------------------------------------------------------------------------------------------- the comparison
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,7 @@ from andrea.runtime.streams import at_words
 from andrea.text.tokenizer import Tokenizer
 
 # -------------------------------------------------------------------------------------------------------- training lens
-#
 # The lens page that training draws at each evaluation: a small page on a fixed prompt, without ablations.
-
 
 LARGEST_SMALL_PAGE_BYTES = 300_000
 MOST_TOKENS = 32  # few enough for a complete map of every head, even of many heads
@@ -49,6 +47,8 @@ def small_lens(model: GPT, tokenizer: Tokenizer, prompt: str) -> str:
         page = LensPage(model, tokenizer, measurements, source, detail=False)
         return page.render(measurements.by_interest()[: page.most_full_heads(LARGEST_SMALL_PAGE_BYTES)])
 
+
+# ---------------------------------------------------------------------------------------------------------- the command
 
 LARGEST_PAGE_BYTES = 30_000_000
 MOST_TOKENS_ALL_FULL = 128  # for a prompt of at most this many tokens, every head is shown in full

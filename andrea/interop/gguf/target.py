@@ -20,9 +20,7 @@ from andrea.interop.target import OtherProgram, Target
 from andrea.model.gpt import GPT
 
 # -------------------------------------------------------------------------------------------------------------- program
-#
 # llama.cpp as the other program of a proof, through llama-cpp-python.
-
 
 GGML_F32 = 0  # ggml's number of the type of fp32
 
@@ -69,6 +67,8 @@ class LlamaCpp(OtherProgram):
             self.model.eval(chosen[-1:])
         return chosen
 
+
+# ----------------------------------------------------------------------------------------------------------- the target
 
 # Tolerances as shares of the largest logit, about five times what was measured: llama.cpp rounds activations too.
 ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2}

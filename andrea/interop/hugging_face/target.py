@@ -21,7 +21,6 @@ from andrea.interop.target import OtherProgram, Target
 from andrea.model.gpt import GPT
 
 # -------------------------------------------------------------------------------------------------------------- program
-#
 # transformers as the other program of a proof: loads an exported folder, and gives logits, token ids and greedy tokens.
 
 
@@ -72,6 +71,8 @@ class Transformers(LoadedByTransformers):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts))["input_ids"]
 
+
+# ----------------------------------------------------------------------------------------------------------- the target
 
 USAGE = """\
     from transformers import AutoModelForCausalLM, AutoTokenizer

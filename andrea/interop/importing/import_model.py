@@ -34,9 +34,7 @@ from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
 # -------------------------------------------------------------------------------------------------------------- program
-#
 # transformers as the other program of an import's proof: its own class, with the settings and weights of the source folder.
-
 
 REFUSED = "transformers refuses the model"
 
@@ -89,6 +87,8 @@ class ImportedByTransformers(LoadedByTransformers):
             found = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [[self.end_of_text, *ids] for ids in found]
 
+
+# ---------------------------------------------------------------------------------------------------------- the command
 
 TOLERANCE = 1e-5  # of logits, as a share of the largest
 LEAST_TOLERANCE = 1e-5

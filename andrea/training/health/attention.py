@@ -33,13 +33,11 @@ from andrea.training.health.check import (
 )
 
 # ---------------------------------------------------------------------------------------------------------------- heads
-#
 # Measures the attention heads during training and computes the figures that are logged.
 #
 # L layers, H heads. The definitions of the figures are in andrea/attention/statistics.py. `attention/…` is measured on the
 # probe, a fixed batch of held-out text, in fp32, so that runs on the same data can be compared even if they train with
 # different implementations. `attention/step/…` is measured in the training step itself, if `measures_every_step` is true.
-
 
 PROBE_TOKENS = 2048  # in the probe, at most; but at least one sequence of each source
 
@@ -136,6 +134,8 @@ def measures_every_step(attention: AttentionConfig) -> bool:
     """
     return attention.implementation == "triton" or attention.qk_clip is not None
 
+
+# ------------------------------------------------------------------------------------------------------ checks of heads
 
 REMEDY = "set `model.qk_norm=true`, or `attention.qk_clip=100` with `model.qk_norm=false`"
 HEAD_SHARE = 0.9  # of all heads must behave so: half of a healthy model's heads may attend to its first token

@@ -20,11 +20,9 @@ from andrea.config import OptimizerConfig, RunConfig
 from andrea.training.expected.curves import Standing
 
 # -------------------------------------------------------------------------------------------------------------- history
-#
 # Keeps the loss and gradient norm of recent training steps for the health checks.
 #
 # The trainer has already read both numbers from the device, so keeping them delays no step.
-
 
 RECENT_STEPS = 50  # losses and gradient norms of this many steps define the usual range
 LATEST_STEPS = 10  # the median loss of this many steps is the current loss
@@ -91,6 +89,8 @@ class StepHistory:
         self.norms.extend(state["norms"])
         self.interval, self.worst, self.learned = state["interval"], state["worst"], state["learned"]
 
+
+# --------------------------------------------------------------------------------------------------------------- checks
 
 EARLY_STEPS = 50  # after the warm-up: healthy small models have learned the token frequencies by then
 OPTIMIZER_REMEDY = "smaller optimizer steps"  # docs/health.md explains it; `optimizer_remedy` names the keys

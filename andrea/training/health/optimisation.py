@@ -23,7 +23,6 @@ from andrea.training.health.check import (
 from andrea.training.health.data import DataSummary
 
 # ----------------------------------------------------------------------------------------------------------------- loss
-#
 # Compares the loss with two models that ignore the context: a uniform guess, and the token frequencies.
 
 
@@ -71,9 +70,7 @@ class LossCheck(Check):
 
 
 # ------------------------------------------------------------------------------------------------------------- expected
-#
 # Compares the validation figure with runs of the same recipe on the same text.
-
 
 WORSE_BPB = 0.03  # bits per byte beyond the spread over seeds
 # What the recipe does not decide, but may spoil a result: each is replaced by its slow, plain form.
@@ -114,6 +111,8 @@ class ExpectedCheck(Check):
         now.add(f"attention.implementation={run.attention.implementation}")
         return [word for word in PLAIN if word not in now]
 
+
+# --------------------------------------------------------------------------------------------------------- optimisation
 
 LARGEST_UPDATE_RATIO = 0.25  # of a weight matrix's norm, in one step
 MOST_CLIPPED = 0.9  # share of the steps since the last evaluation

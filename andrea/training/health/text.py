@@ -25,13 +25,11 @@ from andrea.training.health.check import (
 )
 
 # ---------------------------------------------------------------------------------------------------------------- loops
-#
 # Finds the loop that a collapsed model repeats.
 #
 # A text is split into pieces: words, numbers, and runs of punctuation marks. A run such as `=====`, `'''` or `],` is one
 # piece, whatever its length, so that a long underline is not mistaken for a loop.
 # N: number of pieces in a text. P: number of pieces in the unit that a loop repeats.
-
 
 # Words and underlines are not longer. A longer piece is a loop without blanks, and is split into its characters.
 LONGEST_PIECE_CHARACTERS = 100
@@ -126,9 +124,7 @@ def find_loop(pieces: Sequence[str]) -> Loop:
 
 
 # ------------------------------------------------------------------------------------------------------- reference text
-#
 # Measures the repetition and variety of a text, and of held-out text for comparison.
-
 
 FEWEST_PIECES = 16  # a text of fewer words and marks is not judged
 WINDOWS = 128  # of held-out text, evenly spaced
@@ -212,6 +208,8 @@ class ReferenceText:
         ratio = getattr(text, name) / self.lowest(name)
         return 1 / ratio if name == "compression" else ratio
 
+
+# ----------------------------------------------------------------------------------------------------------------- text
 
 FAILING_SHARE = 0.5  # of the texts: even a healthy small model writes a loop in one sample of five
 REPETITION = 0.4  # a text is a loop if one repeated unit covers more than this share of it

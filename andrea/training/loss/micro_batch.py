@@ -28,7 +28,6 @@ from andrea.text.tokenizer import Tokenizer
 from andrea.training.loss.kernels import cross_entropy_cpp
 
 # ---------------------------------------------------------------------------------------------------------------- fused
-#
 # Fuses head, soft cap and cross-entropy, so that the full logits are never in memory.
 #
 # N tokens, d = d_model, V vocabulary. Rows are processed in chunks. Each chunk computes its logits, their loss and their
@@ -36,7 +35,6 @@ from andrea.training.loss.kernels import cross_entropy_cpp
 # these two are kept. The backward pass scales them. The readable twin is
 # `andrea.training.loss.micro_batch.loss_sum_from_hidden`. The idea is from Liger Kernel (Hsu et al. 2024,
 # arXiv 2410.10989, section 3.2).
-
 
 # Logits in a chunk. Smaller chunks add to the head's gradient more often; larger ones need more memory. The Triton kernel
 # holds one copy of the logits, in the precision of the products. Compiled code holds two; eager code holds five, in
@@ -175,14 +173,12 @@ def native_loss_of_chunk(
 
 
 # --------------------------------------------------------------------------------------------------------- distillation
-#
 # Distillation: a model learns from its text, and from what other trained models expect at each position.
 #
 # Hinton, Vinyals and Dean 2015, "Distilling the knowledge in a neural network", arXiv 1503.02531, section 2, at temperature 1,
 # with the mean of the teachers' probabilities (an ensemble). Measured on a small text: bench/README.md, "Small texts".
 #
 # Shapes: B sequences, T tokens, V vocabulary.
-
 
 SHARE = 0.5  # of the teachers' probabilities in each target; the rest is the token of the text
 
@@ -235,6 +231,9 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
             )
         models.append(model.to(device))
     return Teachers(models)
+
+
+# -------------------------------------------------------------------------------------------- the loss of a micro-batch
 
 
 def loss_sum(model: GPT, tokens: Tensor, targets: Tensor, recompute: bool = False) -> Tensor:

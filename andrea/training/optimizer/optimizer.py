@@ -26,14 +26,12 @@ from andrea.model.transfer import Factors, Transfer
 from andrea.training.parallel.strategy import Parallel
 
 # ----------------------------------------------------------------------------------------------------------------- muon
-#
 # Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum.
 #
 # Its variant MuonEq-R, the default, makes the rows of the momentum equally long first.
 #
 # n matrices of one shape, with R rows and C columns each. Each rank updates its own rows; `Parallel` assembles whole
 # matrices for the orthogonalisation.
-
 
 MOMENTUM = 0.95  # decay of the running mean of the gradient (Nesterov), as of Jordan et al. (2024)
 SMALLEST_NORM = 1e-7  # added to norms, which may be 0
@@ -138,7 +136,6 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------------- average
-#
 # A running average of the weights, which evaluations, samples and the loaded model use in place of the newest weights.
 #
 # Polyak and Juditsky (1992) average all steps; here older steps count less, as an exponential moving average with the bias
@@ -185,7 +182,6 @@ class WeightAverage:
 
 
 # -------------------------------------------------------------------------------------------------------------- qk clip
-#
 # QK-clip: scale down the queries and keys of a head whose attention logits exceed a threshold (Kimi K2, arXiv 2507.20534,
 # section 2.1, algorithm 1). L layers, H query heads, G key/value heads, D = d_head.
 
@@ -218,11 +214,9 @@ def clip_logits(parallel: Parallel, largest_logit: Tensor, threshold: float, fin
 
 
 # ----------------------------------------------------------------------------------------------------------- loss scale
-#
 # The loss scale that keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, section 3.2).
 #
 # Unlike torch's GradScaler, it stays on the device: the host does not wait for an overflow flag before each update.
-
 
 GROWTH_INTERVAL = 2000  # finite steps until the scale doubles
 SMALLEST_SCALE = 1.0  # an overflow at a smaller scale is not caused by fp16's range: the run has failed
@@ -262,6 +256,8 @@ class LossScale:
         self.factor.fill_(state[0])
         self.finite_steps.fill_(state[1])
 
+
+# -------------------------------------------------------------------------------------------------------- the optimizer
 
 BETAS = (0.9, 0.95)  # of AdamW's running means: those of GPT-3 and Llama
 # The first pattern that matches a parameter's whole name decides its group.

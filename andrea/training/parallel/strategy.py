@@ -132,12 +132,10 @@ def compile_loss(loss: MicroBatchLoss, compile_mode: str) -> MicroBatchLoss:
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
-#
 # `Ranks`: the processes of one run, and the collectives that the training code needs.
 #
 # A rank is one process of the run. Rank 0 chooses names, prints, logs and writes the files that exist once. Figures are
 # reduced over ranks: sums, minima and maxima are the same on every rank afterwards.
-
 
 Result = TypeVar("Result")
 
@@ -235,9 +233,7 @@ class Ranks:
 
 
 # ------------------------------------------------------------------------------------------------------------------ ddp
-#
 # Data parallelism: the whole model on every rank (DDP; Li et al. 2020, arXiv 2006.15704).
-
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 

@@ -24,9 +24,7 @@ from andrea.training.records.console import Console
 from andrea.training.records.format import format_memory
 
 # -------------------------------------------------------------------------------------------------------------- machine
-#
 # Finds the device of each rank and its free memory.
-
 
 GIB = 2**30
 USABLE_SHARE = 0.8  # of the free memory: a plan is not exact, and other programs need memory too
@@ -87,7 +85,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------- parallel
-#
 # How the ranks share the model: one process, DDP (a copy on each rank) or FSDP2 (a shard on each rank).
 
 
@@ -123,6 +120,8 @@ def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, fre
         "fsdp", why + (f"; sharded over {ranks} ranks, it needs {format_memory(sharded)} on each" if ranks > 1 else "")
     )
 
+
+# ---------------------------------------------------------------------------------------------------------- micro-batch
 
 TOKENS_IN_PASS_ON_CPU = 4096  # at most: on a CPU a longer pass is no faster and takes more memory
 

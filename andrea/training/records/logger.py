@@ -44,7 +44,6 @@ class Logger(ABC):
 
 
 # ---------------------------------------------------------------------------------------------------------- tensorboard
-#
 # logger.tensorboard: the records as TensorBoard's event files, in the run folder; `tensorboard --logdir runs` shows them.
 
 

@@ -36,7 +36,6 @@ from andrea.training.records.recognise import is_free, is_run_folder, run_folder
 from andrea.training.records.record_file import append_line, read_lines, read_records
 
 # -------------------------------------------------------------------------------------------------------------- run log
-#
 # `run.log` in the run folder: the errors that did not end the run. Without such errors there is no file.
 
 
@@ -49,6 +48,8 @@ class RunLog:
         with suppress(OSError), open(self.path, "a", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
+
+# ------------------------------------------------------------------------------------------------------- the run folder
 
 LOCK = ".lock"  # held while a process writes to the folder
 

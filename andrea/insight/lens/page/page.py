@@ -33,7 +33,6 @@ from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------- facts
-#
 # The facts that the page shows as text and numbers: about the model, and about every head.
 
 
@@ -136,12 +135,10 @@ def json_number(number: float | Tensor | None) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------------------------ head data
-#
 # The arrays that the page needs to show a head in full, and their encoding in the file.
 #
 # T tokens, N width of a query or key from which a score is computed, D = d_head, V vocabulary, C candidates for the next
 # token.
-
 
 LIKELIEST = 10  # next tokens shown at each position, with their probabilities with and without a head
 LIKELIEST_ABLATED = 5  # next tokens shown at each position after the ablation of a head
@@ -227,11 +224,9 @@ def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------- measurements
-#
 # Measures every head on one prompt, for the lens page.
 #
 # T tokens, L layers, H heads, V vocabulary.
-
 
 MAP_SIDE = 32  # most rows and columns of a head's small map
 
@@ -307,6 +302,8 @@ def small_maps(weights: Tensor, side: int) -> np.ndarray:
     largest = functional.adaptive_max_pool2d(weights[None], side)[0]
     return (255 * largest.clamp(0, 1).sqrt()).round().to(torch.uint8).cpu().numpy()
 
+
+# ------------------------------------------------------------------------------------------------------------- the page
 
 TEMPLATE = Path(__file__).parent / "template.html"
 LEAST_PROBABILITY = 1e-38  # fp32 rounds smaller ones to zero, which has no logarithm
