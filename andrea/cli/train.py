@@ -115,7 +115,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.training.planning.dry_run import describe
     from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
-    from andrea.training.planning.settle import keys_left_auto, remembered_auto
+    from andrea.training.planning.plan import keys_left_auto
     from andrea.training.records.recognise import run_folder_of
     from andrea.training.start import start
 
@@ -129,7 +129,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
         if checkpoint is not None:
             other_ranks = checkpoint.state["ranks"] != ranks.size
             saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
-            left_auto = remembered_auto(checkpoint)
+            left_auto = resume.remembered_auto(checkpoint)
             known = checkpoint.state["groups"]
             replaced = {group: choice for group, choice in line.groups.items() if known.get(group) != choice}
             groups = known | line.groups

@@ -8,6 +8,7 @@ import mmap
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +37,15 @@ PEAK_FLOPS = {
 MALLOC_TRIM_THRESHOLD, MALLOC_TOP_PAD, MALLOC_MMAP_MAX = -1, -2, -4  # mallopt's option numbers, from <malloc.h>
 # The type that a precision stands for. Weights are converted to it for inference.
 WEIGHT_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AS_CONFIGURED = "as configured"
 
 
 @dataclass(frozen=True)
 class Choice:
     """A setting's value and the reason for it, in the words of the line that a run prints at its start."""
 
-    value: str
-    why: str
+    value: Any
+    why: str = ""
 
 
 def choose_device(requested: str) -> torch.device:
@@ -123,7 +125,7 @@ def choose_precision(requested: str, device: torch.device) -> Choice:
     if requested == "fp16" and device.type != "cuda":
         raise UserError(f"precision=fp16 needs a CUDA GPU, got device={device.type}; use precision=bf16 or fp32")
     if requested != "auto":
-        return Choice(requested, "as configured")
+        return Choice(requested, AS_CONFIGURED)
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return Choice("bf16", "the GPU has bf16 instructions")

@@ -41,16 +41,10 @@ from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.optimizer import LossScale, saved_shapes
-from andrea.training.optimizer.schedule import decay_start
+from andrea.training.optimizer.schedule import decay_start, may_change, rate_at, relength
 from andrea.training.parallel.saver import Saver
-from andrea.training.planning.settle import (
-    INTERVALS,
-    describe_rate,
-    remembered_auto,
-    settle_again,
-    settled_intervals,
-    with_length,
-)
+from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
+from andrea.training.planning.time_budget import is_open
 from andrea.training.progress import Progress
 from andrea.training.records.recognise import run_folder_of
 from andrea.training.records.record_file import read_lines
@@ -61,6 +55,7 @@ from andrea.training.records.run_folder import LOCK
 FIXED = ("model", "attention.compatibility", "attention.score_softcap", "attention.sink", "data.kind", "data.sources",
          "data.include", "data.exclude", "data.field", "data.shuffle_documents", "tokenizer", "seed",
          "optimizer.kind", "optimizer.muon_rows", "optimizer.average_half_life", "train.tokens_per_step")  # fmt: skip
+NOTICED_JUMP = 0.05  # of the peak learning rate
 # Settings of the command, not of the run: never taken from the saved configuration.
 OF_THIS_COMMAND = ("resume", "init_from", "dry_run", "name", "runs_dir", "data_dir")
 # Settings that depend on the number of ranks: taken from the command line if this number changes.
@@ -211,8 +206,6 @@ def show_resume(
         print(f"  data: {source}")
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
-    if intervals := settled_intervals(config):
-        print(f"  recomputed for {config.steps} steps, because they are set to auto: {intervals}")
     if line := describe_rate(progress_of(checkpoint), saved, progress, config):
         print(f"  {line}")
 
@@ -275,6 +268,50 @@ def resumed_progress(
     return dataclasses.replace(progress, follows_recipe=before.follows_recipe and same_recipe)
 
 
+def remembered_auto(checkpoint: Checkpoint) -> list[str]:
+    """The keys that the user of the checkpoint's run left `auto`."""
+    return [key for key in checkpoint.state["left_auto"] if key in AUTO]
+
+
+def asked_length(config: RunConfig, left_auto: Collection[str]) -> tuple[float | None, ...]:
+    """The settings by which the user gave the run its length."""
+    steps = None if "train.steps" in left_auto else config.steps
+    return steps, config.train.flops, config.train.tokens_per_parameter
+
+
+def with_length(
+    progress: Progress, saved: RunConfig, saved_auto: Collection[str], config: RunConfig, left_auto: Collection[str]
+) -> Progress:
+    """The progress of a resumed run with its length: the planned length, unless the user now asks for another length.
+
+    saved_auto, left_auto: the keys that were left `auto` in the checkpoint's run, and in this process.
+    """
+    step, planned, optimizer = progress.step, progress.planned_steps, saved.optimizer
+    if saved.train.max_minutes is not None and is_open(step, planned, optimizer):  # planned is only the limit of then
+        steps = relength(step, planned, 1, optimizer) if may_change(step, planned, optimizer) else step + 1
+        progress = dataclasses.replace(progress, planned_steps=max(config.steps, steps))
+    if asked_length(saved, saved_auto) == asked_length(config, left_auto) or progress.planned_steps == config.steps:
+        return progress
+    return dataclasses.replace(progress, planned_steps=config.steps)
+
+
+def describe_rate(before: Progress, saved: RunConfig, now: Progress, config: RunConfig) -> str | None:
+    """A line on the learning rate's jump when a run goes on with another number of steps; None without a jump.
+
+    before, now: the progress as saved, and with the length of this process.
+    """
+    step, steps = now.step, now.planned_steps
+    if steps == before.planned_steps or not 0 < step < min(steps, before.planned_steps + 1):
+        return None
+    last, after = rate_at(step - 1, before.planned_steps, saved.optimizer), rate_at(step, steps, config.optimizer)
+    if abs(after - last) < NOTICED_JUMP:
+        return None
+    return (
+        f"learning rate: jumps from {last:.0%} to {after:.0%} of its peak, the value of "
+        f"optimizer.schedule={config.optimizer.schedule} at step {step + 1} of {steps}"
+    )
+
+
 def progress_of(checkpoint: Checkpoint) -> Progress:
     return Progress(**{field.name: checkpoint.state[field.name] for field in dataclasses.fields(Progress)})
 
@@ -298,7 +335,7 @@ def merge(
 
     typed_groups: without those that the run has already chosen by the same name, whose saved values stay. A typed group
     replaces the saved group key by key; but if a key is `auto` in the typed group, the saved value stays. An interval that
-    becomes `auto` again gets no line, because show_resume prints its new value.
+    becomes `auto` again gets no line, because the plan prints its new value.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     left_auto: keys that become `auto` again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
@@ -314,7 +351,7 @@ def merge(
         if is_typed or now[key] != "auto":
             after[key] = now[key]
     set_now = {key for key in typed if now[key] != "auto"} | typed_values.keys()
-    again = settle_again(after, differing(before, after), left_auto, set_now)
+    again = choose_again(after, differing(before, after), left_auto, set_now)
     after |= again
     changed = differing(before, after)
     for key in sorted(changed):
@@ -323,7 +360,7 @@ def merge(
                 f"{key}={as_typed(after[key])} cannot replace {key}={as_typed(before.get(key))} of the run to resume; "
                 f"leave {key} out, or start a new run from its weights with init_from=…"
             )
-    told = sorted(changed - {key for key in INTERVALS if key in again})  # show_resume has a line for the intervals
+    told = sorted(changed - {key for key in INTERVALS if key in again})  # the plan has a line for the intervals
     return lay_over({}, after), [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
 
 

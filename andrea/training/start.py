@@ -32,9 +32,8 @@ from andrea.training.parallel.model import make_model, make_parallel
 from andrea.training.parallel.saver import make_saver
 from andrea.training.parallel.strategy import Parallel, Ranks
 from andrea.training.parallel.watchdog import Watchdog
-from andrea.training.planning.auto import Resolved, resolve
 from andrea.training.planning.micro_batch import Machine, with_tried_micro_batch
-from andrea.training.planning.small_text import chooses_on_a_part, is_planned_for_text, planned_epochs
+from andrea.training.planning.plan import Plan, make_plan
 from andrea.training.planning.time_budget import describe_length, make_time_budget
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records.console import Console
@@ -64,18 +63,10 @@ MakeLogger = Callable[[Path], Logger]  # run folder -> logger
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The inputs from which a run is built. asked: the configuration as typed. resolved: with each `auto` replaced.
+    """The inputs from which a run is built. started: time.monotonic() at the beginning of the command."""
 
-    started: time.monotonic() at the beginning of the command.
-    left_auto: the keys that the user has left `auto`, also if an earlier process of the run has chosen their values.
-    groups: the choice of each group, {"model": "andrea-nano", …}.
-    """
-
-    asked: RunConfig
+    plan: Plan
     started: float
-    left_auto: list[str]
-    groups: Mapping[str, str]
-    resolved: Resolved
     machine: Machine
     corpus: Corpus
     checkpoint: Checkpoint | None
@@ -100,7 +91,7 @@ def start(
     """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
 
     draw_lens: draws the lens page at each evaluation. run_page: makes the logger that writes the page of the run's folder.
-    Both are passed in, because training may not import insight. left_auto, groups: see RunSetup.
+    Both are passed in, because training may not import insight. left_auto, groups: see Plan.
     started: time.monotonic() at the beginning of the command, from which train.max_minutes counts; default: now.
     """
     started = time.monotonic() if started is None else started
@@ -118,27 +109,24 @@ def start(
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
     planned_steps = progress_at_start(asked, checkpoint, left_auto).planned_steps if checkpoint else None
-    resolved = ranks.from_rank_0(lambda: resolve(asked, machine, corpus, left_auto, planned_steps))
-    for line in resolved.lines:
+    plan = ranks.from_rank_0(lambda: make_plan(asked, left_auto, dict(groups), planned_steps, machine, corpus))
+    for line in plan.lines:
         console.say(line)
-    set_up_process(resolved.config, machine)
-    source = ranks.rank_0_first(lambda: source_of_weights(resolved.config, corpus, checkpoint))
+    set_up_process(plan.config, machine)
+    source = ranks.rank_0_first(lambda: source_of_weights(plan.config, corpus, checkpoint))
     if source is not None:
         console.say(f"weights: {config.init_from} (init_from)")
-    teachers = ranks.rank_0_first(lambda: load_teachers(resolved.config, corpus.tokenizer, machine.device))
+    teachers = ranks.rank_0_first(lambda: load_teachers(plan.config, corpus.tokenizer, machine.device))
     if teachers is not None:
         console.say(f"distillation: half of each target from the mean of {len(teachers.models)} teachers")
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
-        setup = RunSetup(
-            asked, started, list(left_auto), groups, resolved, machine, corpus, checkpoint, folder, console, watchdog,
-            draw_lens, run_page,
-        )  # fmt: skip
-        config, parallel, loss = make_model_and_loss(setup, source, teachers)
-        trainer = make_trainer(setup, config, parallel, loss)
+        setup = RunSetup(plan, started, machine, corpus, checkpoint, folder, console, watchdog, draw_lens, run_page)
+        plan, parallel, loss = make_model_and_loss(setup, source, teachers)
+        trainer = make_trainer(setup, plan, parallel, loss)
         code = 1
-        with advising_to_continue(folder, config):
+        with advising_to_continue(folder, plan.config):
             try:
                 code = trainer.train()
             finally:
@@ -148,34 +136,33 @@ def start(
 
 def make_model_and_loss(
     setup: RunSetup, source: Checkpoint | None, teachers: Teachers | None
-) -> tuple[RunConfig, Parallel, nn.Module]:
-    """The model shared among the ranks, its compiled loss, and the config with the micro-batch and `compile` that worked."""
-    asked, config, device, tokenizer = setup.asked, setup.resolved.config, setup.machine.device, setup.corpus.tokenizer
+) -> tuple[Plan, Parallel, nn.Module]:
+    """The model shared among the ranks, its compiled loss, and the plan with the micro-batch and `compile` that worked."""
+    plan, config, device, tokenizer = setup.plan, setup.plan.config, setup.machine.device, setup.corpus.tokenizer
     setup.watchdog.at(0, "building the model")
     model = make_model(config, tokenizer, source, fresh=setup.checkpoint is None)
-    parallel = make_parallel(setup.resolved.sharing, config, setup.machine.ranks, device, model, tokenizer)
-    if device.type == "cuda" and asked.train.micro_batch == "auto":
+    parallel = make_parallel(plan.sharing, config, setup.machine.ranks, device, model, tokenizer)
+    if device.type == "cuda" and "train.micro_batch" in plan.chosen_now:
         config = with_tried_micro_batch(config, parallel, setup.machine, setup.console, teachers)
     setup.watchdog.at(0, "compiling")
-    may_run_uncompiled = "compile" in setup.left_auto
+    may_run_uncompiled = "compile" in plan.left_auto
     loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled, teachers)
-    return config, parallel, loss
+    return dataclasses.replace(plan, config=config), parallel, loss
 
 
-def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: nn.Module) -> Trainer:
+def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Module) -> Trainer:
     """The trainer with all its parts, in the state of the checkpoint if the run is resumed."""
-    device, folder, corpus, checkpoint, console = (
-        setup.machine.device, setup.folder, setup.corpus, setup.checkpoint, setup.console
-    )  # fmt: skip
+    config, device, folder = plan.config, setup.machine.device, setup.folder
+    corpus, checkpoint, console = setup.corpus, setup.checkpoint, setup.console
     optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
     scale = LossScale(device, active=config.precision == "fp16")
     saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep)
     setup.watchdog.at(0, "reading the checkpoint")
     if checkpoint:
         restore(checkpoint, saver, scale)
-    progress = progress_at_start(config, checkpoint, setup.left_auto)
+    progress = progress_at_start(config, checkpoint, plan.left_auto)
     console.steps = progress.planned_steps
-    budget = make_time_budget(config, setup.left_auto, corpus, setup.started)
+    budget = make_time_budget(plan, corpus, setup.started)
     if length := describe_length(progress, config, budget):
         console.say(length)
     if budget:
@@ -190,16 +177,15 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
     run_id = ranks.from_rank_0(
         lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None, config.init_from)
     )
-    facts = checkpoint_facts(config, corpus, ranks, run_id, setup.left_auto, setup.groups)
+    facts = checkpoint_facts(config, corpus, ranks, run_id, plan.left_auto, plan.groups)
     records = Records([], console, RunLog(folder), progress, setup.watchdog)
     if ranks.is_rank_0:
         open_loggers(records, config, folder, checkpoint, parallel, facts, setup.run_page)
-    health = make_health(config, corpus, loader, checkpoint, planned_epochs(config, setup.left_auto, corpus))
+    health = make_health(config, corpus, loader, checkpoint, plan.expected_epochs)
     step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)
     trainer = Trainer(
-        config,
-        setup.left_auto,
+        plan,
         step,
         progress,
         Evaluator(
@@ -211,14 +197,13 @@ def make_trainer(setup: RunSetup, config: RunConfig, parallel: Parallel, loss: n
             records,
             setup.draw_lens,
             ExpectedCurves.of(config),
-            chooses_on_a_part(config, setup.left_auto, corpus),
+            plan.is_judged_on_a_part,
             budget,
         ),
         RunCheckpoints(folder, saver, progress, scale, health, records, facts),
         records,
         StopRequests(budget, device, console.waiting),
         Throughput(config.tokens_per_step, per_token, peak_flops(device), ranks.size),
-        is_planned_for_text(config, setup.left_auto, corpus),
     )
     ranks.from_rank_0(lambda: write_config(folder, trainer.planned))
     return trainer

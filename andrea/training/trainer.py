@@ -29,7 +29,7 @@ from andrea.training.evaluation import Evaluator
 from andrea.training.health.attention import scalars
 from andrea.training.health.check import optimizer_remedy, remedy_settings
 from andrea.training.optimizer.schedule import rate_at, relength
-from andrea.training.planning.settle import as_planned
+from andrea.training.planning.plan import Plan
 from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open
 from andrea.training.progress import Progress
 from andrea.training.records.console import part_words
@@ -323,8 +323,7 @@ class Due(NamedTuple):
 class Trainer:
     """Trains to the last step, the time limit, a signal or a failure; `train` returns the process's exit code."""
 
-    config: RunConfig
-    left_auto: list[str]  # see RunSetup
+    plan: Plan
     step: TrainingStep
     progress: Progress
     evaluator: Evaluator
@@ -332,9 +331,9 @@ class Trainer:
     records: Records
     stopping: StopRequests
     throughput: Throughput
-    is_planned_for_text: bool = False  # whether the length was chosen for a small text
 
     def __post_init__(self) -> None:
+        self.config = self.plan.config
         self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
         self.planned = self.config_for(self.progress.planned_steps)
@@ -349,7 +348,7 @@ class Trainer:
             self.checkpoints,
             self.records,
             self.stopping,
-            self.is_planned_for_text,
+            self.plan.is_for_text,
         )
 
     def train(self) -> int:
@@ -402,7 +401,7 @@ class Trainer:
         if due.record or due.evaluation:
             figures = self.training_figures(update, rate)
             self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
-        if due.evaluation and self.is_planned_for_text:
+        if due.evaluation and self.plan.is_for_text:
             self.decay_if_worse()
         if due.evaluation:
             self.heed_patience()
@@ -490,14 +489,9 @@ class Trainer:
         return steps < before
 
     def config_for(self, steps: int) -> RunConfig:
-        """The configuration with this length.
-
-        Intervals that were left `auto` are computed for this length. Exception: in a run that is planned for a small text
-        and has no train.max_minutes, they stay unchanged."""
+        """The configuration with this length, and with intervals for it."""
         budget = self.stopping.budget
-        if budget:
-            return as_planned(self.config, self.left_auto, steps, budget.evaluations(steps))
-        return as_planned(self.config, () if self.is_planned_for_text else self.left_auto, steps)
+        return self.plan.of_length(steps, budget.evaluations(steps) if budget else None)
 
     def requests(self) -> list[Tensor]:
         """This rank's `StopRequests.flags`, with the length that rank 0 asks for by train.max_minutes."""
@@ -537,7 +531,7 @@ class Trainer:
         """The actions that follow step number `step`, counted from 1."""
         train, last = self.planned.train, step == self.progress.planned_steps
         # A run that is planned for a small text keeps its intervals where it is shortened.
-        length = self.config.steps if self.is_planned_for_text else self.planned.steps
+        length = self.config.steps if self.plan.is_for_text else self.planned.steps
 
         def every(interval: int | str) -> bool:
             assert isinstance(interval, int), "auto is resolved before training"

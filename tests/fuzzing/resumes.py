@@ -31,7 +31,7 @@ from andrea.text.prepare import fingerprint_of
 from andrea.training.health.health import make_health
 from andrea.training.optimizer.optimizer import LossScale
 from andrea.training.planning.length import with_length_and_name
-from andrea.training.planning.settle import keys_left_auto, remembered_auto
+from andrea.training.planning.plan import keys_left_auto
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import folder_to_write
 from andrea.training.resume import (
@@ -39,6 +39,7 @@ from andrea.training.resume import (
     flatten,
     is_done,
     merge,
+    remembered_auto,
     resumed_progress,
     show_resume,
     source_of_weights,

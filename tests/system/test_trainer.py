@@ -478,7 +478,7 @@ def failing_compiler(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_machine_that_cannot_compile_trains_without(tiny_run, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("andrea.training.planning.auto.choose_compile", lambda *asked: Choice("on", "for the test"))
+    monkeypatch.setattr("andrea.training.planning.plan.choose_compile", lambda *asked: Choice("on", "for the test"))
     with failing_compiler(tmp_path):
         assert tiny_run("name=a", "compile=auto", "train.steps=2", "model.d_mlp=60") == 0
     assert "training continues without it" in capsys.readouterr().out

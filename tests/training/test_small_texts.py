@@ -25,7 +25,8 @@ from andrea.config import RunConfig
 from andrea.model.size import count_parameters
 from andrea.text.tokenizer import vocabulary_for
 from andrea.training.planning import small_text as small_text_module
-from andrea.training.planning.small_text import for_text, most_steps_for_text
+from andrea.training.planning.plan import Situation, with_choices
+from andrea.training.planning.small_text import most_steps_for_text
 from andrea.training.records.run_folder import read_lines
 
 
@@ -106,6 +107,11 @@ def test_a_long_run_says_how_often_it_reads_the_text_and_every_remedy_works(memo
         assert settings_in(message), message
         for remedy in settings_in(message):
             assert main(["train", *places, *remedy]) == 0, remedy
+
+
+def for_text(run: RunConfig, corpus: SimpleNamespace) -> RunConfig:
+    keys = ("train.steps", "model.bigram_rows", "optimizer.muon_rows", "optimizer.weight_decay")
+    return with_choices(run, [], Situation(None, corpus), keys)
 
 
 @pytest.fixture

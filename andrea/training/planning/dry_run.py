@@ -27,6 +27,7 @@ from andrea.training.planning.micro_batch import (
     FREE_ON_CARD,
     USABLE_SHARE,
     Placement,
+    flops_of_run,
     free_bytes,
     memory_of,
     micro_batches_that_fit,
@@ -147,10 +148,7 @@ def expected_time(config: RunConfig, n_vocab: int, device: torch.device, precisi
     seconds = trial_step_seconds(config, n_vocab, device, precision)
     if seconds is None:
         return f"not measured: one sequence is more than a trial on {device.type} may compute"
-    per_token = flops_per_token(config.model, config.attention, n_vocab)
-    is_compiled = (
-        choose_compile(config.compile, device, config.steps * config.tokens_per_step * per_token).value != "off"
-    )
+    is_compiled = choose_compile(config.compile, device, flops_of_run(config, n_vocab)).value != "off"
     compiled = " without torch.compile, which makes them faster" if is_compiled else ""
     return (
         f"about {format_duration(tokens / config.tokens_per_step * seconds)} at {config.tokens_per_step / seconds:,.0f} "

@@ -13,7 +13,7 @@ import torch
 from andrea.config import RunConfig, UserError
 from andrea.model.size import flops_per_token
 from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import Choice, choose_device
+from andrea.runtime.device import AS_CONFIGURED, Choice, choose_device
 from andrea.runtime.program import typed_command
 from andrea.training.health.attention import measures_every_step
 from andrea.training.loss.micro_batch import MicroBatchLoss, Teachers
@@ -88,13 +88,14 @@ def free_bytes(device: torch.device) -> int:
 # How the ranks share the model: one process, DDP (a copy on each rank) or FSDP2 (a shard on each rank).
 
 
-def choose_sharing(config: RunConfig, ranks: Ranks, n_vocab: int, free_bytes: float, precision: str) -> Choice:
+def choose_sharing(config: RunConfig, machine: Machine, n_vocab: int) -> Choice:
     """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
-    chosen = Choice(config.parallel.kind.removesuffix("_offload"), "as configured")
+    ranks = machine.ranks
+    chosen = Choice(config.parallel.kind.removesuffix("_offload"), AS_CONFIGURED)
     if config.parallel.kind == "auto":
         if not ranks.started_by_torchrun:
             return Choice("none", "one process")
-        chosen = sharing_that_fits(config, n_vocab, Placement(CARD, precision, ranks.size), free_bytes)
+        chosen = sharing_that_fits(config, n_vocab, Placement(CARD, config.precision, ranks.size), machine.free_bytes)
     if chosen.value == "fsdp" and not ranks.started_by_torchrun:
         raise UserError(
             f"parallel={config.parallel.kind} shards a model over the ranks of torchrun, but torchrun was not used; start with "
@@ -126,9 +127,13 @@ def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, fre
 TOKENS_IN_PASS_ON_CPU = 4096  # at most: on a CPU a longer pass is no faster and takes more memory
 
 
+def flops_of_run(config: RunConfig, n_vocab: int) -> int:
+    return config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
+
+
 def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Placement) -> Memory:
     """The memory plan of one rank for this micro-batch."""
-    flops = config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
+    flops = flops_of_run(config, n_vocab)
     return plan_memory(
         config.model,
         config.attention,

@@ -9,9 +9,6 @@ step is an estimate.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection
-
 from andrea.config import ON_LARGE_TEXT, RunConfig
 from andrea.model.size import parameters_without_bigrams
 from andrea.text.corpus import Corpus
@@ -64,63 +61,31 @@ def weight_decay_for_text(config: RunConfig, corpus: Corpus) -> float:
     return round(max(ON_LARGE_TEXT["optimizer.weight_decay"], min(decay, MOST_DECAY)), 2)
 
 
-def for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The configuration with numbers for the keys whose `auto` depends on the text's size."""
-    tokenizer, optimizer, train = config.tokenizer, config.optimizer, config.train
-    if train.steps == "auto":
-        config = dataclasses.replace(config, train=dataclasses.replace(train, steps=steps_for_text(config, corpus)))
-    reads_often = epochs_of(config.steps, config, corpus) > MOST_EPOCHS
-    if config.model.bigram_rows == "auto":
-        rows = None if reads_often else config.model.n_bigram_row
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, bigram_rows=rows))
-    if optimizer.muon_rows == "auto":
-        optimizer = dataclasses.replace(optimizer, muon_rows="none" if reads_often else optimizer.rows)
-        config = dataclasses.replace(config, optimizer=optimizer)
-    if optimizer.weight_decay == "auto":
-        decay = weight_decay_for_text(config, corpus)
-        config = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, weight_decay=decay))
-    if tokenizer.vocab_size == "auto":
-        tokenizer = dataclasses.replace(tokenizer, vocab_size=corpus.tokenizer.n_vocab)
-    return dataclasses.replace(config, tokenizer=tokenizer)
+def is_small(config: RunConfig, corpus: Corpus) -> bool:
+    """Whether the run's length is the one for a small text."""
+    return config.steps == most_steps_for_text(config, corpus) < config.model.recipe_steps
 
 
-def is_planned_now_for_text(asked: RunConfig, config: RunConfig, corpus: Corpus) -> bool:
-    """Whether train.steps=auto of `asked` has become, in `config`, the length for a small text."""
-    is_small = config.steps == most_steps_for_text(config, corpus) < config.model.recipe_steps
-    return asked.train.steps == "auto" and is_small
-
-
-def is_length_auto(config: RunConfig, left_auto: Collection[str]) -> bool:
-    """Whether the user gave the run no length. left_auto: the keys that the user left `auto`."""
-    given = config.train.flops is not None or config.train.tokens_per_parameter is not None
-    return "train.steps" in left_auto and not given
-
-
-def is_planned_for_text(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> bool:
-    """Whether the length was chosen for a small text."""
-    is_small = config.steps == most_steps_for_text(config, corpus) < config.model.recipe_steps
-    return is_length_auto(config, left_auto) and is_small
-
-
-def planned_epochs(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> float:
-    """The epochs of the length that the program itself chooses; 0 if the user gave the run a length."""
-    if not is_length_auto(config, left_auto):
-        return 0.0
-    return epochs_of(steps_for_text(config, corpus), config, corpus)
-
-
-def chooses_on_a_part(config: RunConfig, left_auto: Collection[str], corpus: Corpus) -> bool:
-    """Whether the best evaluation is chosen on the first half of the held-out text, and judged on the rest."""
+def is_judged_on_a_part(config: RunConfig, corpus: Corpus) -> bool:
+    """Whether each of two parts of the held-out text is large enough."""
     held_out = sum(len(source.val) for source in corpus.sources)
-    whole = config.train.eval_tokens is None
-    return is_planned_for_text(config, left_auto, corpus) and whole and held_out >= 2 * FEWEST_JUDGED_TOKENS
+    return config.train.eval_tokens is None and held_out >= 2 * FEWEST_JUDGED_TOKENS
+
+
+def small_text_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
+    """What the terminal shows of choices for a small text. asked: the configuration with `auto` still in it."""
+    return [
+        *length_lines(asked, config, corpus),
+        *decay_lines(asked, config, corpus),
+        *part_lines(asked, config, corpus),
+    ]
 
 
 def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
     """The lines on the run's length that are printed at its start. asked: the configuration with `auto` still in it."""
     epochs, n_token = epochs_of(config.steps, config, corpus), tokens_per_epoch(corpus)
     recipe = config.model.recipe_steps
-    if is_planned_now_for_text(asked, config, corpus):
+    if asked.train.steps == "auto" and is_small(config, corpus):
         return [
             f"small text: {n_token:,} training tokens, which the {recipe} steps of {config.model.name} would read "
             f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.2f} epochs; the best "

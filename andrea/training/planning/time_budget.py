@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import final
 
 from andrea.config import OptimizerConfig, RunConfig
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer.schedule import decay_start, may_change, shortest_length
-from andrea.training.planning.small_text import is_length_auto, most_steps_for_text
+from andrea.training.planning.plan import QUARTERS, Plan
 from andrea.training.progress import Progress
 
 RESERVE = 0.02  # of the time that is left: the pace may drop a little while the learning rate falls
@@ -28,7 +28,6 @@ MEASURED_SHARE = 0.05  # of the time that is left: steps are measured for so lon
 FIRST_SHARE = 1 / 50  # of a run, in which a cosine falls by a thousandth
 NOTICE = 2  # steps after which all ranks know what rank 0 asks for: on a GPU, flags are read one step later
 STEPS_PER_EVALUATION = 10  # at least, in the time of an evaluation: more evaluations would take too much of the time
-QUARTERS = 4  # evaluations and checkpoints of a run, if the time allows them
 
 
 @final
@@ -141,15 +140,15 @@ def is_open(step: int, steps: int, config: OptimizerConfig) -> bool:
     return may_change(step, steps, config) or (config.schedule == "cosine" and step < FIRST_SHARE * steps)
 
 
-def make_time_budget(
-    config: RunConfig, left_auto: Collection[str], corpus: Corpus, started: float
-) -> TimeBudget | None:
+def make_time_budget(plan: Plan, corpus: Corpus, started: float) -> TimeBudget | None:
     """None without train.max_minutes."""
+    config = plan.config
     if config.train.max_minutes is None:
         return None
     held_out = sum(len(source.val) for source in corpus.sources)
-    most_steps = most_steps_for_text(config, corpus) if is_length_auto(config, left_auto) else config.steps
-    return TimeBudget(config.train.max_minutes, started, FORWARD_SHARE * held_out / config.tokens_per_step, most_steps)
+    return TimeBudget(
+        config.train.max_minutes, started, FORWARD_SHARE * held_out / config.tokens_per_step, plan.most_steps
+    )
 
 
 def describe_length(progress: Progress, config: RunConfig, budget: TimeBudget | None) -> str | None:

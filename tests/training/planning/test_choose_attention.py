@@ -10,7 +10,7 @@ from andrea.attention.mask import SlidingWindow
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning import auto
-from andrea.training.planning.auto import choose_attention
+from andrea.training.planning.plan import choose_attention
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from conftest import tiny_words
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.training.planning.settle import describe_rate, settle_again
+from andrea.training.planning.plan import choose_again
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import read_lines
+from andrea.training.resume import describe_rate
 
 AUTO = ["train.eval_every=auto", "train.save_every=auto", "compile=auto"]
 
@@ -96,11 +97,11 @@ def test_the_planned_length_is_saved_and_goes_on_until_another_is_asked_for(trai
 
 def test_one_length_replaces_another() -> None:
     after = {"train.steps": 20, "train.flops": 1e9, "train.tokens_per_parameter": None, "train.eval_every": 2}
-    typed = settle_again(after, {"train.steps"}, ["train.eval_every"], {"train.steps"})
+    typed = choose_again(after, {"train.steps"}, ["train.eval_every"], {"train.steps"})
     assert typed == {"train.flops": None, "train.eval_every": "auto"}
-    typed = settle_again(after, {"train.flops"}, ["train.steps", "train.eval_every"], {"train.flops"})
+    typed = choose_again(after, {"train.flops"}, ["train.steps", "train.eval_every"], {"train.flops"})
     assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
-    assert settle_again(after, set(), ["train.steps", "train.eval_every"], set()) == {}
+    assert choose_again(after, set(), ["train.steps", "train.eval_every"], set()) == {}
 
 
 # --------------------------------------------------------------------------------------------------- the learning rate
