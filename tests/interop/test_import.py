@@ -643,7 +643,7 @@ def test_a_file_of_nanogpt(bias: bool, tmp_path: Path, monkeypatch) -> None:
                     "n_head": 2,
                     "n_embd": 8,
                     "block_size": 8,
-                    "bias": 1,
+                    "bias": True,
                     "vocab_size": 50257,
                 },
             },
