@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_command
 
 from andrea.cli.command_line import configure
-from andrea.cli.train import cached_headers, precompile_headers
+from andrea.cli.precompile_headers import cached_headers, precompile_headers
 from andrea.config import RunConfig
 
 LONG = ["device=cpu", "compile=blocks"]
