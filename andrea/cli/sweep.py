@@ -53,6 +53,8 @@ def sweep(argv: list[str]) -> int:
     group = settings.get("logger.group", time.strftime("sweep-%Y%m%d-%H%M%S"))
     fixed += [] if "logger.group" in settings else [f"logger.group={group}"]
     keys = [word.partition("=")[0] for word in varied]
+    if "train.max_minutes" not in (*settings, *keys):  # runs to compare have the same length on a slow machine
+        fixed.append("train.max_minutes=null")
     if "name" in (*settings, *keys):
         raise UserError(
             "name=… would give all runs of a sweep the same folder; leave it out: runs are named by the settings that differ"

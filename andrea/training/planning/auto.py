@@ -75,7 +75,10 @@ def resolve(
         precision=precision.value,
         compile=compile_.value,
         deterministic=deterministic,
-        train=with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement), evaluations),
+        train=dataclasses.replace(
+            with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement), evaluations),
+            max_minutes=asked.max_minutes,
+        ),
     )
     attention = choose_attention(config, device)
     config = dataclasses.replace(

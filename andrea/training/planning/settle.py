@@ -22,6 +22,7 @@ INTERVALS = ("train.eval_every", "train.save_every")
 DEPENDS_ON = {  # a key that may be auto -> the keys from which it is settled; a key stands after those it depends on
     "train.steps": LENGTH[1:],
     **dict.fromkeys(INTERVALS, LENGTH),
+    "train.max_minutes": LENGTH,
     "precision": ("device",),
     "deterministic": ("device",),
     "threads": ("device",),

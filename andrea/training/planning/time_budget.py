@@ -1,6 +1,7 @@
 """The time that `train.max_minutes` gives a process, and when the learning rate must begin to fall for the run to end in time.
 
-A run with this key is planned for as many steps as its text or train.steps allows. At a constant rate the decay may begin at
+A run with this key is planned for as many steps as its text or train.steps allows; the default run, whose time is `auto`, for
+the steps of its recipe. At a constant rate the decay may begin at
 any step: rank 0 measures the steps and what follows them, and asks for the decay as soon as the time left is what it takes.
 The length is then fixed. With a cosine the length is fixed once, after the warm-up or the first measured steps.
 """
@@ -38,6 +39,7 @@ class TimeBudget:
     minutes: train.max_minutes. started: the time at which the process began, by `clock` (in seconds).
     evaluation_steps: the time of an evaluation over the whole held-out text, in training steps, until one is measured.
     most_steps: upper limit of the run's length, even if more steps fit into the time.
+    is_limit: whether the run must end in time. False if nobody set the time: it then sets the length, and no more.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class TimeBudget:
         started: float,
         evaluation_steps: float,
         most_steps: int,
+        is_limit: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.minutes, self.started, self.clock = minutes, started, clock
+        self.minutes, self.started, self.is_limit, self.clock = minutes, started, is_limit, clock
         self.evaluation_steps, self.most_steps = evaluation_steps, most_steps
         self.elapsed = [0.0]  # seconds after each step, without evaluations
         self.evaluation_seconds = 0.0  # of the last evaluation, with the samples and the save that follow it
@@ -65,6 +68,8 @@ class TimeBudget:
 
     def is_over(self) -> bool:
         """Whether the run must stop now: the rest of the time, and OVERRUN, is what the last evaluation takes."""
+        if not self.is_limit:
+            return False
         return self.seconds_left() + OVERRUN * 60 * self.minutes < self.last_seconds() or self.seconds_left() < 0
 
     def lap(self) -> float:
@@ -97,7 +102,7 @@ class TimeBudget:
         self.whole_seconds = whole_seconds
         allowed = self.seconds_left() + OVERRUN * 60 * self.minutes - after
         allowed = max(0.0, min(allowed, LONGEST_EVALUATION * 60 * self.minutes))
-        return 1.0 if whole_seconds <= allowed else allowed / whole_seconds
+        return 1.0 if whole_seconds <= allowed or not self.is_limit else allowed / whole_seconds
 
     def seconds(self, step: int, length: int, eval_every: int) -> float:
         """The time from `step` to the end of a run of `length` steps."""
@@ -148,8 +153,13 @@ def make_time_budget(
     if config.train.max_minutes is None:
         return None
     held_out = sum(len(source.val) for source in corpus.sources)
-    most_steps = most_steps_for_text(config, corpus) if is_length_auto(config, left_auto) else config.steps
-    return TimeBudget(config.train.max_minutes, started, FORWARD_SHARE * held_out / config.tokens_per_step, most_steps)
+    is_limit = "train.max_minutes" not in left_auto
+    is_free = is_limit and is_length_auto(config, left_auto)  # may be longer than the model's recipe
+    most_steps = most_steps_for_text(config, corpus) if is_free else config.steps
+    assert config.train.max_minutes != "auto", "auto is resolved before training"
+    return TimeBudget(
+        config.train.max_minutes, started, FORWARD_SHARE * held_out / config.tokens_per_step, most_steps, is_limit
+    )
 
 
 def describe_length(progress: Progress, config: RunConfig, budget: TimeBudget | None) -> str | None:

@@ -10,7 +10,9 @@ import torch
 from conftest import tiny_words
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint, result_of
-from andrea.config import OptimizerConfig, group_config
+from andrea.cli.command_line import configure
+from andrea.config import OptimizerConfig, RunConfig, group_config
+from andrea.config.schema import DEFAULT_MINUTES
 from andrea.training import start
 from andrea.training.optimizer.schedule import decay_start, rate_at, relength
 from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open, make_time_budget
@@ -52,7 +54,7 @@ def train(
     def trained(*words: str, clock: Ticking | None = None) -> tuple[Checkpoint, list[dict]]:
         def budget(config, left_auto, corpus, started: float) -> TimeBudget | None:
             made = make_time_budget(config, left_auto, corpus, started)
-            return made and TimeBudget(made.minutes, 0.0, 1.0, made.most_steps, clock=clock or Ticking())
+            return made and TimeBudget(made.minutes, 0.0, 1.0, made.most_steps, made.is_limit, clock or Ticking())
 
         monkeypatch.setattr(start, "make_time_budget", budget)
         given = {word.split("=")[0] for word in words}
@@ -85,8 +87,51 @@ def test_the_decay_ends_with_the_time(train, tmp_path: Path, capsys: pytest.Capt
     )  # quarters of the run; the last one twice, as an event too
     out = capsys.readouterr().out
     assert "length: the steps that fit into train.max_minutes=1, at most " in out
-    assert f"length: {steps} steps, fixed now" in out and "left of train.max_minutes" in out
+    assert f"length: {steps} steps, fixed now" in out
     assert f"done at step {steps} of {steps}, the length planned for train.max_minutes=1" in out
+
+
+@pytest.mark.parametrize("words", [[], ["seed=2"], ["train.steps=auto"], ["train.max_minutes=auto"]])
+def test_the_default_run_has_a_time(words: list[str]) -> None:
+    assert configure(RunConfig, "train", words).max_minutes == DEFAULT_MINUTES
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=andrea-12m"],
+        ["data=text", "data.path=notes"],
+        ["data.path=notes"],
+        ["train.steps=700"],
+        ["train.max_minutes=null"],
+        ["init_from=a"],
+    ],
+)
+def test_other_runs_have_none(words: list[str]) -> None:
+    assert configure(RunConfig, "train", words).max_minutes is None
+
+
+def test_in_a_time_of_its_own_a_run_makes_the_steps_of_its_recipe_or_those_that_fit(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(RunConfig, "max_minutes", 1.0)
+    checkpoint, records = train(*BY_TIME[2:], "train.steps=auto", "model.recipe_steps=20", "name=b")
+    assert checkpoint.step == 20 and rates(records) == [rate_at(step, 20, MUON) for step in range(20)]
+    checkpoint, records = train(*BY_TIME)
+    steps = checkpoint.step
+    assert steps < 300 and rates(records) == [rate_at(step, steps, MUON) for step in range(steps)]
+    assert "no more of the 300 fit into train.max_minutes=1; train.max_minutes=null" in capsys.readouterr().out
+    assert checkpoint.state["config"]["train"]["max_minutes"] == 1.0
+    first = checkpoints_of(tmp_path / "runs" / "a")[0]
+    assert int(first.name[5:]) < decay_start(steps, MUON)
+    monkeypatch.undo()  # a length that is typed has no time
+    assert train(*BY_TIME[2:], "train.steps=40", f"resume={first}")[0].step == max(40, int(first.name[5:]) + 1)
+
+
+def test_a_time_that_nobody_set_cuts_nothing_off() -> None:
+    for is_limit in (True, False):
+        budget = TimeBudget(1.0, 0.0, evaluation_steps=1.0, most_steps=100, is_limit=is_limit, clock=lambda: 70.0)
+        assert budget.is_over() == is_limit and (budget.readable_share(60.0) < 1) == is_limit
 
 
 def test_the_earlier_of_time_and_steps_ends_the_run(train) -> None:
