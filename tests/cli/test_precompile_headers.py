@@ -52,6 +52,7 @@ def test_a_run_too_short_to_compile_needs_no_headers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_training_uses_the_precompiled_headers(tmp_path: Path, notes: Path) -> None:
     assert started(*LONG)
     headers = cached_headers()

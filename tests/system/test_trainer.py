@@ -415,6 +415,7 @@ def test_help_lists_the_keys(script, capsys) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.untraced
 def test_compiled_runs_repeat_exactly(tiny_run, tmp_path: Path) -> None:
     for name in "ab":
@@ -436,6 +437,7 @@ def test_a_resumed_run_keeps_its_id_in_wandb_and_a_new_run_has_another(tiny_run,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     ("how", "graphs", "more"),

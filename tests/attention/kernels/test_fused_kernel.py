@@ -64,6 +64,7 @@ def test_modified_scores_and_sinks_against_float64(mask, how):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", MODIFIED.values(), ids=MODIFIED)
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
 def test_modified_scores_and_sinks_of_many_shapes(mask, how):
@@ -74,6 +75,7 @@ def test_modified_scores_and_sinks_of_many_shapes(mask, how):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("atomics", [False, True])
 def test_modified_scores_in_many_small_tiles(atomics, monkeypatch):
     blocks = tiles.Blocks(32, 16, 4, 1)
@@ -151,6 +153,7 @@ def record_constant(name: str, monkeypatch) -> list:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize(("width", "atomics"), [(64, False), (64, True), (128, False), (128, True)])
 def test_the_tiles_of_every_card(capability, width, atomics, monkeypatch):

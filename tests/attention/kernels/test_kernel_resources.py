@@ -29,6 +29,7 @@ def compiled(tmp_path: Path, *words: str) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "dtype"), [(64, "fp16"), (128, "bf16")])  # tiles are the same for both types
 def test_tuned_kernels_spill_nothing(width, dtype, tmp_path):
     targets = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}  # KiB of shared memory for a program
@@ -72,6 +73,7 @@ def test_hoppers_kernels_compute_the_softmax_beside_a_product(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_modified_scores_and_sinks_compile(tmp_path):
     rows = compiled(tmp_path, "--modified", "--widths", "64", "--types", "bf16", "fp32", "--targets", "80", "90")
     assert sum("modified" in row["kernel"] for row in rows) == 2 * 2 * 5
@@ -79,6 +81,7 @@ def test_modified_scores_and_sinks_compile(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("words", [["--modified"], ["--modes", "interval"]])
 def test_hoppers_wide_heads_spill_nothing_with_modified_scores_or_intervals(words, tmp_path):
     """Their forward kernel begins scores ahead, which takes many registers. Atomic dQ is used where it was measured only."""
@@ -88,6 +91,7 @@ def test_hoppers_wide_heads_spill_nothing_with_modified_scores_or_intervals(word
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_other_modes_a_padded_width_and_fp32_compile(tmp_path):
     rows = compiled(
         tmp_path, "--widths", "24", "--types", "bf16", "fp32", "--targets", "90", "--modes", "none", "interval"

@@ -155,6 +155,7 @@ def test_after_the_decay_has_begun_a_resumed_run_is_the_uninterrupted_one(train,
         assert all(torch.equal(tensor, weights[name]) for name, tensor in again.model_tensors().items())
 
 
+@pytest.mark.slow
 def test_before_the_decay_a_resumed_run_is_planned_anew(train, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     steps = train(*BY_TIME, "train.max_minutes=1")[0].step
     path = checkpoints_of(tmp_path / "runs" / "a")[0]
@@ -273,6 +274,7 @@ def test_evaluations_do_not_take_most_of_the_time() -> None:
     assert [budget.evaluations(length) for length in (30, 399, 400, 799, 800, 5000)] == [1, 1, 2, 3, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_figure_over_a_part_of_the_held_out_text_is_said_and_compared_with_none(
     train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
