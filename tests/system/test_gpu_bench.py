@@ -82,6 +82,7 @@ def test_a_check_that_fails_makes_its_part_fail(passes, code, monkeypatch: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_check_that_raises_and_one_whose_process_is_killed_are_rows_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,6 +122,7 @@ def test_without_a_gpu_it_says_so_and_an_unknown_part_is_named(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tmp_path: Path) -> None:
     """A module of the caller's path is found; one that is hidden costs its part, with the reason, and not the others."""
     (tmp_path / "path").mkdir()
@@ -145,6 +147,7 @@ def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tm
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path) -> None:
     done = run("bash", "bench/gpu.sh", "--rehearse", "--seconds", "5", "--output", str(tmp_path), "optimizer", "loss")
     assert "out of time" in done.stdout or "the part's time is over" in done.stdout, done.stdout
@@ -154,6 +157,7 @@ def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_was_measured_before_a_kill_is_in_the_result_files(tmp_path: Path) -> None:
     record = tmp_path / "kill.json"
     words = [

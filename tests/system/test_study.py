@@ -143,6 +143,7 @@ def test_the_variants_of_the_study_are_valid(study: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_study_trains_records_and_does_not_train_again(make, tmp_path: Path, notes: Path) -> None:
     make()  # writes the variants
     words = ["--variants", "variants.yaml", "--shape", "tiny", "--only", "half", "--seeds", "3", "--parallel", "2"]

@@ -92,10 +92,10 @@ def test_it_errs_no_more_than_the_readable_path(cap: float | None, tied: bool, p
     [
         (None, False, "bf16"),
         (0.5, True, "fp32"),
-        pytest.param(None, False, "fp32", marks=pytest.mark.slow),
-        pytest.param(15.0, False, "fp32", marks=pytest.mark.slow),
-        pytest.param(15.0, False, "bf16", marks=pytest.mark.slow),
-        pytest.param(0.5, True, "bf16", marks=pytest.mark.slow),
+        pytest.param(None, False, "fp32", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(15.0, False, "fp32", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(15.0, False, "bf16", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(0.5, True, "bf16", marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def test_compiled_it_errs_no_more_either(cap: float | None, tied: bool, precision: str) -> None:
