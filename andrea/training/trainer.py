@@ -447,16 +447,17 @@ class Trainer:
     def heed_time(self, wanted: int) -> None:
         """Fix the length at which train.max_minutes ends, or settle the intervals for rank 0's estimate of it."""
         step, before, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
-        budget = self.stopping.budget
-        assert budget is not None
         if not fixes_length(wanted, step, optimizer):
             self.settle_intervals(wanted)
             return
         self.is_open, is_cosine = False, optimizer.schedule == "cosine"
         self.change_length(max(wanted, step + 1) if is_cosine else relength(step, before, wanted, optimizer))
+        budget, speed = self.stopping.budget, self.throughput.tokens_per_second
+        assert budget is not None
+        remedy = "" if budget.is_limit else f"; train.max_minutes=null makes all {before}"
         self.records.console.say(
-            f"length: {self.progress.planned_steps} steps, fixed now: at {self.throughput.tokens_per_second:,.0f} tokens/s no "
-            f"more of the {before} fit into train.max_minutes={budget.minutes:g}; train.max_minutes=null trains all"
+            f"length: {self.progress.planned_steps} steps, fixed now: at {speed:,.0f} tokens/s, these fit into "
+            f"train.max_minutes={budget.minutes:g}{remedy}"
         )
 
     def decay_if_worse(self) -> None:

@@ -53,9 +53,7 @@ def test_compiling_for_a_cpu_says_nothing_of_cuda(monkeypatch: pytest.MonkeyPatc
     logger = logging.getLogger("torch.utils.cpp_extension")
     monkeypatch.setattr(logger, "propagate", False)  # torch gives its parents handlers, and takes them away again
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(
-        logger, "disabled", False
-    )  # as Hydra's logging leaves every logger, in the process of other tests
+    monkeypatch.setattr(logger, "disabled", False)  # other tests of this process may have configured logging
     monkeypatch.setattr(logger.manager, "disable", logging.NOTSET)
     logger.setLevel(logging.WARNING)
     cpp_extension._find_cuda_home()

@@ -75,10 +75,7 @@ def resolve(
         precision=precision.value,
         compile=compile_.value,
         deterministic=deterministic,
-        train=dataclasses.replace(
-            with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement), evaluations),
-            max_minutes=asked.max_minutes,
-        ),
+        train=with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement), evaluations),
     )
     attention = choose_attention(config, device)
     config = dataclasses.replace(

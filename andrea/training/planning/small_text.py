@@ -65,10 +65,11 @@ def weight_decay_for_text(config: RunConfig, corpus: Corpus) -> float:
 
 
 def for_text(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The configuration with numbers for the keys whose `auto` depends on the text's size."""
-    tokenizer, optimizer, train = config.tokenizer, config.optimizer, config.train
-    if train.steps == "auto":
-        config = dataclasses.replace(config, train=dataclasses.replace(train, steps=steps_for_text(config, corpus)))
+    """The configuration with values for the keys whose `auto` depends on the text."""
+    tokenizer, optimizer = config.tokenizer, config.optimizer
+    steps = steps_for_text(config, corpus) if config.train.steps == "auto" else config.steps
+    train = dataclasses.replace(config.train, steps=steps, max_minutes=config.max_minutes)
+    config = dataclasses.replace(config, train=train)
     reads_often = epochs_of(config.steps, config, corpus) > MOST_EPOCHS
     if config.model.bigram_rows == "auto":
         rows = None if reads_often else config.model.n_bigram_row

@@ -1,9 +1,9 @@
 """The time that `train.max_minutes` gives a process, and when the learning rate must begin to fall for the run to end in time.
 
-A run with this key is planned for as many steps as its text or train.steps allows; the default run, whose time is `auto`, for
-the steps of its recipe. At a constant rate the decay may begin at
-any step: rank 0 measures the steps and what follows them, and asks for the decay as soon as the time left is what it takes.
-The length is then fixed. With a cosine the length is fixed once, after the warm-up or the first measured steps.
+A run with this key is planned for as many steps as its text or train.steps allows; if the time is `auto`, for those of its recipe.
+At a constant rate the decay may begin at any step: rank 0 measures the steps and what follows them, and asks for the decay as
+soon as the time left is what it takes. The length is then fixed. With a cosine it is fixed once, after the warm-up or the first
+measured steps.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class TimeBudget:
 
     def is_over(self) -> bool:
         """Whether the run must stop now: the rest of the time, and OVERRUN, is what the last evaluation takes."""
-        if not self.is_limit:
-            return False
-        return self.seconds_left() + OVERRUN * 60 * self.minutes < self.last_seconds() or self.seconds_left() < 0
+        left = self.seconds_left()
+        return self.is_limit and (left + OVERRUN * 60 * self.minutes < self.last_seconds() or left < 0)
 
     def lap(self) -> float:
         """Seconds since the last call."""
@@ -150,15 +149,14 @@ def make_time_budget(
     config: RunConfig, left_auto: Collection[str], corpus: Corpus, started: float
 ) -> TimeBudget | None:
     """None without train.max_minutes."""
-    if config.train.max_minutes is None:
+    if config.max_minutes is None:
         return None
     held_out = sum(len(source.val) for source in corpus.sources)
     is_limit = "train.max_minutes" not in left_auto
     is_free = is_limit and is_length_auto(config, left_auto)  # may be longer than the model's recipe
     most_steps = most_steps_for_text(config, corpus) if is_free else config.steps
-    assert config.train.max_minutes != "auto", "auto is resolved before training"
     return TimeBudget(
-        config.train.max_minutes, started, FORWARD_SHARE * held_out / config.tokens_per_step, most_steps, is_limit
+        config.max_minutes, started, FORWARD_SHARE * held_out / config.tokens_per_step, most_steps, is_limit
     )
 
 
@@ -166,13 +164,11 @@ def describe_length(progress: Progress, config: RunConfig, budget: TimeBudget | 
     """A line on a length that train.max_minutes sets, or has set in an earlier process; None for any other run."""
     steps = progress.planned_steps
     if budget is None:
-        return (
-            f"length: {steps} steps, as planned before; train.steps=N sets another length"
-            if steps != config.steps
-            else None
-        )
+        line = f"length: {steps} steps, as planned before; train.steps=N sets another length"
+        return line if steps != config.steps else None
     if not is_open(progress.step, steps, config.optimizer):
-        return f"length: {steps} steps, fixed before; train.max_minutes={budget.minutes:g} may end the run earlier"
+        may_end = f"; train.max_minutes={budget.minutes:g} may end the run earlier" if budget.is_limit else ""
+        return f"length: {steps} steps, fixed before{may_end}"
     return (
         f"length: the steps that fit into train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; fixed as soon as the "
         f"learning rate begins to fall"
