@@ -52,6 +52,18 @@ class Part:
     modules: tuple[str, ...] = ()
 
 
+def step(call: Call) -> list[Command]:
+    """This project's step alone, today's preset and the earlier one: its speed, and the kernels that take its time."""
+    tiny = "--model andrea-nano --vocabulary 512 --sequence-length 16 --batch 1 --accumulate 2"
+    return [
+        Command(
+            f"step-{model}",
+            training(call, ["--profile", "40", *call.sized(f"--model {model} --batch 64 --accumulate 8", tiny)]),
+        )
+        for model in ("andrea-120m", "andrea-120m-2026-11")
+    ]
+
+
 def attention(call: Call) -> list[Command]:
     sizes = call.sized("", "--dtype fp32 --widths 128 --lengths 16 --tokens 16 --repeats 1")
     return [Command("attention", ["bench/attention.py", "--device", call.device, *sizes], tells_seconds=True)]
@@ -76,6 +88,13 @@ def train(call: Call) -> list[Command]:
 
 def training(call: Call, words: list[str]) -> list[str]:
     return ["bench/train.py", "--device", call.device, "--optimizer", "muon", *words]
+
+
+def resume(call: Call) -> list[Command]:
+    """A run that is killed and goes on, beside one that is not, with and without deterministic=true."""
+    tiny = "model.d_model=32 model.n_layer=2 model.n_head=2 model.d_mlp=64 model.sequence_length=32 compile=off "
+    tiny += f"train.tokens_per_step=256 tokenizer.vocab_size=300 data=text data.path={Path(os.__file__)}"
+    return [Command("resume", ["bench/gpu_resume.py", "--device", call.device, *call.sized("", tiny)])]
 
 
 def checks(call: Call) -> list[Command]:
@@ -155,14 +174,16 @@ def memory(call: Call) -> list[Command]:
 
 # In the order in which they run: what is known after ten minutes should be what is asked first.
 PARTS = {
-    "attention": Part(240, 40, attention),
-    "tune": Part(240, 60, tune),
-    "train": Part(300, 90, train, ("transformers",)),
+    "step": Part(240, 60, step),
+    "resume": Part(240, 60, resume, ("hydra", "tokenizers", "safetensors")),
+    "attention": Part(180, 40, attention),
     "checks": Part(420, 60, checks),
-    "loss": Part(120, 40, loss),
-    "generate": Part(360, 60, generate, ("transformers",)),
-    "optimizer": Part(90, 30, optimizer),
     "run": Part(420, 120, run, ("hydra", "tokenizers", "tiktoken", "safetensors")),
+    "train": Part(300, 90, train, ("transformers",)),
+    "generate": Part(360, 60, generate, ("transformers",)),
+    "tune": Part(240, 60, tune),
+    "loss": Part(120, 40, loss),
+    "optimizer": Part(90, 30, optimizer),
     "sizes": Part(480, 90, sizes),
     "save": Part(180, 60, save, ("safetensors",)),
     "memory": Part(900, 60, memory, ("hydra", "tokenizers", "safetensors")),
@@ -174,12 +195,12 @@ WHEELS = {
     "triton": ("triton", "all"),
     "numpy": ("numpy", "all"),
     "PyYAML": ("yaml", "all"),
-    "safetensors": ("safetensors", "run save memory"),
-    "tiktoken": ("tiktoken", "run memory"),
-    "regex": ("regex", "run memory (tiktoken imports it)"),
-    "tokenizers": ("tokenizers", "run memory"),
+    "safetensors": ("safetensors", "run resume save memory"),
+    "tiktoken": ("tiktoken", "run resume memory"),
+    "regex": ("regex", "run resume memory (tiktoken imports it)"),
+    "tokenizers": ("tokenizers", "run resume memory"),
     "transformers": ("transformers", "train generate (Hugging Face's side)"),
-    "hydra-core": ("hydra", "run memory"),
-    "omegaconf": ("omegaconf", "run memory (hydra imports it)"),
-    BUILT: ("antlr4", "run memory (omegaconf imports it)"),
+    "hydra-core": ("hydra", "run resume memory"),
+    "omegaconf": ("omegaconf", "run resume memory (hydra imports it)"),
+    BUILT: ("antlr4", "run resume memory (omegaconf imports it)"),
 }

@@ -7,7 +7,6 @@ B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
+from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD
 from andrea.attention.kernels import convolve_cpp
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
@@ -110,12 +110,32 @@ def gate_of_logits(logits: Tensor, n_head: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ the layer
 
 PLAIN = DotProduct()
-Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H, T, D)
+
+
+class Rotation:
+    """Rotary positions of T tokens: turns pairs of entries, p and p + D/2, of queries or keys (B, H, T, D).
+
+    cosine, sine: (T, D) fp32, of the angle of each entry's pair; the first half of the sines is negative. Or (B, 1, T, D),
+    where sequences have positions of their own.
+    """
+
+    def __init__(self, cosine: Tensor, sine: Tensor) -> None:
+        self.cosine, self.sine = cosine, sine
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # The halves exchanged, as by x.roll(D // 2), which torch does not compile to vector instructions on a CPU.
+        partner = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+        return (x * self.cosine + partner * self.sine).to(x.dtype)
 
 
 def one_product_is_faster(x: Tensor) -> bool:
     """Whether to compute queries, keys and values by one product. On a CPU it gains nothing (bench/README.md)."""
     return x.is_cuda
+
+
+def one_pass_is_faster(x: Tensor) -> bool:
+    """Whether our Triton kernel may prepare queries, keys and values. On a CPU only tests run it, interpreted."""
+    return x.is_cuda and HAS_TRITON
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -142,7 +162,7 @@ class SharedInputs(NamedTuple):
 
     first_value: Tensor | None = None  # (B, G, S, D): the first layer's values, for value_residual
     value_source: Tensor | None = None  # (B, S, d_model) or (B, S) int64: what a value embedding reads
-    place: Place | None = None  # encodes rotary positions in the lowered query and key
+    place: Rotation | None = None  # encodes rotary positions in the lowered query and key
     packing: Mask | None = None  # a mask of this batch, combined with the module's own
     document_place: Tensor | None = None  # (B, T): each token's place in its document, for a convolution with `packing`
 
@@ -323,6 +343,8 @@ class MultiHeadAttention(nn.Module):
         function is the plain dot product. Otherwise query and key are unchanged, and the returned function is the
         layer's own. Raises ValueError for rotary positions and a function without `lower`.
         """
+        if context is None and cache is None and self.is_prepared_in_one_pass(x, shared):
+            return *self.prepared(x, shared), PLAIN
         query, key, value = map(self.heads, self.projected(x, context))
         value = self.mixed(value, shared)
         if self.taps is not None:
@@ -352,9 +374,38 @@ class MultiHeadAttention(nn.Module):
         if context is not None or not one_product_is_faster(x) or not all(map(is_plain, layers)):
             context = x if context is None else context
             return self.query(x), self.key(context), self.value(context)
+        return self.one_product(x).split([layer.out_features for layer in layers], dim=-1)
+
+    def one_product(self, x: Tensor) -> Tensor:
+        """x (B, T, d_model) -> queries, keys and values side by side, (B, T, (H + 2 G) D)."""
+        layers = (self.query, self.key, self.value)
         bias = None if self.query.bias is None else torch.cat([layer.bias for layer in layers])
-        widths = [layer.out_features for layer in layers]
-        return linear(x, torch.cat([layer.weight for layer in layers]), bias).split(widths, dim=-1)
+        return linear(x, torch.cat([layer.weight for layer in layers]), bias)
+
+    def is_prepared_in_one_pass(self, x: Tensor, shared: SharedInputs) -> bool:
+        """Whether `prepared` serves. It is worth its own operator where there is a convolution (bench/README.md)."""
+        d, place, lowering = self.d_head, shared.place, type(self.compatibility)
+        is_served = one_pass_is_faster(x) and x.dtype in DTYPES and 16 <= d <= WIDEST_HEAD and not d & (d - 1)
+        has_options = self.taps is not None and self.qk_norm_epsilon is not None and self.query_norm is None
+        has_inputs = shared.document_place is None and self.value_embedding is None and shared.value_source is None
+        has_inputs = has_inputs and (shared.first_value is None) == (self.value_mix is None)
+        has_inputs = has_inputs and (place is None or place.cosine.ndim == 2)
+        are_plain = all(map(is_plain, (self.query, self.key, self.value)))
+        return is_served and has_options and has_inputs and are_plain and lowering in (ScaledDotProduct, DotProduct)
+
+    def prepared(self, x: Tensor, shared: SharedInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors of `project`, by one Triton kernel each for queries, keys and values (kernels/heads_triton.py)."""
+        from andrea.attention.kernels.heads_triton import prepared_heads
+
+        place, first, share = shared.place, None, None
+        if shared.first_value is not None:
+            first, share = shared.first_value.transpose(1, 2), torch.sigmoid(self.value_mix.float())
+        scale = self.d_head**-0.5 if type(self.compatibility) is ScaledDotProduct else 1.0
+        turn = (None, None) if place is None else (place.cosine, place.sine)
+        parts = prepared_heads(
+            self.one_product(x), self.taps.float(), first, share, *turn, self.n_head, self.qk_norm_epsilon, scale
+        )
+        return tuple(part.transpose(1, 2) for part in parts)
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """QK-norm of queries or keys (B, H, T, D). weight: (D,), or None."""
