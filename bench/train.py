@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--compile", choices=("on", "blocks", "off"), default="on", help="this project's")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["fp32"], help="how Hugging Face's model runs")
     parser.add_argument("--attention", default="auto", help="this project's attention.implementation")
-    parser.add_argument("--profile", type=int, metavar="N", help="show the N kernels that take most of this project's step")
+    parser.add_argument(
+        "--profile", type=int, metavar="N", help="show the N kernels that take most of this project's step"
+    )
     chosen = arguments(parser)
     if chosen.worker:
         contest(chosen)

@@ -25,7 +25,7 @@ from andrea.attention.mask import (
     sliding_window,
 )
 from andrea.attention.modifiers import ScoreModifiers, alibi_slopes
-from andrea.attention.multihead import MultiHeadAttention, Rotation, SharedInputs, ValueEmbedding
+from andrea.attention.multihead import MultiHeadAttention, Place, Rotation, SharedInputs, ValueEmbedding
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "LayerCache",
     "Mask",
     "MultiHeadAttention",
+    "Place",
     "Rotation",
     "ScaledDotProduct",
     "ScoreModifiers",

@@ -7,6 +7,7 @@ B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -110,6 +111,7 @@ def gate_of_logits(logits: Tensor, n_head: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ the layer
 
 PLAIN = DotProduct()
+Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H, T, D)
 
 
 class Rotation:
@@ -162,7 +164,7 @@ class SharedInputs(NamedTuple):
 
     first_value: Tensor | None = None  # (B, G, S, D): the first layer's values, for value_residual
     value_source: Tensor | None = None  # (B, S, d_model) or (B, S) int64: what a value embedding reads
-    place: Rotation | None = None  # encodes rotary positions in the lowered query and key
+    place: Place | None = None  # encodes rotary positions in the lowered query and key
     packing: Mask | None = None  # a mask of this batch, combined with the module's own
     document_place: Tensor | None = None  # (B, T): each token's place in its document, for a convolution with `packing`
 
@@ -389,7 +391,7 @@ class MultiHeadAttention(nn.Module):
         has_options = self.taps is not None and self.qk_norm_epsilon is not None and self.query_norm is None
         has_inputs = shared.document_place is None and self.value_embedding is None and shared.value_source is None
         has_inputs = has_inputs and (shared.first_value is None) == (self.value_mix is None)
-        has_inputs = has_inputs and (place is None or place.cosine.ndim == 2)
+        has_inputs = has_inputs and (place is None or (isinstance(place, Rotation) and place.cosine.ndim == 2))
         are_plain = all(map(is_plain, (self.query, self.key, self.value)))
         return is_served and has_options and has_inputs and are_plain and lowering in (ScaledDotProduct, DotProduct)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracle import HEADS_CASES, judge_prepared, prepared
 
-from andrea.attention import DotProduct, MultiHeadAttention, Rotation, ScaledDotProduct, SharedInputs, causal, multihead
+from andrea.attention import DotProduct, MultiHeadAttention, ScaledDotProduct, SharedInputs, multihead
 
 pytestmark = pytest.mark.untraced
 
@@ -13,55 +14,15 @@ fused = pytest.importorskip("andrea.attention.kernels.heads_triton", reason="tri
 if not fused.triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)
 
-D_MODEL, BATCH = 24, 2
-#        H  G  D   T    K  rotation, value residual
-CASES = [
-    (2, 1, 16, 7, 3, True, True), (3, 3, 32, 131, 3, True, True), (2, 2, 64, 65, 2, False, True),
-    (1, 1, 128, 40, 4, True, False), (4, 2, 16, 1, 3, True, True), (2, 2, 16, 5, 1, False, False),
-]  # fmt: skip
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", HEADS_CASES, ids=str)
+def test_values_and_gradients_against_float64(case, dtype):
+    judge_prepared(case, dtype)
 
 
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def results(monkeypatch, case, dtype: torch.dtype, in_one_pass: bool, compatibility=ScaledDotProduct) -> list[torch.Tensor]:
-    """Query, key and value, then the gradients of x, of the first values and of all parameters, in float64."""
-    monkeypatch.setattr(multihead, "one_product_is_faster", lambda x: in_one_pass)
-    monkeypatch.setattr(multihead, "one_pass_is_faster", lambda x: in_one_pass)
-    n_head, n_group, width, n_token, n_mixed, rotates, mixes = case
-    options = {"n_kv_head": n_group, "d_head": width, "qk_norm_epsilon": 1e-5, "value_residual": mixes}
-    layer = MultiHeadAttention(
-        D_MODEL, n_head, compatibility=compatibility(), mask=causal(), convolution=n_mixed, **options
-    ).to(dtype)
-    for seed, parameter in enumerate(layer.parameters()):
-        parameter.data = draw(*parameter.shape, seed=seed).div(4).to(dtype)
-    x = draw(BATCH, n_token, D_MODEL, seed=91).to(dtype).requires_grad_()
-    first = draw(BATCH, n_token, n_group, width, seed=92).to(dtype).transpose(1, 2).requires_grad_() if mixes else None
-    angle = draw(n_token, width // 2, seed=93)
-    turn = Rotation(torch.cat((angle.cos(),) * 2, -1).float(), torch.cat((-angle.sin(), angle.sin()), -1).float())
-    parts = layer.project(x, shared=SharedInputs(first_value=first, place=turn if rotates else None))[:3]
-    upstream = [draw(*part.shape, seed=94 + index).to(dtype) for index, part in enumerate(parts)]
-    leaves = [x, *([first] if mixes else []), *layer.parameters()]
-    gradients = torch.autograd.grad(parts, leaves, upstream, allow_unused=True)
-    return [each.double() for each in (*parts, *gradients) if each is not None]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_values_and_gradients_against_float64(monkeypatch, case):
-    truth = results(monkeypatch, case, torch.float64, in_one_pass=False)
-    assert len(truth) == 3 + 5 + 2 * case[-1]  # what is tested: x, W_Q, W_K, W_V and taps; the first values and their share
-    for dtype in (torch.float32, torch.float16):
-        readable = results(monkeypatch, case, dtype, in_one_pass=False)
-        judged = results(monkeypatch, case, dtype, in_one_pass=True)
-        for exact, theirs, mine in zip(truth, readable, judged, strict=True):
-            slack = torch.finfo(dtype).eps * float(exact.abs().max())
-            assert float((mine - exact).abs().max()) <= 2 * float((theirs - exact).abs().max()) + slack
-
-
-def test_it_serves_the_plain_dot_product_and_no_other_function(monkeypatch):
-    case = CASES[0]
-    one, other = (results(monkeypatch, case, torch.float32, way, DotProduct) for way in (True, False))
+def test_it_serves_the_plain_dot_product():
+    one, other = (prepared(HEADS_CASES[0], torch.float32, way, compatibility=DotProduct) for way in (True, False))
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(one, other, strict=True))
 
 
