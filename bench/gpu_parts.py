@@ -126,14 +126,14 @@ def optimizer(call: Call) -> list[Command]:
 
 
 def run(call: Call) -> list[Command]:
-    """A real run of 150 steps. Its text is prepared first, in a few seconds, unless --shards names prepared shards."""
+    """A real run, then a text from it. Its own text is prepared first, in a few seconds, unless --shards names shards."""
     vocabulary = call.sized("50257", "512")[0]
     text = ["data=pystdlib", f"tokenizer.vocab_size={vocabulary}", f"data_dir={call.scratch / 'data'}"]
     if call.rehearsal:
         text += ["data=text", f"data.path={Path(os.__file__)}"]
     if call.shards is not None:
         text = ["data=shards", f"data.path={call.shards}", "tokenizer=gpt2"]
-    steps = call.sized("150", "4")[0]
+    steps = call.sized("60", "4")[0]
     sizes = call.sized(
         "model=andrea-120m",
         "model=andrea-nano model.d_model=32 model.n_layer=2 model.n_head=2 model.d_mlp=64 model.sequence_length=32 "
@@ -143,7 +143,9 @@ def run(call: Call) -> list[Command]:
     words = ["train.py", f"device={call.device}", *sizes, *text, f"train.steps={steps}", "logger=none"]
     words += ["train.sample_tokens=0", "train.lens_prompt=", f"runs_dir={folder.parent}", f"name={folder.name}"]
     prepared = [] if call.shards else [Command("prepare", ["-m", "andrea", "prepare", *text])]
-    return [*prepared, Command("run-andrea-120m", words, metrics=folder / "metrics.jsonl")]
+    sample = ["sample.py", f"checkpoint={folder}", f"device={call.device}", "max_new_tokens=100"]
+    made = Command("run-andrea-120m", words, metrics=folder / "metrics.jsonl")
+    return [*prepared, made, Command("sample", sample)]
 
 
 def sizes(call: Call) -> list[Command]:

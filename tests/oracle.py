@@ -170,6 +170,8 @@ def errors_of(
             largest = (upstream.abs() @ shared_by_group(value, upstream).abs().mT).max()
         if name in (*MASSES, "sink_mass"):  # e^(s - lse): as exact as a score and its log-sum-exp are
             largest = 4 * max(1, truth["log_sum_exp"].nan_to_num(neginf=0).abs().max())
+        if name == "entropy_nats":  # of one key it is 0, from logarithms and sums of numbers near 1
+            largest = max(largest, 1.0)
         errors[name] = error, allowed, torch.finfo(kept_in).eps * largest
     return errors
 

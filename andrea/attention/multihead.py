@@ -255,6 +255,7 @@ class MultiHeadAttention(nn.Module):
             nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None for _ in ("query", "key")
         )
         self.implementation = implementation
+        self.side_by_side: Tensor | None = None  # W_Q, W_K and W_V as rows of one matrix, after `put_side_by_side`
 
     def forward(
         self,
@@ -382,7 +383,16 @@ class MultiHeadAttention(nn.Module):
         """x (B, T, d_model) -> queries, keys and values side by side, (B, T, (H + 2 G) D)."""
         layers = (self.query, self.key, self.value)
         bias = None if self.query.bias is None else torch.cat([layer.bias for layer in layers])
-        return linear(x, torch.cat([layer.weight for layer in layers]), bias)
+        weight = torch.cat([layer.weight for layer in layers]) if self.side_by_side is None else self.side_by_side
+        return linear(x, weight, bias)
+
+    @torch.no_grad()
+    def put_side_by_side(self) -> None:
+        """For generation: keep the three weights as one matrix, which `one_product` then need not make for every token."""
+        layers = (self.query, self.key, self.value)
+        self.side_by_side = torch.cat([layer.weight for layer in layers])
+        for layer, rows in zip(layers, self.side_by_side.split([layer.out_features for layer in layers]), strict=True):
+            layer.weight = nn.Parameter(rows, requires_grad=False)  # they share its memory
 
     def is_prepared_in_one_pass(self, x: Tensor, shared: SharedInputs) -> bool:
         """Whether `prepared` serves. It is worth its own operator where there is a convolution (bench/README.md)."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 # Of each kernel: elements of the tokens of one head that a program computes, and its warps.
 ELEMENTS = {"forward": 2048, "gradient": 2048, "backward": 2048}
-WARPS = {"forward": 2, "gradient": 2, "backward": 2}
+WARPS = {"forward": 2, "gradient": 1, "backward": 4}
 
 
 @triton.jit
@@ -131,16 +131,16 @@ def gradient_kernel(
         along = ((tl.sum(d_low * y_low, 1) + tl.sum(d_high * y_high, 1)) / D)[:, None] * factor * factor
         d_low = (d_low - y_low * along) * factor * scale
         d_high = (d_high - y_high * along) * factor * scale
-    if NORM or ROTATE:
-        pointers = d_y + b * T * N_HEAD * D + h * D + rows[:, None] * (N_HEAD * D)
-        tl.store(pointers + low[None, :], d_low.to(d_y.dtype.element_ty), mask=inside)
-        tl.store(pointers + high[None, :], d_high.to(d_y.dtype.element_ty), mask=inside)
     d_taps += (bh.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * K * D
     for i in tl.static_range(K):
         m_low = load_mixed(x, x_t, first, f_t, part, rows - i, T, low, MIX)
         m_high = load_mixed(x, x_t, first, f_t, part, rows - i, T, high, MIX)
         tl.store(d_taps + i * D + low, tl.sum(d_low * m_low, 0))
         tl.store(d_taps + i * D + high, tl.sum(d_high * m_high, 0))
+    if NORM or ROTATE:
+        pointers = d_y + b * T * N_HEAD * D + h * D + rows[:, None] * (N_HEAD * D)
+        tl.store(pointers + low[None, :], d_low.to(d_y.dtype.element_ty), mask=inside)
+        tl.store(pointers + high[None, :], d_high.to(d_y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

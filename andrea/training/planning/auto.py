@@ -78,6 +78,8 @@ def resolve(
         train=with_intervals(config, choose_micro_batch(config, machine, n_vocab, placement), evaluations),
     )
     attention = choose_attention(config, device)
+    if "attention.implementation" in left_auto and config.attention.implementation != "auto":
+        attention = Choice(attention.value, f"{attention.value} (chosen when the run began)")
     config = dataclasses.replace(
         config, attention=dataclasses.replace(config.attention, implementation=attention.value)
     )
