@@ -50,6 +50,15 @@ def on_averaged_weights(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def reuses_training_graph(compile_: str, device: torch.device) -> bool:
+    """Whether an evaluation runs with gradients enabled, as training does: torch.compile specialises code to that mode.
+
+    On a GPU it has a graph of its own, which a few seconds of compiling make: in training's graph the loss has an
+    approximate tanh, and the head's gradients are computed too.
+    """
+    return compile_ != "off" and device.type != "cuda"
+
+
 @dataclass
 class Evaluator:
     """Measures the model of the training step. Every rank calls every method; only rank 0 gets all results.
@@ -151,8 +160,8 @@ class Evaluator:
         """
         self.records.working("evaluating")
         by_source = {}
-        # torch.compile specialises code to the gradient mode: keep gradients enabled to reuse the training graph.
-        with torch.set_grad_enabled(self.config.compile != "off"), self.parallel.sync_gradients(last=False):
+        enabled = reuses_training_graph(self.config.compile, self.step.device)
+        with torch.set_grad_enabled(enabled), self.parallel.sync_gradients(last=False):
             for source in self.corpus.sources:
                 batches = validation_batches(
                     source.val,

@@ -160,7 +160,12 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     reasons = "; ".join(dict.fromkeys(f"{name} ({why})" for name, why in chosen))
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
         return Choice(asked, reasons)
-    measured_times = [measure(case, config.train.micro_batch, compiled) for case in cases.values()]
+    is_strict = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(config.deterministic is True)  # what torch then refuses is left out
+    try:
+        measured_times = [measure(case, config.train.micro_batch, compiled) for case in cases.values()]
+    finally:
+        torch.use_deterministic_algorithms(is_strict)
     times = milliseconds_a_layer(measured_times, list(layers_of_window.values()))
     if not times:
         return Choice(asked, reasons)

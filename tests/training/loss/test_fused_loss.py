@@ -17,6 +17,7 @@ from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
+from andrea.training.evaluation import reuses_training_graph
 from andrea.training.loss import micro_batch as fused
 from andrea.training.loss.kernels import cross_entropy_cpp
 from andrea.training.loss.micro_batch import MicroBatchLoss, loss_sum, loss_sum_from_hidden, training_loss_sum
@@ -316,3 +317,12 @@ def test_the_kernel_runs_on_the_gpu_that_holds_the_logits(monkeypatch: pytest.Mo
     logits = torch.randn(3, 7)
     cross_entropy.cross_entropy_of_rows(logits, torch.tensor([1, 2, 3]), 7, 0.0, False)
     assert events == [logits.data_ptr(), "launched", "left"]
+
+
+@pytest.mark.parametrize(
+    ("compile_", "device", "reuses"),
+    [("on", "cpu", True), ("off", "cpu", False), ("on", "cuda", False), ("off", "cuda", False)],
+)
+def test_an_evaluation_on_a_gpu_has_a_graph_without_gradients(compile_, device, reuses):
+    """Training's loss takes the GPU's approximate tanh, `gradients` says so; that of an evaluation is exact."""
+    assert reuses_training_graph(compile_, torch.device(device)) == reuses
