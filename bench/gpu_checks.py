@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -124,36 +123,20 @@ def attention_checks() -> Iterator[Check]:
             for mask in OF_EACH_KIND:
                 for shape in (SHAPES[1], SHAPES[5]):
                     yield attention_check(name, Case(*shape, mask, torch.bfloat16, **how))
-    for shape in SHAPES:
-        yield attention_check("triton", Case(*shape, "causal", torch.float16), atomics=True)
-    yield attention_check("triton", Case(*SHAPES[1], "causal", torch.float16, **SCORES[-1]), atomics=True)
 
 
-def attention_check(name: str, case: Case, atomics: bool = False) -> Check:
-    shown = f"{name}, atomic dQ" if atomics else name
-    return Check("attention", shown, str(case), lambda device: with_atomics(atomics, judged, name, case, device, shown))
+def attention_check(name: str, case: Case) -> Check:
+    return Check("attention", name, str(case), partial(judged, name, case))
 
 
-def with_atomics(atomics: bool, function: Callable, *arguments):
-    """Call the function while our kernel computes dQ with atomic additions, or without."""
-    from andrea.attention.kernels import attend_triton
-
-    own = attend_triton.tuning
-    attend_triton.tuning = lambda *tensors: dataclasses.replace(own(*tensors), atomic=atomics)
-    try:
-        return function(*arguments)
-    finally:
-        attend_triton.tuning = own
-
-
-def judged(name: str, case: Case, device: str, shown: str | None = None) -> list[dict]:
+def judged(name: str, case: Case, device: str) -> list[dict]:
     """One row, or none where the implementation says that it does not serve the case."""
     query, key, value, _ = case.inputs(case.dtype, device)
     how = {"modifiers": case.made_modifiers(), "sink": case.made_sink(case.dtype, device)}
     asked = AttentionCase(query, key, value, DotProduct(), case.made_mask(device), statistics=name == "triton", **how)
     if refusal(name, asked) is not None:
         return []
-    row = {"check": shown or name, "case": str(case), "passes": True}
+    row = {"check": name, "case": str(case), "passes": True}
     try:
         judge(case, name, measured=name == "triton", device=device)
     except Exception as error:  # whatever it is, the other cases are still to be judged

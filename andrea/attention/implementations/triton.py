@@ -93,7 +93,6 @@ def run(case: Case) -> Result:
         alibi_slopes(query.shape[-3] if lead else 1, query.device) if case.alibi else None,
         None if case.sink is None else case.sink.float().reshape(-1),
         case.statistics,
-        "two_pass" if torch.are_deterministic_algorithms_enabled() else "fastest",
     )
     output = output.reshape(*lead, n_query, value.shape[-1])
     if not case.statistics:

@@ -46,7 +46,6 @@ class Tuning:
     forward: Blocks
     keys: Blocks  # dK, dV
     queries: Blocks  # dQ
-    atomic: bool = False  # whether atomic additions in the kernel for dK and dV are faster than the kernel for dQ
     ahead: bool = False  # whether the forward kernel, reading by descriptor, begins the next scores before the softmax
 
 
@@ -139,7 +138,7 @@ def remembered() -> dict[str, dict[str, dict[int, Tuning]]]:
 
 def tuning_of(plain: dict[str, Any]) -> Tuning:
     blocks = {kernel: Blocks(**plain[kernel]) for kernel in ("forward", "keys", "queries")}
-    return Tuning(**blocks, atomic=plain["atomic"] is True, ahead=plain.get("ahead") is True)
+    return Tuning(**blocks, ahead=plain.get("ahead") is True)
 
 
 def tiles_file() -> Path | None:
