@@ -128,11 +128,11 @@ def optimizer(call: Call) -> list[Command]:
 def run(call: Call) -> list[Command]:
     """A real run, then a text from it. Its own text is prepared first, in a few seconds, unless --shards names shards."""
     vocabulary = call.sized("50257", "512")[0]
-    text = ["data=pystdlib", f"tokenizer.vocab_size={vocabulary}", f"data_dir={call.scratch / 'data'}"]
-    if call.rehearsal:
-        text += ["data=text", f"data.path={Path(os.__file__)}"]
+    named = ["data=text", f"data.path={Path(os.__file__)}"] if call.rehearsal else ["data=pystdlib"]
+    text = [*named, f"tokenizer.vocab_size={vocabulary}"]
     if call.shards is not None:
         text = ["data=shards", f"data.path={call.shards}", "tokenizer=gpt2"]
+    text.append(f"data_dir={call.scratch / 'data'}")
     steps = call.sized("60", "4")[0]
     sizes = call.sized(
         "model=andrea-120m",
