@@ -532,6 +532,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="run, resume, run-2-ranks, prepare, export, import")
     parser.add_argument("--at-most", type=int, default=1 << 30, help="states, and failed calls, of each command")
+    parser.add_argument("--skip", type=int, default=0, help="so many first: to go on where an earlier call was ended")
     parser.add_argument("--no-failures", action="store_true")
     parser.add_argument("--no-states", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="commands at once")
@@ -549,14 +550,14 @@ def main() -> None:
             print(setting.name, json.dumps(record), flush=True)
             records[setting.name] = record
             if not chosen.no_states:
-                jobs = [(resumed, (setting, *each)) for each in states[: chosen.at_most]]
+                jobs = [(resumed, (setting, *each)) for each in states[chosen.skip :][: chosen.at_most]]
                 rows = all_of(jobs, chosen.jobs)
                 record["resumed"] = counts_of(rows) | {
                     "findings": [row for row in rows if {"ended", "different"} & row.keys()]
                 }
             write_record(chosen.output, "crash-states", "cpu", {"rows": records})
             if not chosen.no_failures:
-                jobs = [(failed, (setting, *each)) for each in failures[: chosen.at_most]]
+                jobs = [(failed, (setting, *each)) for each in failures[chosen.skip :][: chosen.at_most]]
                 rows = all_of(jobs, chosen.jobs)
                 bad = [row for row in rows if {"ended", "different", "resumed"} & row.keys()]
                 record["failed"] = counts_of(rows) | {
