@@ -31,4 +31,4 @@ def opening(path: Path) -> Iterator[None]:
         raise Damaged(
             f"{path} is not a complete checkpoint of this project, or cannot be read: {name}{error.strerror or error}; "
             f"name another with checkpoint=…"
-        ) from None
+        ) from error

@@ -42,7 +42,7 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     """The checkpoint that is a run's result: the one with the best evaluation, or the newest while validation still improves.
 
     The newest checkpoint is the result if the last evaluation before it was the best so far. `report` gets a line if
-    another checkpoint is the result, and for each damaged checkpoint.
+    another checkpoint is the result, and for each damaged checkpoint. Raises StorageFailed if the result cannot be read.
     """
     newest = newest_whole(run, report)
     if newest is None or (best := result_path(newest.path, newest.state, report)) == newest.path:
@@ -50,6 +50,10 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     try:
         found = read_checkpoint(best)
     except Damaged as fault:
+        cause = fault.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError)):
+            # It may be readable the next time, and another model is not what was asked for.
+            raise StorageFailed(str(fault), f"try again; to use the newest step, name {newest.path}") from fault
         report(f"skipped: {fault}")
         return newest
     report(

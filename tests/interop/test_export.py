@@ -14,6 +14,7 @@ from exportable import BLOCKS_OF_32, NANO, logits_of, make_trained, state_of, to
 
 from andrea.__main__ import main
 from andrea.checkpoint import read_checkpoint, write_checkpoint
+from andrea.interop import export as export_module
 from andrea.interop import proof
 from andrea.interop.hugging_face.names import weights_of
 from andrea.text.tokenizer import train_bpe
@@ -62,6 +63,19 @@ def test_a_checkpoint_with_hostile_data_is_damaged(data, runs: Path, capsys) -> 
     assert "has an impossible config" in refused(runs, capsys, f"checkpoint={place}")
     code, _, error = run_script(main, ["evaluate", f"checkpoint={place}", "tasks=bpb"], capsys)
     assert code == 2 and "has an impossible config" in error
+
+
+def test_an_export_that_the_other_program_cannot_read_is_one_line(runs: Path, capsys, monkeypatch) -> None:
+    """Found by failing every call of `export`: safetensors and transformers raise errors without an errno."""
+
+    def fail(*inputs: object) -> None:
+        raise OSError("Input/output error (os error 5)")
+
+    monkeypatch.setattr(export_module, "prove", fail)
+    before = set(runs.iterdir())
+    code, _, error = export(runs, capsys, "checkpoint=default")
+    assert code == 5 and error.count("\n") == 1 and "Input/output error (os error 5); check the disk" in error
+    assert set(runs.iterdir()) == before
 
 
 def test_names_in_a_checkpoint_are_no_markup_in_the_card(runs: Path, capsys) -> None:
