@@ -207,7 +207,7 @@ def special_beside_products(names: list[str]) -> int:
 def predicted_share(
     name: str, blocks: Blocks, width: int, row: dict, target: int, length: int = MODEL_LENGTH
 ) -> float | None:
-    """The predicted share of the tensor cores' peak, for causal attention over `length` tokens: too high (an H200 reaches half
+    """The predicted share of the tensor cores' peak, for causal attention over `length` tokens: too high (an H200 reaches 0.4
     of it in the forward pass at 1,024 tokens), and of use to rank tiles.
 
     Per block of m × n scores, in cycles of a multiprocessor: the products, the issue of all instructions (four a cycle)

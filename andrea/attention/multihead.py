@@ -135,6 +135,9 @@ def one_product_is_faster(x: Tensor) -> bool:
     return x.is_cuda
 
 
+LONGEST_IN_ONE_PASS = 2**17  # tokens: the kernels count a row's elements in 32 bits, and 2^16 blocks of 16 tokens
+
+
 def one_pass_is_faster(x: Tensor) -> bool:
     """Whether our Triton kernel may prepare queries, keys and values. On a CPU only tests run it, interpreted."""
     return x.is_cuda and HAS_TRITON
@@ -255,7 +258,8 @@ class MultiHeadAttention(nn.Module):
             nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None for _ in ("query", "key")
         )
         self.implementation = implementation
-        self.side_by_side: Tensor | None = None  # W_Q, W_K and W_V as rows of one matrix, after `put_side_by_side`
+        # W_Q, W_K and W_V as rows of one matrix, after `put_side_by_side`
+        self.register_buffer("side_by_side", None, persistent=False)
 
     def forward(
         self,
@@ -397,7 +401,8 @@ class MultiHeadAttention(nn.Module):
     def is_prepared_in_one_pass(self, x: Tensor, shared: SharedInputs) -> bool:
         """Whether `prepared` serves. It is worth its own operator where there is a convolution (bench/README.md)."""
         d, place, lowering = self.d_head, shared.place, type(self.compatibility)
-        is_served = one_pass_is_faster(x) and x.dtype in DTYPES and 16 <= d <= WIDEST_HEAD and not d & (d - 1)
+        is_served = one_pass_is_faster(x) and self.implementation != "reference" and x.dtype in DTYPES
+        is_served = is_served and 16 <= d <= WIDEST_HEAD and not d & (d - 1) and x.shape[1] < LONGEST_IN_ONE_PASS
         has_options = self.taps is not None and self.qk_norm_epsilon is not None and self.query_norm is None
         has_inputs = shared.document_place is None and self.value_embedding is None and shared.value_source is None
         has_inputs = has_inputs and (shared.first_value is None) == (self.value_mix is None)

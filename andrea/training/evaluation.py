@@ -25,6 +25,7 @@ from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.check import Evidence
 from andrea.training.health.health import Health
+from andrea.training.loss.compiled import reuses_training_graph
 from andrea.training.planning.time_budget import TimeBudget
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
@@ -48,15 +49,6 @@ def on_averaged_weights(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **named)
 
     return wrapped
-
-
-def reuses_training_graph(compile_: str, device: torch.device) -> bool:
-    """Whether an evaluation runs with gradients enabled, as training does: torch.compile specialises code to that mode.
-
-    On a GPU it has a graph of its own, which a few seconds of compiling make: in training's graph the loss has an
-    approximate tanh, and the head's gradients are computed too.
-    """
-    return compile_ != "off" and device.type != "cuda"
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_by_address_holds_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPat
         attend_triton, "described", lambda *given: (asked.append(attend_triton.DESCRIPTORS_FROM), own(*given))[1]
     )
     leaves = [torch.randn(1, 2, 7, 16, requires_grad=True) for _ in range(3)]
-    runs = bench.contenders(["two_pass"])
+    runs = bench.contenders()
     with bench.descriptors_for(bench.BY_ADDRESS):
         torch.autograd.grad(runs[bench.BY_ADDRESS](*leaves).sum(), leaves)
     assert asked == [10**6] * 3 and attend_triton.DESCRIPTORS_FROM == before
@@ -118,7 +118,7 @@ def test_without_a_gpu_it_says_so_and_an_unknown_part_is_named(tmp_path: Path) -
     done = run("bash", "bench/gpu.sh", "--output", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and "torch finds no CUDA GPU" in done.stderr
     done = run("bash", "bench/gpu.sh", "--output", str(tmp_path), "atention")
-    assert done.returncode == 2 and "unknown part atention; there are: attention, tune, train" in done.stderr
+    assert done.returncode == 2 and "unknown part atention; there are: step, resume, attention" in done.stderr
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -160,18 +161,33 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     reasons = "; ".join(dict.fromkeys(f"{name} ({why})" for name, why in chosen))
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
         return Choice(asked, reasons)
-    is_strict = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(config.deterministic is True)  # what torch then refuses is left out
-    try:
+    with deterministic_mode(config.deterministic is True):  # what torch then refuses is left out
         measured_times = [measure(case, config.train.micro_batch, compiled) for case in cases.values()]
-    finally:
-        torch.use_deterministic_algorithms(is_strict)
     times = milliseconds_a_layer(measured_times, list(layers_of_window.values()))
     if not times:
         return Choice(asked, reasons)
     fastest = next(iter(times))
     shown = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
     return Choice(fastest, f"{fastest} (fastest here, forward and backward: {shown})")
+
+
+@contextmanager
+def deterministic_mode(wanted: bool) -> Iterator[None]:
+    """The mode in which a run trains, while this is open."""
+    is_strict, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        False,
+    )
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_strict, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def milliseconds_a_layer(times: list[dict[str, float]], layers: list[int]) -> dict[str, float]:

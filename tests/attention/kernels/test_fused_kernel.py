@@ -215,7 +215,7 @@ def test_the_operator_obeys_torchs_rules(mask, statistics):
         position = torch.arange(13)
         first, stop = (end.expand(2, 1, 13).int().contiguous() for end in (position // 5 * 5, position + 1))
     scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True)) if statistics else (0.0, None, None)
-    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics, "two_pass")
+    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics)
     torch.library.opcheck(fused.fused_attention, arguments)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import HEADS_CASES, judge_prepared, prepared
 
-from andrea.attention import DotProduct, MultiHeadAttention, ScaledDotProduct, SharedInputs, multihead
+from andrea.attention import DotProduct, KeyValueCache, MultiHeadAttention, ScaledDotProduct, SharedInputs, multihead
 
 pytestmark = pytest.mark.untraced
 
@@ -29,16 +29,22 @@ def test_it_serves_the_plain_dot_product():
 def test_what_it_does_not_serve_is_prepared_step_by_step(monkeypatch):
     """Documents, a cache, weights of the norm and hooks: the operator is not called."""
     monkeypatch.setattr(multihead, "one_pass_is_faster", lambda x: True)
-    monkeypatch.setattr(fused, "prepared_heads", lambda *inputs: pytest.fail("the operator was called"))
+    called, own = [], fused.prepared_heads
+    monkeypatch.setattr(fused, "prepared_heads", lambda *inputs: called.append(1) or own(*inputs))
     layer = MultiHeadAttention(32, 2, compatibility=ScaledDotProduct(), convolution=3, qk_norm_epsilon=1e-6)
     x = torch.randn(1, 4, 32)
+    layer.project(x)
+    assert called.pop() and not called
+    layer.project(x, cache=KeyValueCache(1, 1, 2, 8, 16, n_projected=6).layer(0))
     layer.project(x, shared=SharedInputs(document_place=torch.zeros(1, 4, dtype=torch.int64)))
     layer.project(x, x)
     layer.query.register_forward_hook(lambda *inputs: None)
     layer.project(x)
-    MultiHeadAttention(
-        32, 2, compatibility=ScaledDotProduct(), convolution=3, qk_norm_epsilon=1e-6, qk_norm_weights=True
-    ).project(x)
+    for option in ({"qk_norm_weights": True}, {"implementation": "reference"}):
+        MultiHeadAttention(
+            32, 2, compatibility=ScaledDotProduct(), convolution=3, qk_norm_epsilon=1e-6, **option
+        ).project(x)
+    assert not called
 
 
 def test_torch_can_trace_the_operator():
