@@ -135,9 +135,6 @@ def one_product_is_faster(x: Tensor) -> bool:
     return x.is_cuda
 
 
-LONGEST_IN_ONE_PASS = 2**17  # tokens: the kernels count a row's elements in 32 bits, and 2^16 blocks of 16 tokens
-
-
 def one_pass_is_faster(x: Tensor) -> bool:
     """Whether our Triton kernel may prepare queries, keys and values. On a CPU only tests run it, interpreted."""
     return x.is_cuda and HAS_TRITON
@@ -402,8 +399,11 @@ class MultiHeadAttention(nn.Module):
         """Whether `prepared` serves. It is worth its own operator where there is a convolution (bench/README.md)."""
         d, place, lowering = self.d_head, shared.place, type(self.compatibility)
         is_served = one_pass_is_faster(x) and self.implementation != "reference" and x.dtype in DTYPES
-        is_served = is_served and 16 <= d <= WIDEST_HEAD and not d & (d - 1) and x.shape[1] < LONGEST_IN_ONE_PASS
+        is_served = is_served and 16 <= d <= WIDEST_HEAD and not d & (d - 1)
         has_options = self.taps is not None and self.qk_norm_epsilon is not None and self.query_norm is None
+        if has_options:  # the kernels count a sequence's elements in 32 bits, and fewer than 2^16 blocks of 16 tokens
+            n_token = x.shape[1]
+            is_served = is_served and n_token * len(self.taps) * d < 2**31 and n_token < 2**20
         has_inputs = shared.document_place is None and self.value_embedding is None and shared.value_source is None
         has_inputs = has_inputs and (shared.first_value is None) == (self.value_mix is None)
         has_inputs = has_inputs and (place is None or (isinstance(place, Rotation) and place.cosine.ndim == 2))

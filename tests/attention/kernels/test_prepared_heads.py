@@ -47,6 +47,17 @@ def test_what_it_does_not_serve_is_prepared_step_by_step(monkeypatch):
     assert not called
 
 
+@pytest.mark.parametrize(
+    ("n_head", "n_token", "serves"), [(2, 2**19, True), (2, 2**20, False), (128, 2**16, False), (128, 2**15, True)]
+)
+def test_what_32_bits_cannot_count_is_prepared_step_by_step(n_head, n_token, serves, monkeypatch):
+    monkeypatch.setattr(multihead, "one_pass_is_faster", lambda x: True)
+    options = {"d_head": 128, "convolution": 3, "qk_norm_epsilon": 1e-6}
+    layer = MultiHeadAttention(16, n_head, compatibility=ScaledDotProduct(), **options)
+    x = torch.empty(1, n_token, 16, device="meta")
+    assert layer.is_prepared_in_one_pass(x, SharedInputs()) == serves
+
+
 def test_torch_can_trace_the_operator():
     inputs = torch.randn(1, 5, 4 * 16), torch.randn(4, 16, 3), torch.randn(1, 5, 1, 16), torch.rand(1), None, None
     inputs = [each if each is None else each.requires_grad_() for each in inputs]
