@@ -142,9 +142,10 @@ def test_a_result_that_cannot_be_read_now_is_not_replaced_by_another_model(tmp_p
     best, newest = write(run, 1, **judged(1, 1.0, best=1.0)), write(run, 2, **judged(2, 2.0, best=1.0))
     for path in (best, *best.iterdir(), newest, *newest.iterdir()):
         path.chmod(0o755)
-    with shut(best / "model.safetensors"), pytest.raises(StorageFailed, match="Permission denied") as failed:
-        locate(str(run), tmp_path / "runs")
-    assert str(newest) in failed.value.advice
+    for path in (best / "model.safetensors", best / "state.json", best):  # the second and the third hold its figure
+        with shut(path), pytest.raises(StorageFailed, match="Permission denied") as failed:
+            locate(str(run), tmp_path / "runs")
+        assert str(newest) in failed.value.advice
     assert locate(str(run), tmp_path / "runs").step == 1
 
 

@@ -17,6 +17,7 @@ from andrea.checkpoint import read_checkpoint, write_checkpoint
 from andrea.interop import export as export_module
 from andrea.interop import proof
 from andrea.interop.hugging_face.names import weights_of
+from andrea.interop.hugging_face.target import HuggingFace
 from andrea.text.tokenizer import train_bpe
 
 
@@ -65,16 +66,22 @@ def test_a_checkpoint_with_hostile_data_is_damaged(data, runs: Path, capsys) -> 
     assert code == 2 and "has an impossible config" in error
 
 
-def test_an_export_that_the_other_program_cannot_read_is_one_line(runs: Path, capsys, monkeypatch) -> None:
-    """Found by failing every call of `export`: safetensors and transformers raise errors without an errno."""
+@pytest.mark.parametrize("fault", [OSError("disk (os error 5)"), RuntimeError("disk (5)"), ValueError("disk")], ids=repr)
+@pytest.mark.parametrize("place", ["open", "prove"])
+def test_an_export_that_the_other_program_cannot_read_is_one_line(
+    place: str, fault: Exception, runs: Path, capsys, monkeypatch
+) -> None:
+    """Found by failing every call of `export`: while loading, the errors of other programs are of any type."""
+    if place == "prove" and not isinstance(fault, OSError):
+        pytest.skip("any other error of the comparison is a fault of ours")
 
     def fail(*inputs: object) -> None:
-        raise OSError("Input/output error (os error 5)")
+        raise fault
 
-    monkeypatch.setattr(export_module, "prove", fail)
+    monkeypatch.setattr(*((export_module, "prove") if place == "prove" else (HuggingFace, "open")), fail)
     before = set(runs.iterdir())
     code, _, error = export(runs, capsys, "checkpoint=default")
-    assert code == 5 and error.count("\n") == 1 and "Input/output error (os error 5); check the disk" in error
+    assert code == 5 and error.count("\n") == 1 and f"{fault}; check the disk" in error
     assert set(runs.iterdir()) == before
 
 
