@@ -425,16 +425,20 @@ def failed(setting: Setting, number: int, error: int, disk: Path) -> dict[str, A
     elif call.changes and call.path.startswith("runs/a/") and code == 2 and "runs_dir" not in errors:
         row["ended"] = f"exit code 2 in place of 5: {errors[-600:]}"
     row["said"] = (errors.strip().splitlines() or [""])[-1][:300]
-    has_said = any(words in output + errors for words in (" failed (", "unreadable"))
+    said = output + errors
     again, _, errors = setting.run(disk)
     if again != 0 and not (again == 2 and setting.done and setting.done in errors):
         row["resumed"] = f"exit code {again}: {errors[-600:]}"
     different = differing(outcome_on(disk), setting.reference)
-    # A newer checkpoint that could not be read is kept under another name when the run goes on from an older one.
-    optional = {
-        path for path in different if path.startswith(OPTIONAL) or ("/aside-" in path and "aside" in output + errors)
+    # What is missing or more, if a line said so: an optional part; a newer checkpoint that could not be read, and is kept
+    # under another name when the run goes on from an older one; shards of the texts that could be read.
+    has_said = " failed (" in said or "unreadable" in said
+    allowed = {
+        path
+        for path in different
+        if (path.startswith((*OPTIONAL, "data/")) and has_said) or ("/aside-" in path and "aside-" in said)
     }
-    if different and has_said and code == 0 and (call.path.startswith("text") or set(different) <= optional):
+    if different and (set(different) <= allowed or (has_said and code == 0 and call.path.startswith("text"))):
         row["without"] = different
     elif different:
         row["different"] = different

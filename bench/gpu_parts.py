@@ -155,7 +155,7 @@ def sizes(call: Call) -> list[Command]:
             f"train-{model}",
             training(
                 call,
-                ["--peers", *call.sized(f"--model {model} --batch {batch}", tiny)],
+                ["--peers", *call.sized(f"--model {model} --batch {batch} --accumulate 8", tiny)],
             ),
         )
         for model, batch in (("andrea-120m", 64), ("andrea-480m", 16), ("andrea-2b", 4))

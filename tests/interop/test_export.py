@@ -66,7 +66,9 @@ def test_a_checkpoint_with_hostile_data_is_damaged(data, runs: Path, capsys) -> 
     assert code == 2 and "has an impossible config" in error
 
 
-@pytest.mark.parametrize("fault", [OSError("disk (os error 5)"), RuntimeError("disk (5)"), ValueError("disk")], ids=repr)
+@pytest.mark.parametrize(
+    "fault", [OSError("disk (os error 5)"), RuntimeError("disk (5)"), ValueError("disk")], ids=repr
+)
 @pytest.mark.parametrize("place", ["open", "prove"])
 def test_an_export_that_the_other_program_cannot_read_is_one_line(
     place: str, fault: Exception, runs: Path, capsys, monkeypatch
