@@ -1,6 +1,6 @@
 """Attention, implementation against implementation, on a CUDA card: time, TFLOP/s and error, with and without statistics.
 
-    python bench/attention.py [--widths 64 128] [--lengths 1024 2048 4096 8192] [--tune] [--backward two_pass atomic]
+    python bench/attention.py [--widths 64 128] [--lengths 1024 2048 4096 8192] [--tune]
 
 TFLOP/s count the causal half: 2 B H T² D for the forward pass (two products, half of the pairs), 2.5 times that for the
 backward. B H grows as T shrinks, so that every row has the same number of tokens and the card is full. Times are medians
@@ -46,15 +46,14 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Save = Callable[[list[dict]], None]  # writes the rows of this width and length, and all that came before
 
 
-def contenders(backward: list[str]) -> dict[str, Attend]:
+def contenders() -> dict[str, Attend]:
     """Everything that can be asked for, by the name it has in the table."""
     by_name: dict[str, Attend] = {}
     for name in (*SDPA_BACKENDS, "flex"):
         by_name[name] = lambda q, k, v, name=name: attend(q, k, v, **CASE, implementation=name)
-    for way, with_statistics in itertools.product(backward, (False, True)):
-        label = "triton" + ("" if way == "two_pass" else f" {way}") + (" + statistics" if with_statistics else "")
-        by_name[label] = lambda q, k, v, way=way, wanted=with_statistics: ours(q, k, v, way, wanted)
-    by_name[BY_ADDRESS] = lambda q, k, v: ours(q, k, v, "two_pass", False)
+    by_name["triton"] = functools.partial(ours, wanted=False)
+    by_name["triton + statistics"] = functools.partial(ours, wanted=True)
+    by_name[BY_ADDRESS] = functools.partial(ours, wanted=False)
     by_name["triton as it trains"] = as_it_trains
     return by_name | flash_attention()
 
@@ -86,11 +85,11 @@ BY_ADDRESS = "triton by address"  # our kernel without tensor descriptors: what 
 CASE = {"compatibility": DotProduct(), "mask": causal()}
 
 
-def ours(q, k, v, way: str, wanted: bool) -> torch.Tensor:
+def ours(q, k, v, wanted: bool) -> torch.Tensor:
     """The operator itself, with what the kernel measures and nothing beside it."""
     from andrea.attention.kernels.attend_triton import fused_attention
 
-    return fused_attention(q, k, v, None, None, True, 0, 0.0, None, None, wanted, way)[0]
+    return fused_attention(q, k, v, None, None, True, 0, 0.0, None, None, wanted)[0]
 
 
 def flash_attention() -> dict[str, Attend]:
@@ -170,7 +169,7 @@ def measure(width: int, length: int, chosen: argparse.Namespace, save: Save) -> 
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     flops = 2 * n_batch * heads * length**2 * width
     rows = []
-    for name, run in contenders(chosen.backward).items():
+    for name, run in contenders().items():
         if time.monotonic() > chosen.until:
             print(f"width {width}, T {length}: {name} left out: out of time", flush=True)
             continue
@@ -249,23 +248,21 @@ def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> lis
 
 
 def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen: argparse.Namespace) -> Iterator[dict]:
-    """Time the predicted tiles, and the best of `rows` with either way to dQ. Remember the fastest of those that are exact."""
+    """Time the predicted tiles, and the best of `rows`. Remember the fastest of those that are exact."""
     like, predicted = leaves[0], predicted_tiles(leaves[0])
-    candidates = {"predicted": predicted} | {
-        f"tuned, {way}": best_tiles(rows, way, predicted) for way in chosen.backward
-    }
+    candidates = {"predicted": predicted, "tuned": best_tiles(rows, predicted)}
     found: dict[str, dict] = {}
     for name, candidate in candidates.items():
         try:
             with tiles_in_use(candidate):
-                run = functools.partial(ours, way="fastest", wanted=True)
+                run = functools.partial(ours, wanted=True)
                 both = milliseconds(
                     lambda run=run: torch.autograd.grad(run(*leaves).sum(), leaves),
                     chosen.device,
                     min(5, chosen.repeats),
                 )
                 off = max(errors(run, *leaves, torch.ones_like(like)))
-        except Exception as error:  # two kernels that fit alone may not compile in the other way to dQ
+        except Exception as error:  # kernels that fit alone may not fit together
             print(f"{name}: {in_one_line(error)[:80]}", flush=True)
             continue
         found[name] = {"tiles": name, "both_ms": both, "error_over_readable": off, **dataclasses.asdict(candidate)}
@@ -282,10 +279,10 @@ def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen
         print(f"d {like.shape[-1]} T {n_key}: fastest: {best}, {kept}", flush=True)
 
 
-def best_tiles(rows: list[dict], way: str, predicted: tiles.Tuning) -> tiles.Tuning:
-    """The fastest tile of each kernel, the backward ones with dQ computed in this way. A kernel without rows keeps its own."""
+def best_tiles(rows: list[dict], predicted: tiles.Tuning) -> tiles.Tuning:
+    """The fastest tile of each kernel. A kernel without rows keeps its own."""
     best: dict[str, tiles.Blocks | bool] = {}
-    for kernel, ways in (("forward", FORWARD_WAYS), ("keys", [way]), ("queries", ["two_pass"])):
+    for kernel, ways in (("forward", FORWARD_WAYS), ("keys", ["backward"]), ("queries", ["backward"])):
         took = [
             (row["ms"][each], each, row)
             for row in rows
@@ -298,7 +295,7 @@ def best_tiles(rows: list[dict], way: str, predicted: tiles.Tuning) -> tiles.Tun
             best[kernel] = tiles.Blocks(*(fastest[name] for name in ("m", "n", "warps", "stages")))
             if kernel == "forward":
                 best["ahead"] = FORWARD_WAYS[fastest_way]
-    return dataclasses.replace(predicted, **best, atomic=way == "atomic")
+    return dataclasses.replace(predicted, **best)
 
 
 def predicted_tiles(like: torch.Tensor) -> tiles.Tuning:
@@ -351,7 +348,7 @@ def distance(one: tiles.Blocks, other: tiles.Blocks) -> float:
 
 
 def milliseconds_of(kernel: str, leaves: list[torch.Tensor], chosen: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of the pass that the kernel belongs to: forward with statistics, or backward by each way that uses it."""
+    """Milliseconds of the pass that the kernel belongs to: forward with statistics, or backward."""
     from andrea.attention.kernels import attend_triton
 
     def time_of(run: Callable[[], object]) -> float:
@@ -363,18 +360,14 @@ def milliseconds_of(kernel: str, leaves: list[torch.Tensor], chosen: argparse.Na
         for way, ahead in FORWARD_WAYS.items():
             try:
                 with torch.no_grad(), tiles_in_use(dataclasses.replace(in_use, ahead=ahead)):
-                    took[way] = time_of(lambda: ours(*leaves, "two_pass", True))
+                    took[way] = time_of(lambda: ours(*leaves, True))
             except attend_triton.KernelError:
                 if not took:  # the tile does not fit; the other way needs more of everything
                     raise
         return took
-    for way in chosen.backward if kernel == "keys" else ["two_pass"]:
-        output = ours(*leaves, way, False)
-        upstream = torch.randn_like(output)
-        took[way] = time_of(
-            lambda output=output, upstream=upstream: torch.autograd.grad(output, leaves, upstream, retain_graph=True)
-        )
-    return took
+    output = ours(*leaves, False)
+    upstream = torch.randn_like(output)
+    return {"backward": time_of(lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True))}
 
 
 def main() -> None:
@@ -383,7 +376,6 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens in the batch, whatever the length")
-    parser.add_argument("--backward", nargs="+", choices=("two_pass", "atomic"), default=["two_pass", "atomic"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=540, help="stop after so long, with what has been measured")
     parser.add_argument("--tune", action="store_true", help="instead: time every tile of our kernels")
@@ -391,7 +383,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu, under TRITON_INTERPRET=1, tries the program alone")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
-    assert chosen.backward and triton_path.WIDEST_HEAD >= max(chosen.widths)
+    assert triton_path.WIDEST_HEAD >= max(chosen.widths)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 1000  # FlexAttention compiles for each shape, and past the limit it is eager
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -51,7 +51,7 @@ def measure(chosen: argparse.Namespace, model: str, seed: int) -> dict[str, Any]
     place = Path(tempfile.gettempdir()) / "andrea-default-run"
     shutil.rmtree(place / "runs", ignore_errors=True)
     command = [sys.executable, str(ROOT / "train.py"), f"runs_dir={place / 'runs'}", f"data_dir={place / 'data'}"]
-    command += ["device=cpu", "name=run", f"model={model}", f"seed={seed}"]
+    command += ["device=cpu", "train.max_minutes=null", "name=run", f"model={model}", f"seed={seed}"]
     command += [f"train.eval_every={-(-chosen.steps // chosen.evaluations)}"]
     subprocess.run([*command, *QUIET, *chosen.words], check=True, stdout=subprocess.DEVNULL)
     seen = [record for record in read_lines(place / "runs" / "run" / "metrics.jsonl") if "val/bpb" in record]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -34,7 +33,7 @@ from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from oracle import MASKS, Case, judge
+from oracle import HEADS_CASES, MASKS, Case, HeadsCase, judge, judge_prepared
 
 from andrea.attention import Case as AttentionCase
 from andrea.attention import DotProduct, refusal
@@ -43,7 +42,7 @@ from andrea.model.gpt import softcap
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.micro_batch import fused_cross_entropy, training_loss_sum
 
-PARTS = ("attention", "compiled", "loss", "model", "generation")
+PARTS = ("heads", "attention", "compiled", "loss", "model", "generation")
 
 #         B  H  G   T    S   d_k  d_v
 SHAPES = [
@@ -67,7 +66,7 @@ class Check:
 
 
 def all_checks(small: bool) -> list[Check]:
-    """Every check, attention first. small: a few of each part, for a machine without a GPU."""
+    """Every check, the many of attention last. small: a few of each part, for a machine without a GPU."""
     attention = list(attention_checks())
     shape = (2, 16) if small else (4, 256)
     compiled = [
@@ -77,6 +76,15 @@ def all_checks(small: bool) -> list[Check]:
     models = [
         Check("model", "andrea-nano", precision, lambda device, precision=precision: [model_row(precision, device)])
         for precision in ("fp32", "bf16")
+    ]
+    heads = [
+        Check("heads", "heads", f"{dtype}, {case}", partial(heads_rows, case, dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for case in (
+            *HEADS_CASES,
+            HeadsCase(12, 12, 64, 1024, 3, True, True),
+            HeadsCase(6, 2, 128, 300, 3, True, True, B=5),
+        )
     ]
     losses = [
         Check("loss", "loss", f"{dtype}, soft cap {cap}", partial(loss_rows, dtype, cap, 97 if small else 50257))
@@ -96,8 +104,8 @@ def all_checks(small: bool) -> list[Check]:
     ]
     if small:
         served = [check for check in attention if "float32" in check.case and check.name in ("triton", "sdpa")]
-        return served[::7] + compiled[1:] + models[:1] + losses[:1] + generation[:1]
-    return attention + compiled + losses + models + generation
+        return heads[-8:-7] + served[::7] + compiled[1:] + models[:1] + losses[:1] + generation[:1]
+    return heads + compiled + losses + models + generation + attention
 
 
 def attention_checks() -> Iterator[Check]:
@@ -115,36 +123,20 @@ def attention_checks() -> Iterator[Check]:
             for mask in OF_EACH_KIND:
                 for shape in (SHAPES[1], SHAPES[5]):
                     yield attention_check(name, Case(*shape, mask, torch.bfloat16, **how))
-    for shape in SHAPES:
-        yield attention_check("triton", Case(*shape, "causal", torch.float16), atomics=True)
-    yield attention_check("triton", Case(*SHAPES[1], "causal", torch.float16, **SCORES[-1]), atomics=True)
 
 
-def attention_check(name: str, case: Case, atomics: bool = False) -> Check:
-    shown = f"{name}, atomic dQ" if atomics else name
-    return Check("attention", shown, str(case), lambda device: with_atomics(atomics, judged, name, case, device, shown))
+def attention_check(name: str, case: Case) -> Check:
+    return Check("attention", name, str(case), partial(judged, name, case))
 
 
-def with_atomics(atomics: bool, function: Callable, *arguments):
-    """Call the function while our kernel computes dQ with atomic additions, or without."""
-    from andrea.attention.kernels import attend_triton
-
-    own = attend_triton.tuning
-    attend_triton.tuning = lambda *tensors: dataclasses.replace(own(*tensors), atomic=atomics)
-    try:
-        return function(*arguments)
-    finally:
-        attend_triton.tuning = own
-
-
-def judged(name: str, case: Case, device: str, shown: str | None = None) -> list[dict]:
+def judged(name: str, case: Case, device: str) -> list[dict]:
     """One row, or none where the implementation says that it does not serve the case."""
     query, key, value, _ = case.inputs(case.dtype, device)
     how = {"modifiers": case.made_modifiers(), "sink": case.made_sink(case.dtype, device)}
     asked = AttentionCase(query, key, value, DotProduct(), case.made_mask(device), statistics=name == "triton", **how)
     if refusal(name, asked) is not None:
         return []
-    row = {"check": shown or name, "case": str(case), "passes": True}
+    row = {"check": name, "case": str(case), "passes": True}
     try:
         judge(case, name, measured=name == "triton", device=device)
     except Exception as error:  # whatever it is, the other cases are still to be judged
@@ -152,6 +144,15 @@ def judged(name: str, case: Case, device: str, shown: str | None = None) -> list
         if "No available kernel" in why or "No viable backend" in why:  # torch has none for this type or width
             return []
         row |= {"passes": False, "why": why}
+    return [row]
+
+
+def heads_rows(case: HeadsCase, dtype: torch.dtype, device: str) -> list[dict]:
+    row = {"check": "heads", "case": f"{dtype}, {case}", "passes": True}
+    try:
+        judge_prepared(case, dtype, device)
+    except AssertionError as error:
+        row |= {"passes": False, "why": str(error).splitlines()[0]}
     return [row]
 
 

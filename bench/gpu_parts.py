@@ -52,6 +52,18 @@ class Part:
     modules: tuple[str, ...] = ()
 
 
+def step(call: Call) -> list[Command]:
+    """This project's step alone, today's preset and the earlier one: its speed, and the kernels that take its time."""
+    tiny = "--model andrea-nano --vocabulary 512 --sequence-length 16 --batch 1 --accumulate 2"
+    return [
+        Command(
+            f"step-{model}",
+            training(call, ["--profile", "40", *call.sized(f"--model {model} --batch 64 --accumulate 8", tiny)]),
+        )
+        for model in ("andrea-120m", "andrea-120m-2026-11")
+    ]
+
+
 def attention(call: Call) -> list[Command]:
     sizes = call.sized("", "--dtype fp32 --widths 128 --lengths 16 --tokens 16 --repeats 1")
     return [Command("attention", ["bench/attention.py", "--device", call.device, *sizes], tells_seconds=True)]
@@ -76,6 +88,13 @@ def train(call: Call) -> list[Command]:
 
 def training(call: Call, words: list[str]) -> list[str]:
     return ["bench/train.py", "--device", call.device, "--optimizer", "muon", *words]
+
+
+def resume(call: Call) -> list[Command]:
+    """A run that is killed and goes on, beside one that is not, with and without deterministic=true."""
+    tiny = "model.d_model=32 model.n_layer=2 model.n_head=2 model.d_mlp=64 model.sequence_length=32 compile=off "
+    tiny += f"train.tokens_per_step=256 tokenizer.vocab_size=300 data=text data.path={Path(os.__file__)}"
+    return [Command("resume", ["bench/gpu_resume.py", "--device", call.device, *call.sized("", tiny)])]
 
 
 def checks(call: Call) -> list[Command]:
@@ -107,14 +126,14 @@ def optimizer(call: Call) -> list[Command]:
 
 
 def run(call: Call) -> list[Command]:
-    """A real run of 150 steps. Its text is prepared first, in a few seconds, unless --shards names prepared shards."""
+    """A real run, then a text from it. Its own text is prepared first, in a few seconds, unless --shards names shards."""
     vocabulary = call.sized("50257", "512")[0]
-    text = ["data=pystdlib", f"tokenizer.vocab_size={vocabulary}", f"data_dir={call.scratch / 'data'}"]
-    if call.rehearsal:
-        text += ["data=text", f"data.path={Path(os.__file__)}"]
+    named = ["data=text", f"data.path={Path(os.__file__)}"] if call.rehearsal else ["data=pystdlib"]
+    text = [*named, f"tokenizer.vocab_size={vocabulary}"]
     if call.shards is not None:
         text = ["data=shards", f"data.path={call.shards}", "tokenizer=gpt2"]
-    steps = call.sized("150", "4")[0]
+    text.append(f"data_dir={call.scratch / 'data'}")
+    steps = call.sized("60", "4")[0]
     sizes = call.sized(
         "model=andrea-120m",
         "model=andrea-nano model.d_model=32 model.n_layer=2 model.n_head=2 model.d_mlp=64 model.sequence_length=32 "
@@ -124,7 +143,9 @@ def run(call: Call) -> list[Command]:
     words = ["train.py", f"device={call.device}", *sizes, *text, f"train.steps={steps}", "logger=none"]
     words += ["train.sample_tokens=0", "train.lens_prompt=", f"runs_dir={folder.parent}", f"name={folder.name}"]
     prepared = [] if call.shards else [Command("prepare", ["-m", "andrea", "prepare", *text])]
-    return [*prepared, Command("run-andrea-120m", words, metrics=folder / "metrics.jsonl")]
+    sample = ["sample.py", f"checkpoint={folder}", f"device={call.device}", "max_new_tokens=100"]
+    made = Command("run-andrea-120m", words, metrics=folder / "metrics.jsonl")
+    return [*prepared, made, Command("sample", sample)]
 
 
 def sizes(call: Call) -> list[Command]:
@@ -134,7 +155,7 @@ def sizes(call: Call) -> list[Command]:
             f"train-{model}",
             training(
                 call,
-                ["--peers", *call.sized(f"--model {model} --batch {batch}", tiny)],
+                ["--peers", *call.sized(f"--model {model} --batch {batch} --accumulate 8", tiny)],
             ),
         )
         for model, batch in (("andrea-120m", 64), ("andrea-480m", 16), ("andrea-2b", 4))
@@ -155,14 +176,16 @@ def memory(call: Call) -> list[Command]:
 
 # In the order in which they run: what is known after ten minutes should be what is asked first.
 PARTS = {
-    "attention": Part(240, 40, attention),
-    "tune": Part(240, 60, tune),
-    "train": Part(300, 90, train, ("transformers",)),
+    "step": Part(240, 60, step),
+    "resume": Part(240, 60, resume, ("hydra", "tokenizers", "safetensors")),
+    "attention": Part(180, 40, attention),
     "checks": Part(420, 60, checks),
-    "loss": Part(120, 40, loss),
-    "generate": Part(360, 60, generate, ("transformers",)),
-    "optimizer": Part(90, 30, optimizer),
     "run": Part(420, 120, run, ("hydra", "tokenizers", "tiktoken", "safetensors")),
+    "train": Part(300, 90, train, ("transformers",)),
+    "generate": Part(360, 60, generate, ("transformers",)),
+    "tune": Part(240, 60, tune),
+    "loss": Part(120, 40, loss),
+    "optimizer": Part(90, 30, optimizer),
     "sizes": Part(480, 90, sizes),
     "save": Part(180, 60, save, ("safetensors",)),
     "memory": Part(900, 60, memory, ("hydra", "tokenizers", "safetensors")),
@@ -174,12 +197,12 @@ WHEELS = {
     "triton": ("triton", "all"),
     "numpy": ("numpy", "all"),
     "PyYAML": ("yaml", "all"),
-    "safetensors": ("safetensors", "run save memory"),
-    "tiktoken": ("tiktoken", "run memory"),
-    "regex": ("regex", "run memory (tiktoken imports it)"),
-    "tokenizers": ("tokenizers", "run memory"),
+    "safetensors": ("safetensors", "run resume save memory"),
+    "tiktoken": ("tiktoken", "run resume memory"),
+    "regex": ("regex", "run resume memory (tiktoken imports it)"),
+    "tokenizers": ("tokenizers", "run resume memory"),
     "transformers": ("transformers", "train generate (Hugging Face's side)"),
-    "hydra-core": ("hydra", "run memory"),
-    "omegaconf": ("omegaconf", "run memory (hydra imports it)"),
-    BUILT: ("antlr4", "run memory (omegaconf imports it)"),
+    "hydra-core": ("hydra", "run resume memory"),
+    "omegaconf": ("omegaconf", "run resume memory (hydra imports it)"),
+    BUILT: ("antlr4", "run resume memory (omegaconf imports it)"),
 }

@@ -32,7 +32,8 @@ def timed(checkout: Path, name: str, words: list[str], folder: Path) -> float:
     for old in (caches, folder / "runs" / name):
         shutil.rmtree(old, ignore_errors=True)
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches), "PYTHONPATH": str(checkout)}
-    command = [sys.executable, str(checkout / "train.py"), f"runs_dir={folder / 'runs'}", f"name={name}", *words]
+    command = [sys.executable, str(checkout / "train.py"), f"runs_dir={folder / 'runs'}", f"name={name}"]
+    command += ["train.max_minutes=null", *words]
     start = time.perf_counter()
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start

@@ -1,7 +1,6 @@
 """What the kernels of attention and of the loss take of a card, by compiling them: registers, spills, shared memory. Needs no GPU.
 
     python bench/kernel_resources.py [--widths 64 128] [--types bf16 fp16] [--targets 80 90 100 gfx942] [--json FILE]
-    python bench/kernel_resources.py --predict FILE   # of such a record with sm_90: milliseconds on H100 and H200
 
 Spilled bytes are local memory of the machine code, read off it by the cuobjdump that comes with triton. Occupancy is
 the number of programs that fit one multiprocessor by registers and shared memory. Loops are counted in the machine code: the
@@ -46,8 +45,7 @@ MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 FLOPS_A_CYCLE = {80: 2048, 86: 512, 89: 512, 90: 4096, 100: 8192, 120: 512}
 PEAK_TFLOPS = {80: 312, 86: 71, 89: 165, 90: 989, 100: 2250, 120: 209}  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
 AMD = "gfx942"
-BYTES_A_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
-PRODUCTS = {"forward": 2, "keys, atomic dQ": 5, "keys": 4, "queries": 3}
+PRODUCTS = {"forward": 2, "keys": 4, "queries": 3}
 MODEL_LENGTH = 1024
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
@@ -62,8 +60,7 @@ def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bo
     of_forward = {"STATISTICS": statistics, "SINK": modified, "AHEAD": tuned.ahead, **how}
     return {
         "forward": (attend_triton.forward_kernel, tuned.forward, of_forward),
-        "keys": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": False, **how}),
-        "keys, atomic dQ": (attend_triton.keys_kernel, tuned.keys, {"ATOMIC_DQ": True, **how}),
+        "keys": (attend_triton.keys_kernel, tuned.keys, how),
         "queries": (attend_triton.queries_kernel, tuned.queries, how),
     }
 
@@ -90,8 +87,7 @@ def compiled(function, blocks: Blocks, constants: dict, width: int, dtype: str, 
         elif name in INTEGERS_32 or re.fullmatch(r"[a-z]+_[a-z]", name):
             signature[name] = "i32"
         else:
-            fp32 = name in IN_FP32 or (name == "dq" and constants.get("ATOMIC_DQ"))
-            signature[name] = "*i32" if name in IN_INT32 else "*fp32" if fp32 else f"*{dtype}"
+            signature[name] = "*i32" if name in IN_INT32 else "*fp32" if name in IN_FP32 else f"*{dtype}"
         if signature[name] != "constexpr" and name not in ("start", "cap"):
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
@@ -211,7 +207,8 @@ def special_beside_products(names: list[str]) -> int:
 def predicted_share(
     name: str, blocks: Blocks, width: int, row: dict, target: int, length: int = MODEL_LENGTH
 ) -> float | None:
-    """The predicted share of the tensor cores' peak, for causal attention over `length` tokens. Not calibrated yet.
+    """The predicted share of the tensor cores' peak, for causal attention over `length` tokens: too high (an H200 reaches 0.4
+    of it in the forward pass at 1,024 tokens), and of use to rank tiles.
 
     Per block of m × n scores, in cycles of a multiprocessor: the products, the issue of all instructions (four a cycle)
     and the special functions (sixteen a cycle). Within a program, the compiler waits for a product before it goes on, so
@@ -297,61 +294,11 @@ def measure_loss(types, targets) -> list[dict]:
     return rows
 
 
-def predictions(path: Path) -> list[dict]:
-    """Expected milliseconds and TFLOP/s of each kernel for the shapes of bench/attention.py: causal, 65,536 tokens, B·H·D =
-    768 for each token.
-
-    A kernel takes as long as its arithmetic (`predicted_share` of the peak) or its traffic with the memory, whichever is
-    longer; each tensor is moved once. The backward pass reads its output and upstream gradient once more, for delta.
-    TFLOP/s count the causal half: 2 products in the forward pass, 5 in the backward pass, however it is computed.
-    """
-    rows, tokens, channels = [], 65536, 768
-    of_sm_90 = {
-        (row["kernel"], row["width"]): row
-        for row in json.loads(path.read_text())["rows"]
-        if row["target"] == "sm_90" and row["dtype"] == "bf16" and "width" in row and row["mode"] == "causal"
-    }
-    for card, width, length in itertools.product(BYTES_A_SECOND, (64, 128), (1024, 2048, 4096, 8192)):
-        product_flops = tokens * channels * length  # of one product, the causal half
-        tensor_ms = 1000 * 2 * tokens * channels / BYTES_A_SECOND[card]
-
-        def milliseconds(
-            kernel: str, n_product: int, n_tensor: float, width: int = width, length: int = length
-        ) -> float:
-            row = of_sm_90[kernel, width]
-            blocks = Blocks(row["m"], row["n"], row["warps"], row["stages"])
-            share = predicted_share(kernel, blocks, width, row, 90, length)
-            arithmetic_ms = 1000 * n_product * product_flops / (share * PEAK_TFLOPS[90] * 1e12)  # noqa: B023
-            return max(arithmetic_ms, n_tensor * tensor_ms)  # noqa: B023
-
-        forward = milliseconds("forward + statistics", 2, 4)
-        delta = 2 * tensor_ms
-        keys, queries, atomic = (
-            milliseconds("keys", 4, 6),
-            milliseconds("queries", 3, 5),
-            milliseconds("keys, atomic dQ", 5, 8),
-        )
-        of_pass = {
-            "forward + statistics": (forward, 2), "dK, dV": (keys, 4), "dQ": (queries, 3),
-            "dK, dV, atomic dQ": (atomic, 5), "delta": (delta, 0),
-            "backward, two passes": (delta + keys + queries, 5), "backward, atomic": (delta + atomic, 5),
-            "both, two passes": (forward + delta + keys + queries, 7), "both, atomic": (forward + delta + atomic, 7),
-        }  # fmt: skip
-        for name, (ms, n_product) in of_pass.items():
-            tflops = round(n_product * product_flops / ms / 1e9)
-            rows.append(
-                {"card": card, "width": width, "length": length, "kernel": name, "ms": round(ms, 3), "tflops": tflops}
-            )
-            print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--types", nargs="+", default=["bf16", "fp16"], choices=TYPES)
     parser.add_argument("--targets", type=target_of, nargs="+", default=[80, 90, 100])
-    parser.add_argument("--predict", type=Path, metavar="FILE", help="instead: from this record, milliseconds on cards")
     parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
     parser.add_argument("--modified", action="store_true", help="with a cap on scores, ALiBi and sinks")
     parser.add_argument(
@@ -359,12 +306,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    if chosen.predict:
-        write(chosen.json, json.loads(chosen.predict.read_text())["triton"], predictions(chosen.predict))
-        return
     if chosen.tune is not None:
         for width, dtype, target in itertools.product(chosen.widths, chosen.types, chosen.targets):
-            measure_grid(width, dtype, target, chosen.tune or ["forward", "keys", "keys, atomic dQ", "queries"])
+            measure_grid(width, dtype, target, chosen.tune or ["forward", "keys", "queries"])
         return
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes, chosen.modified)
     rows += measure_loss(chosen.types, [target for target in chosen.targets if target != AMD])

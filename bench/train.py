@@ -4,7 +4,7 @@ Both sides: same sequences in a step, sequence length, vocabulary, widths and de
 backward, gradient clipping and optimizer in every step. Each contestant has a process of its own and takes turns with the
 others: what this project settles for its process (device.py: keep_freed_memory) is not settled for them, but for those
 named "kept", to show what it gives them. One whose process ends is named, and the others go on. The ratio's baseline is
-the first.
+the first. With --profile N this project alone makes steps: the N kernels that take most of one, and the time when none runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from common import (
+    RESULTS,
     Report,
     arguments,
     assert_same_size,
@@ -29,6 +30,8 @@ from common import (
     optimizer_config,
     serve,
     start_workers,
+    timed,
+    write_record,
 )
 
 from andrea.attention import Case, DotProduct, causal
@@ -56,9 +59,15 @@ def main() -> None:
     parser.add_argument("--compile", choices=("on", "blocks", "off"), default="on", help="this project's")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["fp32"], help="how Hugging Face's model runs")
     parser.add_argument("--attention", default="auto", help="this project's attention.implementation")
+    parser.add_argument(
+        "--profile", type=int, metavar="N", help="show the N kernels that take most of this project's step"
+    )
     chosen = arguments(parser)
     if chosen.worker:
         contest(chosen)
+        return
+    if chosen.profile:
+        show_profile(chosen)
         return
     names = [f"hugging face, {mode}" for mode in chosen.peers]
     names.append(
@@ -89,13 +98,43 @@ def contest(chosen: argparse.Namespace) -> None:
         run, warm = hugging_face_steps(peer, text, mode, chosen.steps)
         serve(run, chosen.device, warm if chosen.accumulate > 1 else None, parameters=count_weights(peer), batch=batch)
         return
+    run, warm, facts = own_steps(config, text, chosen)
+    serve(run, chosen.device, warm if chosen.accumulate > 1 else None, batch=batch, **facts)
+
+
+def own_steps(config: ModelConfig, text: torch.Tensor, chosen) -> tuple[Callable[[], int], Callable[[], None], dict]:
+    """This project's steps and warm-up, and what it has chosen. text (micro-batches, sequences, T + 1)."""
     precision = choose_precision(chosen.precision, torch.device(chosen.device)).value
     assert precision != "fp16", "fp16 needs a loss scale, which this bench leaves out; use --precision fp32"
     attention = choose_attention(config, precision, chosen)
     andrea = make_andrea(config, chosen.vocabulary, chosen.device, attention)
-    facts = {"parameters": count_weights(andrea), "precision": precision, "attention": attention, "batch": batch}
     run, warm = andrea_steps(andrea, text, precision, chosen)
-    serve(run, chosen.device, warm if chosen.accumulate > 1 else None, **facts)
+    return run, warm, {"parameters": count_weights(andrea), "precision": precision, "attention": attention}
+
+
+def show_profile(chosen: argparse.Namespace) -> None:
+    """One step by torch's profiler, which slows it down; step_ms is without it. The kernels are of one stream."""
+    torch.set_float32_matmul_precision("highest")
+    config = model_config(chosen.model, chosen.sequence_length)
+    shape = (chosen.accumulate, chosen.batch, config.sequence_length + 1)
+    text = torch.randint(chosen.vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(chosen.device)
+    run, _, facts = own_steps(config, text, chosen)
+    for _ in range(3):
+        n_token, seconds = timed(run, chosen.device)
+    with torch.profiler.profile() as profiled:
+        timed(run, chosen.device)
+    on_card = [event for event in profiled.key_averages() if event.self_device_time_total > 0]
+    on_card = [event for event in on_card if event.device_type != torch.autograd.DeviceType.CPU]
+    rows = [{"name": event.key, "count": event.count, "ms": event.self_device_time_total / 1000} for event in on_card]
+    rows.sort(key=lambda row: -row["ms"])
+    kernels_ms = sum(row["ms"] for row in rows)
+    facts |= {"step_ms": round(1000 * seconds, 2), "tokens_per_second": round(n_token / seconds)}
+    facts |= {"kernels_ms": round(kernels_ms, 2), "launches": sum(row["count"] for row in rows)}
+    print(facts, flush=True)
+    for row in rows[: chosen.profile]:
+        print(f"{row['ms']:9.3f} ms {row['ms'] / kernels_ms:6.1%} {row['count']:6} × {row['name'][:100]}")
+    output = chosen.output or RESULTS / f"profile-{chosen.model}-{chosen.device}.json"
+    write_record(output, "profile", chosen.device, {"model": chosen.model} | facts | {"kernels": rows})
 
 
 def choose_attention(config: ModelConfig, precision: str, chosen) -> str:

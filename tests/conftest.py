@@ -48,6 +48,13 @@ settings.load_profile("andrea")
 
 ROOT = Path(__file__).resolve().parent.parent
 
+CHROMIUM = Path("/usr/bin/chromium")
+SWITCHES = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+]  # fmt: skip
+BROWSER_MILLISECONDS = 120_000  # for its start, on a busy machine
+
 CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it is parsed into
     "train": RunConfig,
     "sample": SampleConfig,
@@ -68,6 +75,22 @@ TINY = [
     "train.steps=12", "train.tokens_per_step=256", "train.log_every=2", "train.eval_every=4", "train.save_every=4",
     "train.sample_tokens=8",
 ]  # fmt: skip
+
+
+@contextmanager
+def launched_browser() -> Iterator[Any]:
+    """A browser without a window. Skips the test where there is none, or where it does not start, and says why."""
+    api = pytest.importorskip("playwright.sync_api", reason='needs playwright: pip install "andrea[dev]"')
+    if not CHROMIUM.exists():
+        pytest.skip(f"no browser at {CHROMIUM} (Debian: apt install chromium)")
+    with api.sync_playwright() as playwright:
+        try:
+            how = {"executable_path": str(CHROMIUM), "args": SWITCHES, "timeout": BROWSER_MILLISECONDS}
+            browser = playwright.chromium.launch(**how)
+        except api.Error as error:
+            pytest.skip(f"{CHROMIUM} does not start here: {' '.join(str(error).split())[:300]}")
+        yield browser
+        browser.close()
 
 
 @contextmanager

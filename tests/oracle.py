@@ -21,15 +21,19 @@ from torch import Tensor
 
 from andrea.attention import (
     Mask,
+    MultiHeadAttention,
     ScaledDotProduct,
     ScoreModifiers,
+    SharedInputs,
     attend,
     causal,
     key_padding,
+    multihead,
     packed_documents,
     sliding_window,
 )
 from andrea.attention.shapes import shared_by_group
+from andrea.model.gpt import RotaryPosition
 
 STATISTICS = ("log_sum_exp", "largest_logit", "entropy_nats")
 MASSES = ("first_token_mass", "previous_token_mass")
@@ -166,5 +170,81 @@ def errors_of(
             largest = (upstream.abs() @ shared_by_group(value, upstream).abs().mT).max()
         if name in (*MASSES, "sink_mass"):  # e^(s - lse): as exact as a score and its log-sum-exp are
             largest = 4 * max(1, truth["log_sum_exp"].nan_to_num(neginf=0).abs().max())
+        if name == "entropy_nats":  # of one key it is 0, from logarithms and sums of numbers near 1
+            largest = max(largest, 1.0)
         errors[name] = error, allowed, torch.finfo(kept_in).eps * largest
     return errors
+
+
+# ------------------------------------------------------------------------------------------------------ prepared heads
+
+
+@dataclass(frozen=True)
+class HeadsCase:
+    """What lies between W_Q, W_K, W_V and attention: width D of a head, K tokens that the convolution mixes."""
+
+    H: int
+    G: int
+    D: int
+    T: int
+    K: int
+    rotates: bool
+    mixes: bool  # value residual
+    B: int = 2
+
+
+HEADS_CASES = [
+    HeadsCase(2, 1, 16, 7, 3, True, True), HeadsCase(3, 3, 32, 131, 3, True, True), HeadsCase(2, 2, 64, 65, 2, False, True),
+    HeadsCase(1, 1, 128, 40, 4, True, False), HeadsCase(4, 2, 16, 1, 3, True, True), HeadsCase(2, 2, 16, 5, 1, False, False),
+]  # fmt: skip
+
+
+def prepared(
+    case: HeadsCase, dtype: torch.dtype, in_one_pass: bool, device: str = "cpu", compatibility=ScaledDotProduct
+) -> list[Tensor]:
+    """Query, key and value of a layer, then the gradients of x, of the first values and of all parameters; float64, CPU."""
+    before = multihead.one_product_is_faster, multihead.one_pass_is_faster
+    multihead.one_product_is_faster = multihead.one_pass_is_faster = lambda x: in_one_pass
+    try:
+        return [each.detach().cpu().double() for each in prepared_and_gradients(case, dtype, device, compatibility())]
+    finally:
+        multihead.one_product_is_faster, multihead.one_pass_is_faster = before
+
+
+def prepared_and_gradients(case: HeadsCase, dtype: torch.dtype, device: str, compatibility) -> list[Tensor]:
+    d_model = 24
+
+    def draw(*shape: int, seed: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return drawn.to(torch.bfloat16).to(device, dtype)  # the same numbers in every type
+
+    options = {"n_kv_head": case.G, "d_head": case.D, "qk_norm_epsilon": 1e-5, "value_residual": case.mixes}
+    layer = MultiHeadAttention(
+        d_model, case.H, compatibility=compatibility, mask=causal(), convolution=case.K, **options
+    ).to(device, dtype)
+    for seed, parameter in enumerate(layer.parameters()):
+        parameter.data = draw(*parameter.shape, seed=seed) / 4
+    x = draw(case.B, case.T, d_model, seed=91).requires_grad_()
+    first = draw(case.B, case.T, case.G, case.D, seed=92).transpose(1, 2).requires_grad_() if case.mixes else None
+    turn = RotaryPosition(case.T, case.D, base=10.0, share=0.5).to(device).placer(case.T, 0)
+    parts = layer.project(x, shared=SharedInputs(first_value=first, place=turn if case.rotates else None))[:3]
+    upstream = [draw(*part.shape, seed=94 + index) for index, part in enumerate(parts)]
+    leaves = [x, *([first] if case.mixes else []), *layer.parameters()]
+    gradients = torch.autograd.grad(parts, leaves, upstream, allow_unused=True)
+    return [*parts, *(each for each in gradients if each is not None)]
+
+
+def judge_prepared(case: HeadsCase, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Assert the two-times rule for every result of the case."""
+    truth, readable, judged = (
+        prepared(case, *how) for how in ((torch.float64, False), (dtype, False, device), (dtype, True, device))
+    )
+    assert len(truth) == len(judged) == 3 + 5 + 2 * case.mixes
+    for number, (exact, theirs, mine) in enumerate(zip(truth, readable, judged, strict=True)):
+        error, allowed = (float((other - exact).abs().max()) for other in (mine, theirs))
+        last_place = torch.finfo(dtype).eps * float(exact.abs().max())
+        if exact.numel() == 1:  # the share's gradient, one sum in fp32: as exact as its many terms are large
+            last_place += torch.finfo(torch.float32).eps * float(truth[4].abs().sum())
+        assert error <= 2 * allowed + last_place, (
+            f"{number}: {error:.3g} > 2 · {allowed:.3g} + {last_place:.3g}, {case}"
+        )

@@ -16,7 +16,7 @@ from andrea.checkpoint.folder import read_small_json
 from andrea.cli.sweep import SWITCHES
 from andrea.cli.train import train_one
 from andrea.config import UserError
-from andrea.runtime.device import return_freed_memory
+from andrea.runtime.device import determinism_restored, return_freed_memory
 from andrea.runtime.streams import unfailing_output
 from andrea.training.records.record_file import read_lines
 
@@ -73,15 +73,11 @@ def result_figures(run: Path) -> dict[str, Any]:
 def process_settings_restored() -> Iterator[None]:
     """Restores process-wide settings that training changes: threads, determinism, random state, gradients, malloc."""
     threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    random = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
+        with determinism_restored(), random, torch.enable_grad():
             yield
     finally:
         torch.set_grad_enabled(gradients)
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
         return_freed_memory()

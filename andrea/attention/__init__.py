@@ -25,7 +25,7 @@ from andrea.attention.mask import (
     sliding_window,
 )
 from andrea.attention.modifiers import ScoreModifiers, alibi_slopes
-from andrea.attention.multihead import MultiHeadAttention, Place, SharedInputs, ValueEmbedding
+from andrea.attention.multihead import MultiHeadAttention, Place, Rotation, SharedInputs, ValueEmbedding
 from andrea.attention.statistics import AttentionStatistics, HeadStatistics
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Mask",
     "MultiHeadAttention",
     "Place",
+    "Rotation",
     "ScaledDotProduct",
     "ScoreModifiers",
     "SharedInputs",

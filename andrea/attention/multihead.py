@@ -16,7 +16,8 @@ from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
+from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD
 from andrea.attention.kernels import convolve_cpp
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
@@ -113,9 +114,30 @@ PLAIN = DotProduct()
 Place = Callable[[Tensor], Tensor]  # encodes positions in queries or keys (B, H, T, D)
 
 
+class Rotation:
+    """Rotary positions of T tokens: turns pairs of entries, p and p + D/2, of queries or keys (B, H, T, D).
+
+    cosine, sine: (T, D) fp32, of the angle of each entry's pair; the first half of the sines is negative. Or (B, 1, T, D),
+    where sequences have positions of their own.
+    """
+
+    def __init__(self, cosine: Tensor, sine: Tensor) -> None:
+        self.cosine, self.sine = cosine, sine
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # The halves exchanged, as by x.roll(D // 2), which torch does not compile to vector instructions on a CPU.
+        partner = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+        return (x * self.cosine + partner * self.sine).to(x.dtype)
+
+
 def one_product_is_faster(x: Tensor) -> bool:
     """Whether to compute queries, keys and values by one product. On a CPU it gains nothing (bench/README.md)."""
     return x.is_cuda
+
+
+def one_pass_is_faster(x: Tensor) -> bool:
+    """Whether our Triton kernel may prepare queries, keys and values. On a CPU only tests run it, interpreted."""
+    return x.is_cuda and HAS_TRITON
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -233,6 +255,8 @@ class MultiHeadAttention(nn.Module):
             nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None for _ in ("query", "key")
         )
         self.implementation = implementation
+        # W_Q, W_K and W_V as rows of one matrix, after `put_side_by_side`
+        self.register_buffer("side_by_side", None, persistent=False)
 
     def forward(
         self,
@@ -323,6 +347,8 @@ class MultiHeadAttention(nn.Module):
         function is the plain dot product. Otherwise query and key are unchanged, and the returned function is the
         layer's own. Raises ValueError for rotary positions and a function without `lower`.
         """
+        if context is None and cache is None and self.is_prepared_in_one_pass(x, shared):
+            return *self.prepared(x, shared), PLAIN
         query, key, value = map(self.heads, self.projected(x, context))
         value = self.mixed(value, shared)
         if self.taps is not None:
@@ -352,9 +378,51 @@ class MultiHeadAttention(nn.Module):
         if context is not None or not one_product_is_faster(x) or not all(map(is_plain, layers)):
             context = x if context is None else context
             return self.query(x), self.key(context), self.value(context)
+        return self.one_product(x).split([layer.out_features for layer in layers], dim=-1)
+
+    def one_product(self, x: Tensor) -> Tensor:
+        """x (B, T, d_model) -> queries, keys and values side by side, (B, T, (H + 2 G) D)."""
+        layers = (self.query, self.key, self.value)
         bias = None if self.query.bias is None else torch.cat([layer.bias for layer in layers])
-        widths = [layer.out_features for layer in layers]
-        return linear(x, torch.cat([layer.weight for layer in layers]), bias).split(widths, dim=-1)
+        weight = torch.cat([layer.weight for layer in layers]) if self.side_by_side is None else self.side_by_side
+        return linear(x, weight, bias)
+
+    @torch.no_grad()
+    def put_side_by_side(self) -> None:
+        """For generation: keep the three weights as one matrix, which `one_product` then need not make for every token."""
+        layers = (self.query, self.key, self.value)
+        self.side_by_side = torch.cat([layer.weight for layer in layers])
+        for layer, rows in zip(layers, self.side_by_side.split([layer.out_features for layer in layers]), strict=True):
+            layer.weight = nn.Parameter(rows, requires_grad=False)  # they share its memory
+
+    def is_prepared_in_one_pass(self, x: Tensor, shared: SharedInputs) -> bool:
+        """Whether `prepared` serves. It is worth its own operator where there is a convolution (bench/README.md)."""
+        d, place, lowering = self.d_head, shared.place, type(self.compatibility)
+        is_served = one_pass_is_faster(x) and self.implementation != "reference" and x.dtype in DTYPES
+        is_served = is_served and 16 <= d <= WIDEST_HEAD and not d & (d - 1)
+        has_options = self.taps is not None and self.qk_norm_epsilon is not None and self.query_norm is None
+        if has_options:  # the kernels count a sequence's elements in 32 bits, and fewer than 2^16 blocks of 16 tokens
+            n_token = x.shape[1]
+            is_served = is_served and n_token * len(self.taps) * d < 2**31 and n_token < 2**20
+        has_inputs = shared.document_place is None and self.value_embedding is None and shared.value_source is None
+        has_inputs = has_inputs and (shared.first_value is None) == (self.value_mix is None)
+        has_inputs = has_inputs and (place is None or (isinstance(place, Rotation) and place.cosine.ndim == 2))
+        are_plain = all(map(is_plain, (self.query, self.key, self.value)))
+        return is_served and has_options and has_inputs and are_plain and lowering in (ScaledDotProduct, DotProduct)
+
+    def prepared(self, x: Tensor, shared: SharedInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors of `project`, by one Triton kernel each for queries, keys and values (kernels/heads_triton.py)."""
+        from andrea.attention.kernels.heads_triton import prepared_heads
+
+        place, first, share = shared.place, None, None
+        if shared.first_value is not None:
+            first, share = shared.first_value.transpose(1, 2), torch.sigmoid(self.value_mix.float())
+        scale = self.d_head**-0.5 if type(self.compatibility) is ScaledDotProduct else 1.0
+        turn = (None, None) if place is None else (place.cosine, place.sine)
+        parts = prepared_heads(
+            self.one_product(x), self.taps.float(), first, share, *turn, self.n_head, self.qk_norm_epsilon, scale
+        )
+        return tuple(part.transpose(1, 2) for part in parts)
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """QK-norm of queries or keys (B, H, T, D). weight: (D,), or None."""

@@ -14,6 +14,12 @@ OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # with these errors
 class Damaged(UserError):
     """The folder is not a complete checkpoint of this project. The message names the folder or file and the fault."""
 
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether it could only not be read now: it may be readable the next time."""
+        cause = self.__cause__
+        return isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
+
 
 @contextmanager
 def opening(path: Path) -> Iterator[None]:
@@ -31,4 +37,4 @@ def opening(path: Path) -> Iterator[None]:
         raise Damaged(
             f"{path} is not a complete checkpoint of this project, or cannot be read: {name}{error.strerror or error}; "
             f"name another with checkpoint=…"
-        ) from None
+        ) from error

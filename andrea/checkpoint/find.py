@@ -42,15 +42,25 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     """The checkpoint that is a run's result: the one with the best evaluation, or the newest while validation still improves.
 
     The newest checkpoint is the result if the last evaluation before it was the best so far. `report` gets a line if
-    another checkpoint is the result, and for each damaged checkpoint.
+    another checkpoint is the result, and for each damaged checkpoint. Raises StorageFailed if the result, or a checkpoint
+    that may be the result, cannot be read now: another model is not what was asked for.
     """
     newest = newest_whole(run, report)
-    if newest is None or (best := result_path(newest.path, newest.state, report)) == newest.path:
+    if newest is None:
+        return None
+
+    def skip(fault: Damaged) -> None:
+        if fault.may_be_whole:
+            raise StorageFailed(str(fault), f"try again; to use the newest step, name {newest.path}") from fault
+        report(f"skipped: {fault}")
+
+    best = result_path(newest.path, newest.state, skip)
+    if best == newest.path:
         return newest
     try:
         found = read_checkpoint(best)
     except Damaged as fault:
-        report(f"skipped: {fault}")
+        skip(fault)
         return newest
     report(
         f"{run}: step {found.step} had the best evaluation, so it is used instead of the newest step, {newest.step}; "
@@ -59,14 +69,14 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     return found
 
 
-def result_path(newest: Path, state: dict[str, Any], report: Callable[[str], None] | None = None) -> Path:
+def result_path(newest: Path, state: dict[str, Any], skip: Callable[[Damaged], None] | None = None) -> Path:
     """The checkpoint that is a run's result, found from its newest one, whose state.json has the content `state`.
 
-    `report` gets a line for each older checkpoint that cannot be read.
+    `skip` gets the fault of each older checkpoint that cannot be read.
     """
     if is_best_so_far(state):
         return newest
-    figures = figures_of([path for path in checkpoints_of(newest.parents[1]) if path < newest], report)
+    figures = figures_of([path for path in checkpoints_of(newest.parents[1]) if path < newest], skip)
     best = lowest(figures)
     return newest if best is None or figures[best] is None else newest.with_name(best)
 
@@ -89,15 +99,15 @@ def own_figure(state: dict[str, Any]) -> float | None:
     return figure if is_evaluated and figure is not None and math.isfinite(figure) else None
 
 
-def figures_of(checkpoints: list[Path], report: Callable[[str], None] | None = None) -> dict[str, float | None]:
-    """`own_figure` of each checkpoint whose state.json can be read, by name. `report` gets a line for each other one."""
+def figures_of(checkpoints: list[Path], skip: Callable[[Damaged], None] | None = None) -> dict[str, float | None]:
+    """`own_figure` of each checkpoint whose state.json can be read, by name. `skip` gets the fault of each other one."""
     figures = {}
     for path in checkpoints:
         try:
             figures[path.name] = own_figure(read_state(path))
         except Damaged as fault:
-            if report:
-                report(f"skipped: {fault}")
+            if skip:
+                skip(fault)
     return figures
 
 

@@ -53,6 +53,8 @@ def sweep(argv: list[str]) -> int:
     group = settings.get("logger.group", time.strftime("sweep-%Y%m%d-%H%M%S"))
     fixed += [] if "logger.group" in settings else [f"logger.group={group}"]
     keys = [word.partition("=")[0] for word in varied]
+    if "train.max_minutes" not in (*settings, *keys):  # runs to compare have the same length on a slow machine
+        fixed.append("train.max_minutes=null")
     if "name" in (*settings, *keys):
         raise UserError(
             "name=… would give all runs of a sweep the same folder; leave it out: runs are named by the settings that differ"
@@ -172,7 +174,7 @@ def result_lines(runs_dir: Path, group: str, varied: list[str]) -> list[str]:
     """The best run of a sweep, if all runs were judged on the same text, and the command that compares the runs."""
     from andrea.insight.runs import read_row
     from andrea.training.records.recognise import is_run_folder
-    from andrea.training.records.run_folder import read_lines
+    from andrea.training.records.record_file import read_lines
 
     folders = sorted(runs_dir.glob(f"*-{glob.escape(group)}"))  # run_name ends every name so
     rows = [read_row(run, read_lines(run / "metrics.jsonl"), {}) for run in folders if is_run_folder(run)]

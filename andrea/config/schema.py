@@ -41,6 +41,7 @@ ON_LARGE_TEXT = {
     "tokenizer.vocab_size": 4096,
     "model.bigram_rows": 32768,
 }
+DEFAULT_MINUTES = 6.0  # that `python train.py` may take on a slow machine
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class TrainConfig:
     save_every: PositiveInteger | Auto
     keep: PositiveInteger
     sample_tokens: NonNegativeInteger
-    max_minutes: PositiveNumber | None
+    max_minutes: PositiveNumber | Auto | None
     tokens_per_parameter: PositiveNumber | None = None
     flops: PositiveNumber | None = None
     lens_prompt: Text | None = None
@@ -256,6 +257,15 @@ class RunConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.model.recipe_tokens_per_step if self.train.tokens_per_step == "auto" else self.train.tokens_per_step
+
+    @property
+    def max_minutes(self) -> float | None:
+        """train.max_minutes; for `auto`, DEFAULT_MINUTES for a new andrea-nano on the default text without a length."""
+        if self.train.max_minutes != "auto":
+            return self.train.max_minutes
+        has_default_text = self.data.kind == "pystdlib" and self.data.path is None
+        is_new = self.train.steps == "auto" and self.init_from is None and not self.train.teachers
+        return DEFAULT_MINUTES if self.model.name == "andrea-nano" and has_default_text and is_new else None
 
     @property
     def sequences_per_step(self) -> int:

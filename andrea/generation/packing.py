@@ -26,6 +26,7 @@ from andrea.attention import (
     alibi_slopes,
 )
 from andrea.attention.mask import Causal, SlidingWindow
+from andrea.attention.multihead import is_plain, one_product_is_faster
 from andrea.config import UserError
 from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Scoring, Shape, function
 from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_native, has_onednn
@@ -323,6 +324,10 @@ def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
     native = not compiled and has_native(weight)
     if int8 or native or (not compiled and has_onednn(weight)):
         return PackedGPT(model, int8, native)
+    if one_product_is_faster(weight):
+        for block in model.blocks:
+            if all(map(is_plain, (block.attention.query, block.attention.key, block.attention.value))):
+                block.attention.put_side_by_side()
     return model
 
 

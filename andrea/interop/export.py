@@ -21,7 +21,7 @@ from andrea.interop.hugging_face.target import HuggingFace
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.interop.settings import Trained
 from andrea.interop.target import Target
-from andrea.runtime.files import publish_folder, staging_path, storing
+from andrea.runtime.files import StorageFailed, publish_folder, reading, staging_path, storing
 from andrea.runtime.own_parts import is_own
 
 PROOF_FAILED = 1  # exit code
@@ -110,12 +110,22 @@ def load_trained(checkpoint: Checkpoint) -> Trained:
 
 
 def proof_of(trained: Trained, target: Target, folder: Path, text: ComparedText) -> tuple[Proof | None, str]:
-    """The proof; or None, and the reason, if the package of the other program is missing or too old."""
+    """The proof; or None, and the reason, if the package of the other program is missing or too old.
+
+    Raises StorageFailed if that program cannot load what has just been written.
+    """
     try:
         other = target.open(folder)
     except ImportError as error:
         return None, f"{target.package} cannot be imported ({error}); run: pip install {target.package}"
-    return prove(trained, target.rounded_gpt(), other, target.share, target.least, text), ""
+    except Exception as error:  # its errors of a file that cannot be read are of any type
+        fault = str(error).strip().partition("\n")[0][:200]
+        raise StorageFailed(
+            f"{target.package} cannot load what was written for {folder}: {type(error).__name__}: {fault}",
+            "check the disk, then try again; if it fails again, please report it with the run's config.yaml",
+        ) from error
+    with reading(folder):
+        return prove(trained, target.rounded_gpt(), other, target.share, target.least, text), ""
 
 
 def report(folder: Path, proof: Proof | None, reason: str) -> None:

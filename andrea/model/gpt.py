@@ -25,7 +25,7 @@ from andrea.attention import (
     LayerCache,
     Mask,
     MultiHeadAttention,
-    Place,
+    Rotation,
     ScoreModifiers,
     SharedInputs,
     ValueEmbedding,
@@ -216,8 +216,8 @@ class Position(nn.Module, ABC):
         """Add position encodings to the token vectors x (B, T, d_model). Only learned positions change x."""
 
     @abstractmethod
-    def placer(self, n_token: int, start: int | Tensor) -> Place | None:
-        """A function that encodes positions in queries and keys (B, H, T, D); None if the encoding is not rotary."""
+    def placer(self, n_token: int, start: int | Tensor) -> Rotation | None:
+        """What encodes positions in queries and keys (B, H, T, D); None if the encoding is not rotary."""
 
 
 class NoPosition(Position):
@@ -277,17 +277,11 @@ class RotaryPosition(Position):
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x
 
-    def placer(self, n_token: int, start: int | Tensor) -> Place:
+    def placer(self, n_token: int, start: int | Tensor) -> Rotation:
         cosine, sine = rows(self.table_bits.view(torch.float32), start, n_token).unbind(-2)  # (T, D) each, or (B, T, D)
         if cosine.ndim == 3:
             cosine, sine = cosine[:, None], sine[:, None]  # (B, 1, T, D): the same for all heads
-
-        def turn(x: Tensor) -> Tensor:
-            # The halves exchanged, as by x.roll(D // 2), which torch does not compile to vector instructions on a CPU.
-            partner = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-            return (x * cosine + partner * sine).to(x.dtype)
-
-        return turn
+        return Rotation(cosine, sine)
 
 
 def scaled(frequency: Tensor, factor: float, *how: float) -> Tensor:

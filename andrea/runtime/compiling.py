@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from andrea.runtime.code_cache import use_private_torch_cache
-from andrea.runtime.device import AS_CONFIGURED, Choice
+from andrea.runtime.device import Choice
 from andrea.runtime.files import lines_of
 
 # By device: a run of fewer FLOPs in total takes less time than compiling it.
@@ -28,7 +28,7 @@ def choose_compile(requested: str, device: torch.device, total_flops: float) -> 
     up to a minute, and the model then trains a few percent faster (bench/README.md).
     """
     if requested != "auto":
-        return Choice(requested, AS_CONFIGURED)
+        return Choice(requested, "as configured")
     if device.type == "mps":
         return Choice("off", "torch.compile is not reliable on mps")
     if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")):

@@ -13,13 +13,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
-from andrea.runtime.files import from_json, read_plain_file
+from andrea.runtime.files import from_json, read_plain_file, reading
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
 from andrea.text.listing import Selection
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
@@ -260,17 +261,25 @@ def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | 
 
     name: of the source. Nothing is prepared or downloaded. Raises UserError if the folder is damaged.
     """
-    for path in sorted(data_dir.expanduser().glob(f"{name}-*")):
-        try:
-            meta, digests = read_meta(path)
-            found = corpus_fingerprint(meta["tokenizer"], [[name, None, meta["fingerprint"]]])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # not a folder of prepared text
+    for path in paths_named(data_dir.expanduser(), f"{name}-"):
+        with reading(path):  # else another text would be taken in silence
+            try:
+                meta, digests = read_meta(path)
+                found = corpus_fingerprint(meta["tokenizer"], [[name, None, meta["fingerprint"]]])
+            except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # not a folder of prepared text
         both = digests["train"] | digests["val"]
         if found == fingerprint and digests["val"] and all(SHARD_NAME.fullmatch(each) for each in both):
             verify(path, both, load_tokenizer(path).n_vocab)
             return TokenStream.open([path / each for each in digests["val"]])
     return None
+
+
+def paths_named(folder: Path, prefix: str) -> list[Path]:
+    """What is in `folder` with names that begin so; nothing where there is no such folder."""
+    with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return [folder / name for name in sorted(os.listdir(folder)) if name.startswith(prefix)]
+    return []
 
 
 def held_out_of_run(state: dict[str, Any], data_dir: Path) -> TokenStream | None:

@@ -68,6 +68,7 @@ class Source:
         # [name, bytes, time of the last change, …] of each file, for the hash in the prepared folder's name
         self.files, self.listing, self.unread = found.files, found.entries, found.findings
         self.usable_bytes: int | None = None  # of `check`
+        self.found: Findings | None = None  # by `check`
         if not self.files:
             why = "; ".join(self.unread.lines())
             sought, remedy = (
@@ -101,6 +102,7 @@ class Source:
             report(f"{self.name}: only Python files are read; data=text reads all text files of {self.root}")
         findings = self.unread.copy()
         usable = sum(document.size for document in self.every_document(findings))
+        self.found = findings
         lines, field = findings.lines(f"{self.prefix}field"), self.selection.field
         if not usable:
             raise UserError(
@@ -141,7 +143,7 @@ class Source:
 
     def pieces(self, split: Split) -> Iterator[Piece]:
         """The split's text in a fixed order, in pieces of at most about PIECE_BYTES."""
-        for document in self.every_document(Findings()):
+        for document in self.documents_again():
             if self.cuts_documents:
                 with document.open() as file:
                     middle = cut_at(file, document.size)
@@ -161,7 +163,7 @@ class Source:
         split.
         """
         sides, count = set(), 0
-        for document in self.every_document(Findings()):
+        for document in self.documents_again():
             count += 1
             sides.add(self.is_held_out(document))
             if count >= FEWEST_DOCUMENTS and len(sides) == 2:
@@ -187,16 +189,25 @@ class Source:
         if self.kind == "pystdlib":
             return Counter()
         held_out = Counter(
-            (document.size, digest_of(document))
-            for document in self.every_document(Findings())
-            if is_held_out(document.key)
+            (document.size, digest_of(document)) for document in self.documents_again() if is_held_out(document.key)
         )
         sizes, others = {size for size, _ in held_out}, Counter[tuple[int, bytes]]()
-        for document in self.every_document(Findings()) if sizes else ():
+        for document in self.documents_again() if sizes else ():
             if document.size in sizes and not is_held_out(document.key):
                 text = (document.size, digest_of(document))
                 others.update([text] if text in held_out else [])
         return Counter({text: count + held_out[text] for text, count in others.items()})
+
+    def documents_again(self) -> Iterator[Document]:
+        """The documents of `every_document`, after `check` has read them. Raises UserError if others are usable now.
+
+        A file that has been removed, or may not be read any more, would otherwise be missing in silence.
+        """
+        findings = self.unread.copy()
+        yield from self.every_document(findings)
+        if self.found is not None and findings != self.found:
+            now = "; ".join(findings.lines()) or "every file can be read"
+            raise UserError(f"{self.key}={self.root}: files have changed while they were read; start again ({now})")
 
     def every_document(self, findings: Findings) -> Iterator[Document]:
         """The usable documents of both splits in a fixed order. Unusable ones are added to `findings`."""
@@ -211,7 +222,7 @@ def texts_at(path: Path, key: str, field: str | None, report: Report) -> list[st
     """
     source = Source(path.resolve().name, "text", path, key, Selection(field=field))
     source.check(report)
-    return ["".join(read_pieces(document, 0, document.size)) for document in source.every_document(Findings())]
+    return ["".join(read_pieces(document, 0, document.size)) for document in source.documents_again()]
 
 
 def is_held_out(key: str) -> bool:

@@ -25,6 +25,7 @@ from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.check import Evidence
 from andrea.training.health.health import Health
+from andrea.training.loss.compiled import reuses_training_graph
 from andrea.training.planning.time_budget import TimeBudget
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
@@ -151,8 +152,8 @@ class Evaluator:
         """
         self.records.working("evaluating")
         by_source = {}
-        # torch.compile specialises code to the gradient mode: keep gradients enabled to reuse the training graph.
-        with torch.set_grad_enabled(self.config.compile != "off"), self.parallel.sync_gradients(last=False):
+        enabled = reuses_training_graph(self.config.compile, self.step.device)
+        with torch.set_grad_enabled(enabled), self.parallel.sync_gradients(last=False):
             for source in self.corpus.sources:
                 batches = validation_batches(
                     source.val,

@@ -18,7 +18,7 @@ from andrea.checkpoint.keep import mark_and_prune
 from andrea.config import RunConfig, Text
 from andrea.model.size import flops_per_token
 from andrea.runtime import torchrun
-from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops
+from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops, set_determinism
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
@@ -220,7 +220,5 @@ def set_up_process(config: RunConfig, machine: Machine) -> None:
     choose_threads(config.threads)
     if machine.device.type == "cpu":
         keep_freed_memory()
-    torch.use_deterministic_algorithms(bool(config.deterministic))
-    # Otherwise torch fills new tensors with NaN in deterministic runs, which takes 1.5 % of a step of andrea-nano.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    set_determinism(bool(config.deterministic))
     torch.manual_seed(config.seed)

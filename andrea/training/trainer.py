@@ -451,8 +451,12 @@ class Trainer:
             return
         self.is_open, is_cosine = False, optimizer.schedule == "cosine"
         self.change_length(max(wanted, step + 1) if is_cosine else relength(step, before, wanted, optimizer))
+        budget, speed = self.stopping.budget, self.throughput.tokens_per_second
+        assert budget is not None
+        remedy = "" if budget.is_limit else f"; train.max_minutes=null makes all {before}"
         self.records.console.say(
-            f"length: {self.progress.planned_steps} steps, fixed now: the time left is what they take"
+            f"length: {self.progress.planned_steps} steps, fixed now: at {speed:,.0f} tokens/s, these fit into "
+            f"train.max_minutes={budget.minutes:g}{remedy}"
         )
 
     def decay_if_worse(self) -> None:

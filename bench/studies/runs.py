@@ -65,7 +65,7 @@ def run_all(study: Study, parallel: int) -> list[Job]:
 
 def start(study: Study, job: Job) -> subprocess.Popen:
     steps, threads = job.about["steps"], study.chosen.threads
-    every = {"eval": -(-steps // study.chosen.evaluations), "save": -(-steps // SAVES), "attention": RARELY}
+    every = {"eval": -(-steps // study.chosen.evaluations), "save": -(-steps // SAVES)}
     words = [*job.about["words"], *QUIET, *(f"train.{name}_every={n}" for name, n in every.items())]
     words += [f"train.steps={steps}", f"seed={job.about['seed']}", "resume=auto", "train.keep=1"]
     words += [f"threads={threads}"] if threads else []
@@ -131,7 +131,7 @@ def speeds_side_by_side(
     for each, place in zip((variant, base), halves[::-1] if swapped else halves, strict=True):
         name = "speed-base" if each is base else "speed"
         shutil.rmtree(study.place / "runs" / name, ignore_errors=True)
-        every = [f"train.{what}_every={RARELY}" for what in ("eval", "save", "attention")]
+        every = [f"train.{what}_every={RARELY}" for what in ("eval", "save")]
         words = [*study.words(each, 1.0), *QUIET, *every, "train.log_every=1", "train.eval_tokens=4096"]
         process = train(study, [*words, f"train.steps={steps}", f"threads={half}"], name)
         os.sched_setaffinity(process.pid, place)

@@ -329,6 +329,21 @@ def test_one_product_for_queries_keys_and_values_equals_three(options, monkeypat
     torch.testing.assert_close(compiled, found[True][0], rtol=1e-12, atol=1e-12)
 
 
+def test_weights_side_by_side_are_not_put_together_again(monkeypatch):
+    """For generation on a GPU: one copy of the weights, the same output, and no concatenation for each token."""
+    monkeypatch.setattr(multihead, "one_product_is_faster", lambda x: True)
+    module, x = make(mask=causal(), n_kv_head=1), vectors(T)
+    expected = module(x)
+    module.put_side_by_side()
+    assert {each.weight.untyped_storage().data_ptr() for each in (module.query, module.key, module.value)} == {
+        module.side_by_side.untyped_storage().data_ptr()
+    }
+    with torch.profiler.profile() as profiled:
+        output = module(x)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    assert "aten::cat" not in {event.key for event in profiled.key_averages()}
+
+
 def test_one_product_is_for_plain_layers_and_self_attention(monkeypatch):
     """An adapter, a hook or a context of other vectors: each layer is called by itself."""
     monkeypatch.setattr(multihead, "one_product_is_faster", lambda x: True)

@@ -137,6 +137,18 @@ def test_an_unreadable_checkpoint_is_skipped_by_name_with_the_reason(tmp_path: P
     assert "Permission denied" in reported[0] and newest_whole(tmp_path).step == 2
 
 
+def test_a_result_that_cannot_be_read_now_is_not_replaced_by_another_model(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    best, newest = write(run, 1, **judged(1, 1.0, best=1.0)), write(run, 2, **judged(2, 2.0, best=1.0))
+    for path in (best, *best.iterdir(), newest, *newest.iterdir()):
+        path.chmod(0o755)
+    for path in (best / "model.safetensors", best / "state.json", best):  # the second and the third hold its figure
+        with shut(path), pytest.raises(StorageFailed, match="Permission denied") as failed:
+            locate(str(run), tmp_path / "runs")
+        assert str(newest) in failed.value.advice
+    assert locate(str(run), tmp_path / "runs").step == 1
+
+
 def test_a_process_that_may_open_no_more_files_does_not_blame_the_checkpoint(tmp_path: Path) -> None:
     """With one file after another: first none can be opened, in the end the checkpoint is read."""
     write(tmp_path, 1)

@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_command
 
 from andrea.cli.command_line import configure
-from andrea.cli.train import cached_headers, precompile_headers
+from andrea.cli.precompile_headers import cached_headers, precompile_headers
 from andrea.config import RunConfig
 
 LONG = ["device=cpu", "compile=blocks"]
@@ -52,6 +52,7 @@ def test_a_run_too_short_to_compile_needs_no_headers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_training_uses_the_precompiled_headers(tmp_path: Path, notes: Path) -> None:
     assert started(*LONG)
     headers = cached_headers()

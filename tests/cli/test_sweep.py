@@ -31,6 +31,7 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     runs = {path.parent.name: yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/config.yaml")}
     assert sorted(runs) == [f"andrea-nano-{tokens}-seed7-steps={n}-mine" for tokens, n in ((256, 1), (512, 2))]
     assert {config["logger"]["group"] for config in runs.values()} == {"mine"}
+    assert {config["train"]["max_minutes"] for config in runs.values()} == {None}
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_a_setting_of_generation_that_we_do_not_have_is_refused(both) -> None:
         both[0].generate_until(requests_of("generate_until", [("a", {"num_beams": 3})]))
 
 
+@pytest.mark.slow
 def test_the_command_line_of_lm_eval_runs_our_tasks_and_our_text_offline(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     write_trained(runs / "one", make_trained(NANO))

@@ -196,7 +196,7 @@ def make_commands(folder: Path) -> Handler:
         before = snapshot(folder)
         reader, writer = os.pipe()
         with tempfile.TemporaryFile("w+") as errors:
-            process = ForkedTrain([f"resume={run.checkpoint}", *run.places], writer, errors)
+            process = ForkedTrain([f"resume={run.checkpoint}", "name=a", *run.places], writer, errors)
             os.close(writer)
             with open(reader, encoding="utf-8", errors="replace") as shown:
                 for line in shown:  # it trains, or would now prepare other text, whose path it has shown

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from andrea.generation.sampling import (
     Sampling,
@@ -136,3 +138,24 @@ def test_an_extreme_penalty_leaves_something_to_draw(penalty: float) -> None:
     logits, history = torch.randn(2, 7), torch.arange(7).expand(2, 7)
     chosen = choose_tokens(logits, history, Sampling(repetition_penalty=penalty), torch.tensor([0.0, 0.999]))
     assert chosen.min() >= 0 and chosen.max() < 7
+
+
+def test_deterministic_mode_sums_on_the_cpu():
+    """No GPU is needed: tensors on it are fake, and the devices of the sums are recorded."""
+    devices = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.cumsum.default:
+                devices.append(args[0].device.type)
+            return function(*args, **(kwargs or {}))
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with FakeTensorMode(), Recorder():
+            logits, history = torch.zeros(2, 9, device="cuda"), torch.zeros(2, 3, dtype=torch.int64, device="cuda")
+            chosen = choose_tokens(logits, history, Sampling(top_p=0.5), torch.zeros(2, device="cuda"))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert devices == ["cpu"] * 2 and chosen.device.type == "cuda"

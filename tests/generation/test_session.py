@@ -259,6 +259,7 @@ def test_ctrl_c_ends_the_text_and_the_command(tmp_path, others):
     assert process.returncode == 130 and told.endswith(b"interrupted\n") and b"Traceback" not in told
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_an_interactive_session(tmp_path):
     write(tmp_path)
     process = started(tmp_path, "interactive=true")

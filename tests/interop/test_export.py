@@ -14,8 +14,10 @@ from exportable import BLOCKS_OF_32, NANO, logits_of, make_trained, state_of, to
 
 from andrea.__main__ import main
 from andrea.checkpoint import read_checkpoint, write_checkpoint
+from andrea.interop import export as export_module
 from andrea.interop import proof
 from andrea.interop.hugging_face.names import weights_of
+from andrea.interop.hugging_face.target import HuggingFace
 from andrea.text.tokenizer import train_bpe
 
 
@@ -62,6 +64,27 @@ def test_a_checkpoint_with_hostile_data_is_damaged(data, runs: Path, capsys) -> 
     assert "has an impossible config" in refused(runs, capsys, f"checkpoint={place}")
     code, _, error = run_script(main, ["evaluate", f"checkpoint={place}", "tasks=bpb"], capsys)
     assert code == 2 and "has an impossible config" in error
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError("disk (os error 5)"), RuntimeError("disk (5)"), ValueError("disk")], ids=repr
+)
+@pytest.mark.parametrize("place", ["open", "prove"])
+def test_an_export_that_the_other_program_cannot_read_is_one_line(
+    place: str, fault: Exception, runs: Path, capsys, monkeypatch
+) -> None:
+    """Found by failing every call of `export`: while loading, the errors of other programs are of any type."""
+    if place == "prove" and not isinstance(fault, OSError):
+        pytest.skip("any other error of the comparison is a fault of ours")
+
+    def fail(*inputs: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(*((export_module, "prove") if place == "prove" else (HuggingFace, "open")), fail)
+    before = set(runs.iterdir())
+    code, _, error = export(runs, capsys, "checkpoint=default")
+    assert code == 5 and error.count("\n") == 1 and f"{fault}; check the disk" in error
+    assert set(runs.iterdir()) == before
 
 
 def test_names_in_a_checkpoint_are_no_markup_in_the_card(runs: Path, capsys) -> None:

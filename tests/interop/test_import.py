@@ -635,6 +635,20 @@ def test_a_file_of_nanogpt(bias: bool, tmp_path: Path, monkeypatch) -> None:
             },
             "65",
         ),
+        (
+            {
+                "model": {"a": torch.ones(2)},
+                "model_args": {
+                    "n_layer": 275,
+                    "n_head": 2,
+                    "n_embd": 8,
+                    "block_size": 8,
+                    "bias": True,
+                    "vocab_size": 50257,
+                },
+            },
+            "holds 1 weights, too few for its 275 layers",
+        ),
     ],
 )
 def test_hostile_files_of_nanogpt(content, message: str, tmp_path: Path, capsys) -> None:

@@ -144,9 +144,9 @@ def growth(optimizer: str, along: str, transfer: bool, words: list[str]) -> list
     [
         (["model.tied_head=false", "model.value_residual=false"], 0.1),
         ([], 0.17),
-        pytest.param(words_of(ALL_KINDS), 0.17, marks=pytest.mark.slow),
-        pytest.param(words_of(SCORES), 0.17, marks=pytest.mark.slow),
-        pytest.param(words_of("bigrams"), 0.17, marks=pytest.mark.slow),
+        pytest.param(words_of(ALL_KINDS), 0.17, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(words_of(SCORES), 0.17, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(words_of("bigrams"), 0.17, marks=[pytest.mark.slow, pytest.mark.long]),
     ],
     ids=["plain", "default", "options of the heads", "sinks", "bigrams"],
 )

@@ -51,9 +51,11 @@ def test_compiling_for_a_cpu_says_nothing_of_cuda(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     logger = logging.getLogger("torch.utils.cpp_extension")
-    monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logger, "handlers", [])
-    logger.setLevel(logging.NOTSET)
+    monkeypatch.setattr(logger, "propagate", False)  # torch gives its parents handlers, and takes them away again
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "disabled", False)  # other tests of this process may have configured logging
+    monkeypatch.setattr(logger.manager, "disable", logging.NOTSET)
+    logger.setLevel(logging.WARNING)
     cpp_extension._find_cuda_home()
     assert "No CUDA runtime is found" in caplog.text
     caplog.clear()

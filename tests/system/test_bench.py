@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_attention_bench_measures_what_can_run(tmp_path):
     pytest.importorskip("triton")
     words = [
@@ -39,8 +40,7 @@ def test_the_attention_bench_measures_what_can_run(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [row["implementation"] for row in rows] == [
-        "triton", "triton + statistics", "triton atomic", "triton atomic + statistics",
-        "triton by address", "triton as it trains",
+        "triton", "triton + statistics", "triton by address", "triton as it trains",
     ]  # fmt: skip
     assert all(max(row["error_over_readable"]) < 3 and row["both_ms"] > 0 for row in rows)
     assert "sdpa_flash left out: implementation='sdpa_flash' cannot be used here: it needs a CUDA GPU" in done.stdout
@@ -56,6 +56,7 @@ def test_the_attention_bench_fails_where_none_of_our_kernels_can_run(mode, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_commands_that_are_ended_anywhere_end_as_the_uninterrupted_run_and_a_second_call_goes_on(tmp_path):
     record = tmp_path / "kill.json"
     command = [sys.executable, "bench/kill.py", "--warm", "--output", str(record), "--lives", "4"]
@@ -89,6 +90,7 @@ def test_power_loss_leaves_what_was_synced_and_any_part_of_the_rest(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the calls' numbers")
 def test_a_run_goes_on_from_each_crash_state_and_after_each_failed_call(tmp_path):
     record = tmp_path / "crash-states.json"

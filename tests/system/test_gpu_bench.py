@@ -58,7 +58,7 @@ def test_by_address_holds_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPat
         attend_triton, "described", lambda *given: (asked.append(attend_triton.DESCRIPTORS_FROM), own(*given))[1]
     )
     leaves = [torch.randn(1, 2, 7, 16, requires_grad=True) for _ in range(3)]
-    runs = bench.contenders(["two_pass"])
+    runs = bench.contenders()
     with bench.descriptors_for(bench.BY_ADDRESS):
         torch.autograd.grad(runs[bench.BY_ADDRESS](*leaves).sum(), leaves)
     assert asked == [10**6] * 3 and attend_triton.DESCRIPTORS_FROM == before
@@ -82,6 +82,7 @@ def test_a_check_that_fails_makes_its_part_fail(passes, code, monkeypatch: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_check_that_raises_and_one_whose_process_is_killed_are_rows_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,10 +118,11 @@ def test_without_a_gpu_it_says_so_and_an_unknown_part_is_named(tmp_path: Path) -
     done = run("bash", "bench/gpu.sh", "--output", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and "torch finds no CUDA GPU" in done.stderr
     done = run("bash", "bench/gpu.sh", "--output", str(tmp_path), "atention")
-    assert done.returncode == 2 and "unknown part atention; there are: attention, tune, train" in done.stderr
+    assert done.returncode == 2 and "unknown part atention; there are: step, resume, attention" in done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tmp_path: Path) -> None:
     """A module of the caller's path is found; one that is hidden costs its part, with the reason, and not the others."""
     (tmp_path / "path").mkdir()
@@ -145,6 +147,7 @@ def test_a_part_keeps_the_callers_python_path_and_what_it_leaves_out_is_named(tm
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path) -> None:
     done = run("bash", "bench/gpu.sh", "--rehearse", "--seconds", "5", "--output", str(tmp_path), "optimizer", "loss")
     assert "out of time" in done.stdout or "the part's time is over" in done.stdout, done.stdout
@@ -154,6 +157,7 @@ def test_a_part_that_is_out_of_time_is_ended_and_the_table_comes(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_was_measured_before_a_kill_is_in_the_result_files(tmp_path: Path) -> None:
     record = tmp_path / "kill.json"
     words = [

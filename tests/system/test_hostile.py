@@ -482,6 +482,7 @@ def says_once(out: str, fault: str, consequence: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_wandb_that_cannot_be_reached_is_one_line_and_the_run_is_kept_offline(tmp_path: Path, notes: Path) -> None:
     server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}  # port 9: nobody answers
     words = ["name=a", "logger=wandb", "logger.wandb=online", "train.log_every=1", *QUIET]

@@ -44,6 +44,7 @@ def test_the_record_has_all_rows_and_none_is_beyond_its_limit(bench: ModuleType)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_row_is_measured_once(tmp_path) -> None:
     record = tmp_path / "interop.json"
     command = [sys.executable, "bench/interop.py", "--only", "pairs 1", "--output", str(record)]

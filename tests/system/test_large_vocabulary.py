@@ -34,6 +34,7 @@ def words_of(place: Path, *more: str) -> tuple[str, ...]:
     return (f"data.path={place / 'words'}", *tokenizer, "model.d_model=16", "train.tokens_per_step=128", *more)
 
 
+@pytest.mark.slow
 def test_every_command_serves_a_large_vocabulary(place: Path, tiny_run, script, capsys) -> None:
     assert tiny_run(*words_of(place, "name=a", "train.steps=20", "optimizer=adamw", "train.lens_prompt= aaaa")) == 0
     (prepared,) = (place / "data").glob("text-bpe-*")

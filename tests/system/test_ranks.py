@@ -107,13 +107,13 @@ def test_two_ranks_give_the_same_short_run(place: Path, words, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (4, ["parallel=ddp"]),
-        (4, ["parallel=fsdp"]),
-        (3, ["parallel=fsdp", "train.activation_checkpointing=true"]),
+        pytest.param(4, ["parallel=ddp"], marks=pytest.mark.long),
+        pytest.param(4, ["parallel=fsdp"], marks=pytest.mark.long),
+        pytest.param(3, ["parallel=fsdp", "train.activation_checkpointing=true"], marks=pytest.mark.long),
         (2, ["parallel=fsdp_offload"]),
-        (2, ["parallel=fsdp", "compile=on"]),
-        (2, ["parallel=ddp", "compile=on"]),
-        (2, ["parallel=ddp", "compile=blocks"]),
+        pytest.param(2, ["parallel=fsdp", "compile=on"], marks=pytest.mark.long),
+        pytest.param(2, ["parallel=ddp", "compile=on"], marks=pytest.mark.long),
+        pytest.param(2, ["parallel=ddp", "compile=blocks"], marks=pytest.mark.long),
     ],
     ids=lambda value: value if isinstance(value, int) else "-".join(word.split("=")[-1] for word in value),
 )
@@ -141,6 +141,7 @@ LONG = ["train.steps=100000", "train.save_every=2"]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_ranks(alone: Path, place: Path, words) -> None:
     """Two ranks, then one, both stopped by SIGTERM to one rank, then four: equal to the uninterrupted run."""
     run = place / "runs" / "moved"
@@ -185,6 +186,7 @@ def test_sigterm_on_one_rank_saves_once_and_ends_all(place: Path, words) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("doomed", [0, 1])
 def test_after_a_rank_was_killed_the_restarted_run_equals_the_uninterrupted_one(
     doomed: int, alone: Path, place: Path, words
@@ -221,6 +223,7 @@ def test_a_rank_whose_peer_was_killed_says_so_and_exits_with_code_6(place: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("doomed", "parallel"), [(0, "ddp"), (1, "fsdp")])
 def test_a_rank_that_is_stuck_is_named_with_its_step(doomed: int, parallel: str, place: Path, words) -> None:
     run = place / "runs" / f"stopped-{doomed}"

@@ -133,6 +133,7 @@ def test_the_table_compares_runs_of_the_same_seeds(make, study: ModuleType, caps
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_variants_of_the_study_are_valid(study: ModuleType) -> None:
     path = BENCH / "variants.yaml"
     described = yaml.safe_load(path.read_text())
@@ -142,6 +143,7 @@ def test_the_variants_of_the_study_are_valid(study: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_study_trains_records_and_does_not_train_again(make, tmp_path: Path, notes: Path) -> None:
     make()  # writes the variants
     words = ["--variants", "variants.yaml", "--shape", "tiny", "--only", "half", "--seeds", "3", "--parallel", "2"]

@@ -337,7 +337,7 @@ def test_several_sources_are_scored_each(tiny_run, notes: Path, tmp_path: Path) 
     assert {"val/one/bpb", "val/two/bpb", "val/one/loss"} <= record.keys()
 
 
-@pytest.mark.parametrize("where", ["evaluation.Evaluator.draw_attention", "endings.Endings.conclude"])
+@pytest.mark.parametrize("where", ["evaluation.Evaluator.draw_attention", "trainer.Endings.conclude"])
 def test_a_run_that_is_killed_after_its_last_checkpoint_is_ended_by_the_next_command(
     where: str, tiny_run, tmp_path: Path, monkeypatch
 ) -> None:
@@ -415,6 +415,7 @@ def test_help_lists_the_keys(script, capsys) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.untraced
 def test_compiled_runs_repeat_exactly(tiny_run, tmp_path: Path) -> None:
     for name in "ab":
@@ -436,6 +437,7 @@ def test_a_resumed_run_keeps_its_id_in_wandb_and_a_new_run_has_another(tiny_run,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     ("how", "graphs", "more"),

@@ -13,6 +13,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_hosts_train_the_run_of_one_process(tmp_path: Path) -> None:
     """DDP and FSDP2, fifty steps, within the script's tolerance. Skipped without network namespaces, but not in CI."""
     command = [sys.executable, str(BENCH / "two_hosts.py"), f"--output={tmp_path / 'two-hosts.json'}"]

@@ -56,7 +56,8 @@ def test_the_installed_command_works_in_an_empty_folder(wheel: Path, notes: Path
     here.mkdir()
     install = ["install", "--no-deps", "--no-index", "--target", installed, wheel]
     subprocess.run([sys.executable, "-m", "pip", *install], check=True, capture_output=True)
-    environment = os.environ | {"PYTHONPATH": str(installed)}
+    path = f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}"  # before another `andrea` of this environment
+    environment = os.environ | {"PYTHONPATH": str(installed), "PATH": path}
 
     def run(*command: str | Path) -> str:
         done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)

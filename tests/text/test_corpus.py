@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import shut
 from preparing import BPE, BYTE, quiet, shards_corpus, small_notes, text_config, write_shard
 
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
+from andrea.runtime.files import StorageFailed
 from andrea.text import corpus
 from andrea.text.corpus import VERIFIED, find_held_out, folder_of, open_corpus, tokenizer_origin
 from andrea.text.download import Remote
@@ -65,6 +67,12 @@ def test_held_out_tokens_are_found_by_the_fingerprint_of_their_corpus(tmp_path: 
     assert stream is not None and np.array_equal(stream[:], found.sources[0].val[:])
     assert find_held_out(data_dir, found.fingerprint, "pystdlib") is None
     assert find_held_out(data_dir, "0" * 64, "text") is None
+    folder = found.sources[0].folder
+    for path in (folder, folder / "meta.json"):
+        path.chmod(0o755)
+    for path in (data_dir, folder / "meta.json"):
+        with shut(path), pytest.raises(StorageFailed, match="Permission denied"):
+            find_held_out(data_dir, found.fingerprint, "text")
     assert find_held_out(tmp_path / "absent", found.fingerprint, "text") is None
     shard = next(found.sources[0].folder.glob("val-*.bin"))
     shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")

@@ -202,6 +202,18 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
         Source("s", "text", tmp_path).check(lambda line: None)
 
 
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b"\0")])
+def test_a_file_that_is_lost_after_the_check_is_not_missing_in_silence(tmp_path: Path, change) -> None:
+    """Found by failing every call of `prepare`: an open that is refused once, after the check."""
+    source = Source("s", "text", folder_of(tmp_path, {f"{n}.txt": f"text {n}\n".encode() for n in range(30)}))
+    source.check(lambda line: None)
+    assert len(list(source.documents("train"))) + len(list(source.documents("val"))) == 30
+    change(tmp_path / "7.txt")
+    with pytest.raises(UserError, match="files have changed while they were read; start again .left out 1"):
+        for split in ("train", "val"):
+            list(source.documents(split))
+
+
 # ------------------------------------------------------------------------------------------- copies across the split
 
 

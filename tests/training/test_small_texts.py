@@ -95,6 +95,7 @@ def test_the_result_of_a_run_is_its_best_evaluation(memorised: Memorised, tmp_pa
     assert f"{figures[best]:.4f}" in (folder / "run.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_long_run_says_how_often_it_reads_the_text_and_every_remedy_works(memorised: Memorised, tmp_path) -> None:
     folder, text, lines = memorised
     assert any("120 steps of 256 tokens, 17." in line and "epochs" in line for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,9 @@ def measure(case: Case, n_batch: int, compiled: bool = False) -> dict[str, float
             torch.autograd.grad(output, leaves if sink is None else [*leaves, sink], upstream)
 
         try:
-            milliseconds[name] = median_milliseconds(run)
+            with warnings.catch_warnings():  # torch warns of each kernel that cannot serve, as in deterministic mode
+                warnings.simplefilter("ignore")
+                milliseconds[name] = median_milliseconds(run)
         except (RuntimeError, *kernel_errors(), *compile_errors()):  # no kernel for this type, width or GPU
             continue
     return dict(sorted(milliseconds.items(), key=lambda item: item[1]))

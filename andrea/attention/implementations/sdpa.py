@@ -54,14 +54,26 @@ def run(case: Case, backend: str | None = None) -> Result:
     options = {"scale": 1.0, "enable_gqa": query.ndim > 2 and query.shape[-3] != key.shape[-3]}
     if case.alibi:
         bias = bias_of(case, query).to(case.product_dtype)
-        return attend_by(query, key, case.value, attn_mask=bias, **options), None
+        return without_blind(
+            attend_by(query, key, case.value, attn_mask=bias, **options), bias > -torch.inf, backend
+        ), None
     if isinstance(mask, Causal) and isinstance(start, int):
         if start == 0 and n_query == n_key:
             return attend_by(query, key, case.value, is_causal=True, **options), None
         if start >= n_key - 1:  # the first query already stands at or after the last key, so every query sees all keys
             mask = None
     visible = None if mask is None else visible_keys(mask, n_query, n_key, start, query.device)
-    return attend_by(query, key, case.value, attn_mask=visible, **options), None
+    return without_blind(attend_by(query, key, case.value, attn_mask=visible, **options), visible, backend), None
+
+
+def without_blind(output: Tensor, visible: Tensor | None, backend: str | None) -> Tensor:
+    """The output (..., H, T, d_v) with zeros for queries that see no key. visible: broadcasts to (..., H, T, S).
+
+    cuDNN returns the mean of the values for them (seen on an H200, torch 2.11); torch's other kernels return zeros.
+    """
+    if visible is None or not output.is_cuda or backend not in (None, "sdpa_cudnn"):
+        return output
+    return torch.where(visible.any(-1, keepdim=True), output, 0.0)
 
 
 def bias_of(case: Case, query: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ subtract large numbers from each other. Exponentials are computed in base 2, as 
 multiply-add that subtracts m also multiplies s by log2(e). The sum c is kept in base 2 too.
 
 Backward (the same paper, algorithm 2). The weights P are computed again from the log-sum-exp. For dK and dV one program
-computes BLOCK_N keys and loops over the queries of every head that shares them. There are two ways to compute dQ. The
-deterministic way is a second kernel, in which each program computes BLOCK_M queries and adds in a fixed order. The
-other way is atomic additions in the first kernel. They save two matrix products, but their order varies.
+computes BLOCK_N keys and loops over the queries of every head that shares them. dQ is a second kernel, in which each
+program computes BLOCK_M queries and adds in a fixed order. (Atomic additions in the first kernel save two matrix products, but
+were slower on an H200 at every length of heads of 64, and their order varies.)
 
 A mask has one of three modes. NONE: every query sees every key. CAUSAL: the kernel computes visibility from positions.
 INTERVAL: query i sees the keys first[i] .. stop[i]-1, and neither end decreases in i. In every mode, blocks without a
@@ -328,10 +328,9 @@ def load_row_sums(lse, delta, rows, T):
 
 @triton.jit
 def keys_stretch(
-    carried, k, v, q_head, dz_head, dq_base, lse, delta, interval, b, h, keys, q_t, dz_t, dq_t, start, T, S, low, high,
-    cap, slope,
+    carried, k, v, q_head, dz_head, lse, delta, interval, b, h, keys, q_t, dz_t, start, T, S, low, high, cap, slope,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    MODE: tl.constexpr, MASKED: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    MODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the queries low .. high-1 to the gradients (dk, dv) of a block of keys. Scores and
@@ -356,26 +355,21 @@ def keys_stretch(
             ds = ds * derivative
         ds = ds.to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if ATOMIC_DQ:
-            columns_qk = tl.arange(0, PADDED_QK)
-            pointers = dq_base + rows[:, None] * dq_t + columns_qk[None, :]
-            part = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
-            tl.atomic_add(pointers, part, mask=(rows[:, None] < T) & (columns_qk[None, :] < D_QK), sem="relaxed")
     return dk, dv
 
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dz, lse, delta, dk, dv, dq, first, stop, query_low, query_high, slopes,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dq_b, dq_h, dq_t,
+    q, k, v, dz, lse, delta, dk, dv, first, stop, query_low, query_high, slopes,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     i_b, i_h, i_t, r_b, r_h, r_n,
     H, T, S, start, GROUP, cap,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MODE: tl.constexpr, ATOMIC_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    MODE: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
     CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys of one key/value head; with ATOMIC_DQ also the contribution of these keys to dQ."""
+    """dK and dV of BLOCK_N keys of one key/value head."""
     groups, n_block = H // GROUP, tl.cdiv(S, BLOCK_N)
     block, bg = tl.program_id(0) % n_block, tl.program_id(0) // n_block
     b, g = (bg // groups).to(tl.int64), (bg % groups).to(tl.int64)
@@ -393,38 +387,33 @@ def keys_kernel(
             low = tl.maximum(n0 - start, 0) // BLOCK_M * BLOCK_M
             full_low = tl.maximum(tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - start, 0), BLOCK_M) * BLOCK_M, low)
             full_low = tl.minimum(full_low, tl.cdiv(T, BLOCK_M) * BLOCK_M)
-        # Keys beyond the last one are zeros, so without a mask their weights would be e^-lse. In dK and dV these weights
-        # enter only rows that are not stored. In dQ they are multiplied by zero, but an overflow times zero is NaN, so a
-        # block that goes beyond the last key is masked for all rows.
-        if ATOMIC_DQ and n0 + BLOCK_N > S:
-            full_low = tl.cdiv(T, BLOCK_M) * BLOCK_M
+        # Keys beyond the last one are zeros. Without a mask their weights are e^-lse, in rows that are not stored.
         if MODE == INTERVAL:
             where = b * r_b + h * r_h + block * r_n
             low = tl.load(query_low + where) // BLOCK_M * BLOCK_M
             high = tl.load(query_high + where)
         q_head, dz_head = head_of(q, b, h, q_b, q_h, DESCRIPTORS), head_of(dz, b, h, dz_b, dz_h, DESCRIPTORS)
-        dq_base = dq + b * dq_b + h * dq_h
         row = (b * H + h) * T
         interval = (first, stop, i_b, i_h, i_t)
         if MODE == INTERVAL:
             carried = keys_stretch(
-                carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
-                q_t, dz_t, dq_t, start, T, S, low, high, cap, slope,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                carried, k_tile, v_tile, q_head, dz_head, lse + row, delta + row, interval, b, h, keys,
+                q_t, dz_t, start, T, S, low, high, cap, slope,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, PRECISION, DESCRIPTORS,
                 CAPPED, SLOPED,
             )  # fmt: skip
         else:
-            if MODE == CAUSAL or ATOMIC_DQ:
+            if MODE == CAUSAL:
                 carried = keys_stretch(
-                    carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
-                    q_t, dz_t, dq_t, start, T, S, low, full_low, cap, slope,
-                    D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                    carried, k_tile, v_tile, q_head, dz_head, lse + row, delta + row, interval, b, h, keys,
+                    q_t, dz_t, start, T, S, low, full_low, cap, slope,
+                    D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, PRECISION, DESCRIPTORS,
                     CAPPED, SLOPED,
                 )  # fmt: skip
             carried = keys_stretch(
-                carried, k_tile, v_tile, q_head, dz_head, dq_base, lse + row, delta + row, interval, b, h, keys,
-                q_t, dz_t, dq_t, start, T, S, full_low, high, cap, slope,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, False, ATOMIC_DQ, PRECISION, DESCRIPTORS,
+                carried, k_tile, v_tile, q_head, dz_head, lse + row, delta + row, interval, b, h, keys,
+                q_t, dz_t, start, T, S, full_low, high, cap, slope,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, False, PRECISION, DESCRIPTORS,
                 CAPPED, SLOPED,
             )  # fmt: skip
     dk_tile, dv_tile = carried
@@ -585,15 +574,13 @@ def fused_attention(
     slopes: Tensor | None,
     sink: Tensor | None,
     statistics: bool,
-    dq: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output (B, H, T, Dv), and log-sum-exp, largest logit and entropy in nats, (B, H, T) each in fp32.
 
     query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have the same type. Without `statistics` the largest
     logit and the entropy are empty. If first and stop are given, query i sees the keys first[i] .. stop[i]-1; both are
     int32, broadcastable to (B, H, T), have equal strides and do not decrease in i. With `causal` query i sees the keys
-    0 .. start + i, otherwise all keys. dq: how the backward pass computes dQ: two_pass, atomic, or fastest as kernels/tiles.py
-    says.
+    0 .. start + i, otherwise all keys.
     start: position of the first query. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks'
     logits (H,). Both are fp32.
     """
@@ -627,7 +614,7 @@ def empty_outputs(query: Tensor, value: Tensor, statistics: bool) -> tuple[Tenso
 
 
 @fused_attention.register_fake
-def _(query, key, value, first, stop, causal, start, softcap, slopes, sink, statistics, dq):
+def _(query, key, value, first, stop, causal, start, softcap, slopes, sink, statistics):
     return empty_outputs(query, value, statistics)
 
 
@@ -646,7 +633,6 @@ def fused_attention_backward(
     softcap: float,
     slopes: Tensor | None,
     sink: Tensor | None,
-    dq: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sink, in their shapes and types; the last is empty without a sink."""
     d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
@@ -657,7 +643,6 @@ def fused_attention_backward(
         return d_query.zero_(), d_key.zero_(), d_value.zero_(), d_sink.zero_()
     mode, first, stop, strides = interval_of(first, stop, query, causal)
     constants, blocks = shape_constants(query, value), tuning(query, key, value)
-    atomic = dq == "atomic" or (dq == "fastest" and blocks.atomic)
 
     delta = torch.empty_like(lse)
     launch(
@@ -672,19 +657,16 @@ def fused_attention_backward(
     low, high, range_strides = (
         query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
     )
-    d_query_sum = torch.zeros_like(d_query, dtype=torch.float32) if atomic else d_query
     q_source, dz_source, descriptors = described(query, d_output, blocks.keys.m)
     launch(
         keys_kernel, triton.cdiv(n_key, blocks.keys.n) * n_batch * n_group, query,
-        q_source, key, value, dz_source, lse, delta, d_key, d_value, d_query_sum, first, stop, low, high, slopes,
+        q_source, key, value, dz_source, lse, delta, d_key, d_value, first, stop, low, high, slopes,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
-        *d_key.stride()[:3], *d_value.stride()[:3], *d_query_sum.stride()[:3], *strides, *range_strides,
+        *d_key.stride()[:3], *d_value.stride()[:3], *strides, *range_strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
-        **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode, ATOMIC_DQ=atomic,
+        **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode,
         DESCRIPTORS=descriptors, **modifiers, num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
     )  # fmt: skip
-    if atomic:
-        return d_query_sum.to(query.dtype), d_key, d_value, d_sink
     k_source, v_source, descriptors = described(key, value, blocks.queries.n)
     launch(
         queries_kernel, triton.cdiv(n_query, blocks.queries.m) * n_batch * n_head, query,
@@ -726,22 +708,22 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 @fused_attention_backward.register_fake
-def _(d_output, query, key, value, output, lse, first, stop, causal, start, softcap, slopes, sink, dq):
+def _(d_output, query, key, value, output, lse, first, stop, causal, start, softcap, slopes, sink):
     return empty_gradients(query, key, value, sink)
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
-    query, key, value, first, stop, causal, start, softcap, slopes, sink, _, dq = inputs
+    query, key, value, first, stop, causal, start, softcap, slopes, sink, _ = inputs
     ctx.save_for_backward(query, key, value, output[0], output[1], first, stop, slopes, sink)
-    ctx.options = (causal, start, softcap, dq)
+    ctx.options = (causal, start, softcap)
 
 
 def backward(ctx, d_output, *of_statistics):
     """Only the output has a gradient, because the statistics are detached."""
     *saved, slopes, sink = ctx.saved_tensors
-    causal, start, softcap, dq = ctx.options
-    *gradients, d_sink = fused_attention_backward(d_output, *saved, causal, start, softcap, slopes, sink, dq)
-    return *gradients, None, None, None, None, None, None, None if sink is None else d_sink, None, None
+    causal, start, softcap = ctx.options
+    *gradients, d_sink = fused_attention_backward(d_output, *saved, causal, start, softcap, slopes, sink)
+    return *gradients, None, None, None, None, None, None, None if sink is None else d_sink, None
 
 
 fused_attention.register_autograd(backward, setup_context=keep_for_backward)

@@ -46,7 +46,6 @@ class Tuning:
     forward: Blocks
     keys: Blocks  # dK, dV
     queries: Blocks  # dQ
-    atomic: bool = False  # whether atomic additions in the kernel for dK and dV are faster than the kernel for dQ
     ahead: bool = False  # whether the forward kernel, reading by descriptor, begins the next scores before the softmax
 
 
@@ -60,15 +59,13 @@ def tuning(query: Tensor, key: Tensor, value: Tensor) -> Tuning:
 def predicted(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
 
-    On NVIDIA GPUs no tile spills registers, according to bench/kernel_resources.py. For Hopper and heads of at most 64, the
-    tiles are those that bench/kernel_resources.py --tune predicts to be fast: two or three of their programs share a
-    multiprocessor, and one computes while another waits for a product. The others are the largest tiles without spills. No
-    GPU has confirmed the prediction yet.
+    For Hopper and heads of at most 128 in 16 bits, the tiles were the fastest on an H200 at 1,024 keys. The others are the
+    largest that spill no registers, according to bench/kernel_resources.py; no such GPU has measured them yet.
 
     Within a program, only what the code begins before the softmax can run beside it: a second product of the backward
-    kernels, and with `ahead` the next scores of the forward kernel. `ahead` takes 30 to 50 registers, so that it is
-    predicted only for wide heads on Hopper, where one program has the multiprocessor alone. bench/README.md has what else
-    was compiled in order to overlap products and softmax, warp specialisation for one, and why it is not used.
+    kernels, and with `ahead` the next scores of the forward kernel. `ahead` takes 30 to 50 registers, and was never the
+    fastest on the H200. bench/README.md has what else was compiled in order to overlap products and softmax, warp
+    specialisation for one, and why it is not used.
     """
     if capability >= 120:  # consumer Blackwell has the matrix instructions of Ampere, and 99 KiB of shared memory
         of_ampere = predicted(width, dtype, 80)
@@ -86,12 +83,12 @@ def predicted(width: int, dtype: torch.dtype, capability: int) -> Tuning:
         if capability >= 100:
             return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
         if capability >= 90:
-            return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2), ahead=True)
+            return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 4, 3), Blocks(128, 64, 8, 3))
         return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2))
     if capability >= 100:
         return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))
     if capability >= 90:
-        return Tuning(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
+        return Tuning(Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(64, 64, 4, 3))
     return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
 
 
@@ -139,7 +136,7 @@ def remembered() -> dict[str, dict[str, dict[int, Tuning]]]:
 
 def tuning_of(plain: dict[str, Any]) -> Tuning:
     blocks = {kernel: Blocks(**plain[kernel]) for kernel in ("forward", "keys", "queries")}
-    return Tuning(**blocks, atomic=plain["atomic"] is True, ahead=plain.get("ahead") is True)
+    return Tuning(**blocks, ahead=plain.get("ahead") is True)
 
 
 def tiles_file() -> Path | None:

@@ -194,10 +194,7 @@ def write_imported(
         raise UserError(f"vocab_size={n_vocab!r:.60} of config.json is not a number of tokens; copy it again")
     tokenizer = load_hf_tokenizer(folder, n_vocab)
     reader = open_weights(folder)
-    if model.n_layer > len(reader.names):  # checked before so many layers are built
-        raise UserError(
-            f"{folder} holds {len(reader.names)} weights, too few for num_hidden_layers={model.n_layer}; copy it again"
-        )
+    check_layers(folder, model.n_layer, len(reader.names))
     unbiased, unknown = family.unbiased(plain), plain.unknown()  # in this order: the first asks for keys
     if unknown and not with_unknown:
         raise UserError(
@@ -210,10 +207,17 @@ def write_imported(
     return plain.effective(), unknown
 
 
+def check_layers(source: Path, n_layer: int, n_weight: int) -> None:
+    """Raises UserError for more layers than weights, before so many layers are built."""
+    if n_layer > n_weight:
+        raise UserError(f"{source} holds {n_weight} weights, too few for its {n_layer} layers; copy it again")
+
+
 def write_nanogpt(path: Path, out: Path, named: str, name: str) -> None:
     """Write nanoGPT's checkpoint as ours. Raises UserError or StorageFailed."""
     arguments, theirs = read_ckpt(path)
     model, attention = nanogpt_configs(arguments, name)
+    check_layers(path, model.n_layer, len(theirs))
     tokenizer = load_gpt2(None)
     weights = nanogpt_weights(theirs, model, attention, tokenizer.n_vocab)
     write_converted(out, named, "nanogpt", (model, attention), weights, tokenizer)

@@ -16,6 +16,15 @@ from andrea.training.parallel.strategy import Parallel
 from andrea.training.records.console import Console
 
 
+def reuses_training_graph(compile_: str, device: torch.device) -> bool:
+    """Whether an evaluation runs with gradients enabled, as training does: torch.compile specialises code to that mode.
+
+    On a GPU it has a graph of its own, which a few seconds of compiling make: in training's graph the loss has an
+    approximate tanh, and the head's gradients are computed too.
+    """
+    return compile_ != "off" and device.type != "cuda"
+
+
 def make_loss(
     parallel: Parallel,
     config: RunConfig,
@@ -43,6 +52,9 @@ def make_loss(
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
         loss(tokens, targets)[0].backward()
+        if not reuses_training_graph(config.compile, device):
+            with torch.no_grad():
+                loss(tokens, targets)
     except (*compile_errors(), OSError) as error:  # OSError: the cache of compiled code cannot be written
         reason = compile_failure(error)
         if not may_run_uncompiled:

@@ -39,7 +39,7 @@ from andrea.training.loss.kernels import cross_entropy_cpp
 # Logits in a chunk. Smaller chunks add to the head's gradient more often; larger ones need more memory. The Triton kernel
 # holds one copy of the logits, in the precision of the products. Compiled code holds two; eager code holds five, in
 # fp32.
-LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 27, 1 << 26, 1 << 24
+LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 28, 1 << 26, 1 << 24
 # With the kernel, the vocabulary is padded and chunks have whole tiles of rows. With an odd number of columns (GPT-2 has
 # 50,257), rows of logits would begin at addresses from which a GPU can read only two bytes at a time.
 VOCABULARY_MULTIPLE, ROW_MULTIPLE = 128, 128

@@ -85,11 +85,11 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
 def other_lengths(config: RunConfig) -> str:
     """Words on the other lengths that the run may get once the text and the pace are known; empty if there are none."""
     by_text = ", or fewer if the text is small" if config.train.steps == "auto" else ""
-    if config.train.max_minutes is None:
+    if config.max_minutes is None:
         return by_text
-    if by_text:
-        return f", or as many as fit into train.max_minutes={config.train.max_minutes:g}; fewer if the text is small"
-    return f", or fewer to fit into train.max_minutes={config.train.max_minutes:g}"
+    if by_text and config.train.max_minutes != "auto":
+        return f", or as many as fit into train.max_minutes={config.max_minutes:g}; fewer if the text is small"
+    return f", or fewer to fit into train.max_minutes={config.max_minutes:g}"
 
 
 def parameter_rows(config: RunConfig, n_vocab: int) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ import torch
 from andrea.config import RunConfig, UserError
 from andrea.model.size import flops_per_token
 from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import AS_CONFIGURED, Choice, choose_device
+from andrea.runtime.device import Choice, choose_device
 from andrea.runtime.program import typed_command
 from andrea.training.health.attention import measures_every_step
 from andrea.training.loss.micro_batch import MicroBatchLoss, Teachers
@@ -91,7 +91,7 @@ def free_bytes(device: torch.device) -> int:
 def choose_sharing(config: RunConfig, machine: Machine, n_vocab: int) -> Choice:
     """Chooses none, ddp or fsdp for the ranks that torchrun started. Raises UserError for impossible settings."""
     ranks = machine.ranks
-    chosen = Choice(config.parallel.kind.removesuffix("_offload"), AS_CONFIGURED)
+    chosen = Choice(config.parallel.kind.removesuffix("_offload"), "as configured")
     if config.parallel.kind == "auto":
         if not ranks.started_by_torchrun:
             return Choice("none", "one process")

@@ -20,7 +20,14 @@ from andrea.config import RunConfig, UserError
 from andrea.model.gpt import make_mask, make_modifiers
 from andrea.model.size import count_parameters
 from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import AS_CONFIGURED, WEIGHT_DTYPE, Choice, choose_precision, choose_threads
+from andrea.runtime.device import (
+    WEIGHT_DTYPE,
+    Choice,
+    choose_precision,
+    choose_threads,
+    determinism_restored,
+    set_determinism,
+)
 from andrea.text.corpus import Corpus
 from andrea.training.health.attention import measures_every_step
 from andrea.training.planning.micro_batch import (
@@ -44,6 +51,7 @@ from andrea.training.planning.small_text import (
 )
 
 QUARTERS = 4  # evaluations and checkpoints of a run, if the time allows them
+BEGAN = "chosen when the run began"  # by an earlier process of the run
 LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")
 INTERVALS = ("train.eval_every", "train.save_every")
 
@@ -104,6 +112,7 @@ def part_of(n_step: int, evaluations: int) -> int:
 
 # The keys that may be `auto`, in the order of their choice. A run's sharing is no key: `parallel.kind` stays as it was typed.
 AUTO = {
+    "train.max_minutes": Auto(lambda config, here: Choice(config.max_minutes), LENGTH),
     "train.steps": Auto(lambda config, here: Choice(steps_for_text(config, here.corpus)), LENGTH[1:]),
     # The next four are chosen once, when the run begins.
     "model.bigram_rows": Auto(
@@ -189,6 +198,7 @@ def make_plan(
     given = config.train.flops is not None or config.train.tokens_per_parameter is not None
     is_length_auto = "train.steps" in left_auto and not given
     is_for_text = is_length_auto and is_small(config, corpus)
+    is_time_set = "train.max_minutes" not in left_auto  # else the run gets no longer than the model's recipe
     return Plan(
         config,
         list(left_auto),
@@ -197,7 +207,7 @@ def make_plan(
         here.choices["sharing"].value,
         is_for_text,
         is_for_text and is_judged_on_a_part(config, corpus),
-        most_steps_for_text(config, corpus) if is_length_auto else config.steps,
+        most_steps_for_text(config, corpus) if is_length_auto and is_time_set else config.steps,
         epochs_of(steps_for_text(config, corpus), config, corpus) if is_length_auto else 0.0,
         lines_of(asked, config, here, planned_steps or config.steps, planned_steps is not None),
     )
@@ -212,8 +222,8 @@ def with_choices(
         if configured != "auto" and not row.is_checked:
             continue
         choice = row.choose(config, here)
-        if key in left_auto and choice.why == AS_CONFIGURED:
-            choice = Choice(choice.value, "chosen when the run began")
+        if key in left_auto and configured != "auto":
+            choice = Choice(choice.value, BEGAN)
         here.choices[key] = choice
         if key != "sharing":
             config = with_value(config, key, choice.value)
@@ -252,7 +262,8 @@ def lines_of(asked: RunConfig, config: RunConfig, here: Situation, n_step: int, 
     intervals = [f"{key}={choices[key].value}" for key in INTERVALS if key in choices]
     if is_resumed and intervals:
         lines.append(f"recomputed for {config.steps} steps, because they are set to auto: {', '.join(intervals)}")
-    lines.append(f"attention: {choices['attention.implementation'].why}")
+    attention = choices["attention.implementation"]
+    lines.append(f"attention: {f'{attention.value} ({BEGAN})' if attention.why == BEGAN else attention.why}")
     is_deterministic = " · deterministic" if config.deterministic else ""
     lines.append(f"torch.compile: {config.compile} ({choices['compile'].why}){is_deterministic}")
     return lines
@@ -325,7 +336,9 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     reasons = "; ".join(dict.fromkeys(f"{name} ({why})" for name, why in chosen))
     if asked != "auto" or device.type != "cuda" or measured or not compatibility.lowers:
         return Choice(asked, reasons)
-    measured_times = [measure(case, config.train.micro_batch, compiled) for case in cases.values()]
+    with determinism_restored():
+        set_determinism(config.deterministic is True)  # what torch then refuses is left out
+        measured_times = [measure(case, config.train.micro_batch, compiled) for case in cases.values()]
     times = milliseconds_a_layer(measured_times, list(layers_of_window.values()))
     if not times:
         return Choice(asked, reasons)

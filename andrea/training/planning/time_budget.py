@@ -1,8 +1,9 @@
 """The time that `train.max_minutes` gives a process, and when the learning rate must begin to fall for the run to end in time.
 
-A run with this key is planned for as many steps as its text or train.steps allows. At a constant rate the decay may begin at
-any step: rank 0 measures the steps and what follows them, and asks for the decay as soon as the time left is what it takes.
-The length is then fixed. With a cosine the length is fixed once, after the warm-up or the first measured steps.
+A run with this key is planned for as many steps as its text or train.steps allows; if the time is `auto`, for those of its recipe.
+At a constant rate the decay may begin at any step: rank 0 measures the steps and what follows them, and asks for the decay as
+soon as the time left is what it takes. The length is then fixed. With a cosine it is fixed once, after the warm-up or the first
+measured steps.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class TimeBudget:
     minutes: train.max_minutes. started: the time at which the process began, by `clock` (in seconds).
     evaluation_steps: the time of an evaluation over the whole held-out text, in training steps, until one is measured.
     most_steps: upper limit of the run's length, even if more steps fit into the time.
+    is_limit: whether the run must end in time. False if nobody set the time: it then sets the length, and no more.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class TimeBudget:
         started: float,
         evaluation_steps: float,
         most_steps: int,
+        is_limit: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.minutes, self.started, self.clock = minutes, started, clock
+        self.minutes, self.started, self.is_limit, self.clock = minutes, started, is_limit, clock
         self.evaluation_steps, self.most_steps = evaluation_steps, most_steps
         self.elapsed = [0.0]  # seconds after each step, without evaluations
         self.evaluation_seconds = 0.0  # of the last evaluation, with the samples and the save that follow it
@@ -64,7 +67,8 @@ class TimeBudget:
 
     def is_over(self) -> bool:
         """Whether the run must stop now: the rest of the time, and OVERRUN, is what the last evaluation takes."""
-        return self.seconds_left() + OVERRUN * 60 * self.minutes < self.last_seconds() or self.seconds_left() < 0
+        left = self.seconds_left()
+        return self.is_limit and (left + OVERRUN * 60 * self.minutes < self.last_seconds() or left < 0)
 
     def lap(self) -> float:
         """Seconds since the last call."""
@@ -96,7 +100,7 @@ class TimeBudget:
         self.whole_seconds = whole_seconds
         allowed = self.seconds_left() + OVERRUN * 60 * self.minutes - after
         allowed = max(0.0, min(allowed, LONGEST_EVALUATION * 60 * self.minutes))
-        return 1.0 if whole_seconds <= allowed else allowed / whole_seconds
+        return 1.0 if whole_seconds <= allowed or not self.is_limit else allowed / whole_seconds
 
     def seconds(self, step: int, length: int, eval_every: int) -> float:
         """The time from `step` to the end of a run of `length` steps."""
@@ -143,11 +147,15 @@ def is_open(step: int, steps: int, config: OptimizerConfig) -> bool:
 def make_time_budget(plan: Plan, corpus: Corpus, started: float) -> TimeBudget | None:
     """None without train.max_minutes."""
     config = plan.config
-    if config.train.max_minutes is None:
+    if config.max_minutes is None:
         return None
     held_out = sum(len(source.val) for source in corpus.sources)
     return TimeBudget(
-        config.train.max_minutes, started, FORWARD_SHARE * held_out / config.tokens_per_step, plan.most_steps
+        config.max_minutes,
+        started,
+        FORWARD_SHARE * held_out / config.tokens_per_step,
+        plan.most_steps,
+        is_limit="train.max_minutes" not in plan.left_auto,
     )
 
 
@@ -155,13 +163,11 @@ def describe_length(progress: Progress, config: RunConfig, budget: TimeBudget | 
     """A line on a length that train.max_minutes sets, or has set in an earlier process; None for any other run."""
     steps = progress.planned_steps
     if budget is None:
-        return (
-            f"length: {steps} steps, as planned before; train.steps=N sets another length"
-            if steps != config.steps
-            else None
-        )
+        line = f"length: {steps} steps, as planned before; train.steps=N sets another length"
+        return line if steps != config.steps else None
     if not is_open(progress.step, steps, config.optimizer):
-        return f"length: {steps} steps, fixed before; train.max_minutes={budget.minutes:g} may end the run earlier"
+        may_end = f"; train.max_minutes={budget.minutes:g} may end the run earlier" if budget.is_limit else ""
+        return f"length: {steps} steps, fixed before{may_end}"
     return (
         f"length: the steps that fit into train.max_minutes={budget.minutes:g}, at most {budget.most_steps}; fixed as soon as the "
         f"learning rate begins to fall"

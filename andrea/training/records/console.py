@@ -72,8 +72,8 @@ class Console(Logger):
         )
 
     def left_words(self, seconds_left: float) -> str:
-        """The time until the end: of train.max_minutes if it is set, else of the remaining steps."""
-        if self.seconds_left is None:
+        """The time until the end: of the remaining steps, or of train.max_minutes if they take longer."""
+        if self.seconds_left is None or not 0 < self.seconds_left() < seconds_left:
             return f"{format_duration(seconds_left)} left"
         return f"{format_duration(self.seconds_left())} left of train.max_minutes"
 

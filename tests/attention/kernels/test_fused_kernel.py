@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from oracle import MASKS, Case, everything, judge
@@ -11,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from andrea import attention
 from andrea.attention import (
-    DotProduct,
     ScaledDotProduct,
     ScoreModifiers,
     alibi_slopes,
@@ -64,6 +61,7 @@ def test_modified_scores_and_sinks_against_float64(mask, how):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", MODIFIED.values(), ids=MODIFIED)
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
 def test_modified_scores_and_sinks_of_many_shapes(mask, how):
@@ -74,17 +72,12 @@ def test_modified_scores_and_sinks_of_many_shapes(mask, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("atomics", [False, True])
-def test_modified_scores_in_many_small_tiles(atomics, monkeypatch):
+@pytest.mark.long
+def test_modified_scores_in_many_small_tiles(monkeypatch):
     blocks = tiles.Blocks(32, 16, 4, 1)
-    small = tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks, atomics)
+    small = tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks)
     monkeypatch.setattr(fused, "tuning", lambda *tensors: small)
     judge(Case(1, 4, 2, 71, 71, 24, 40, "causal", **MODIFIED["all"]), "triton", measured=True)
-
-
-def use_atomics(monkeypatch) -> None:
-    own = tiles.tuning
-    monkeypatch.setattr(fused, "tuning", lambda *tensors: dataclasses.replace(own(*tensors), atomic=True))
 
 
 def test_alibi_needs_the_position_of_the_first_query_on_the_host():
@@ -95,16 +88,10 @@ def test_alibi_needs_the_position_of_the_first_query_on_the_host():
         )
 
 
-@pytest.mark.parametrize(("size", "atomics"), [("small", False), ("small", True), ("predicted", True)])
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
-def test_both_backward_passes_and_many_small_tiles(mask, size, atomics, monkeypatch):
-    """The tiles a card gets, and small ones that make many blocks of few numbers."""
-    if size == "small":
-        blocks = tiles.Blocks(32, 16, 4, 1)
-        small = tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks, atomics)
-        monkeypatch.setattr(fused, "tuning", lambda *tensors: small)
-    else:
-        use_atomics(monkeypatch)
+def test_many_small_tiles(mask, monkeypatch):
+    blocks = tiles.Blocks(32, 16, 4, 1)
+    monkeypatch.setattr(fused, "tuning", lambda *tensors: tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks))
     judge(Case(2, 4, 2, 71, 71, 24, 40, mask), "triton")
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
@@ -151,14 +138,13 @@ def record_constant(name: str, monkeypatch) -> list:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize(("width", "atomics"), [(64, False), (64, True), (128, False), (128, True)])
-def test_the_tiles_of_every_card(capability, width, atomics, monkeypatch):
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_tiles_of_every_card(capability, width, monkeypatch):
     """More keys and queries than a tile has, so that whole tiles and parts of tiles are computed."""
     for module in (fused, tiles):
         monkeypatch.setattr(module, "capability_of", lambda tensor: capability)
-    if atomics:
-        use_atomics(monkeypatch)
     judge(Case(1, 2, 1, 131, 139, width, width, "window & documents & padding", torch.float16), "triton")
 
 
@@ -187,17 +173,6 @@ def test_what_the_copy_engine_cannot_read_is_read_by_address(monkeypatch):
     torch.testing.assert_close(
         output, attend(odd_stride, misaligned, fits, mask=causal(), implementation="reference"), atol=2e-3, rtol=2e-3
     )
-
-
-def test_deterministic_code_never_uses_atomics(monkeypatch):
-    asked = []
-    monkeypatch.setattr(fused, "fused_attention", lambda *inputs: asked.append(inputs[-1]) or fused_attention(*inputs))
-    fused_attention = torch.ops.andrea.fused_attention
-    query = torch.randn(1, 1, 3, 16)
-    attend(query, query, query, implementation="triton")
-    torch.use_deterministic_algorithms(True)
-    attend(query, query, query, implementation="triton")
-    assert asked == ["fastest", "two_pass"]
 
 
 def test_statistics_change_nothing_and_carry_no_gradient():
@@ -240,7 +215,7 @@ def test_the_operator_obeys_torchs_rules(mask, statistics):
         position = torch.arange(13)
         first, stop = (end.expand(2, 1, 13).int().contiguous() for end in (position // 5 * 5, position + 1))
     scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True)) if statistics else (0.0, None, None)
-    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics, "two_pass")
+    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics)
     torch.library.opcheck(fused.fused_attention, arguments)
 
 
@@ -357,17 +332,3 @@ def test_outputs_that_span_more_than_2_to_the_31_elements_are_refused() -> None:
         reason = path.refusal(attention.Case(query, key, key, attention.DotProduct()))
         assert (reason is None) == served, (n_query, n_key)
         assert served or "2^31" in str(reason)
-
-
-@pytest.mark.parametrize("mask", [None, causal()])
-def test_atomic_gradients_of_queries_are_finite_where_an_unmasked_key_would_overflow(mask, monkeypatch):
-    """All scores are near -150, so a key beyond the last one, whose score would be 0, would weigh e^150: infinity in fp32."""
-    use_atomics(monkeypatch)
-    query, key = -torch.full((1, 2, 37, 16), 5.0) + torch.rand(1, 2, 37, 16), torch.full((1, 2, 37, 16), 2.0)
-    leaves = [query.requires_grad_(), (key + torch.rand_like(key) / 7).requires_grad_(), torch.randn_like(key)]
-    gradients = {}
-    for name in ("reference", "triton"):
-        output = attend(*leaves, compatibility=DotProduct(), mask=mask, implementation=name)
-        gradients[name] = torch.autograd.grad(output.square().sum(), leaves[:2])
-    for theirs, mine in zip(gradients["reference"], gradients["triton"], strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))

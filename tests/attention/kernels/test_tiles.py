@@ -11,7 +11,7 @@ import torch
 from andrea.attention.kernels import tiles
 from andrea.attention.kernels.tiles import Blocks, Tuning, measured_tiles, predicted, remember, tiles_file
 
-SMALL = Tuning(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 2), atomic=True)
+SMALL = Tuning(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 2))
 LARGE = Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
 CARD = "a card, triton 3.6.0"
 
@@ -85,14 +85,8 @@ def test_the_kernels_are_launched_with_the_measured_tiles(monkeypatch):
         lambda kernel, *given, **how: launched.update({kernel.fn.__name__: how}) or launch(kernel, *given, **how),
     )
     leaves = [torch.randn(1, 2, 37, 16, requires_grad=True) for _ in range(3)]
-    gradients = {}
-    for dq in ("fastest", "two_pass"):
-        launched.clear()
-        output = fused.fused_attention(*leaves, None, None, True, 0, 0.0, None, None, False, dq)[0]
-        gradients[dq] = torch.autograd.grad(output.square().sum(), leaves)
-        assert (launched["forward_kernel"]["BLOCK_M"], launched["forward_kernel"]["BLOCK_N"]) == (32, 16)
-        assert (launched["keys_kernel"]["BLOCK_M"], launched["keys_kernel"]["BLOCK_N"]) == (16, 32)
-        assert launched["keys_kernel"]["ATOMIC_DQ"] == (dq == "fastest")
-        assert ("queries_kernel" in launched) == (dq == "two_pass")
-    for one, other in zip(*gradients.values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    output = fused.fused_attention(*leaves, None, None, True, 0, 0.0, None, None, False)[0]
+    torch.autograd.grad(output.square().sum(), leaves)
+    assert (launched["forward_kernel"]["BLOCK_M"], launched["forward_kernel"]["BLOCK_N"]) == (32, 16)
+    assert (launched["keys_kernel"]["BLOCK_M"], launched["keys_kernel"]["BLOCK_N"]) == (16, 32)
+    assert (launched["queries_kernel"]["BLOCK_M"], launched["queries_kernel"]["BLOCK_N"]) == (32, 16)

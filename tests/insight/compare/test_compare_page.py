@@ -9,34 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import launched_browser
 from run_folders import make_eight_runs, make_run
 
 from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page.page import render_page
 from andrea.insight.compare.runs import find_run_folders, read_run, read_runs
 
-CHROMIUM = Path("/usr/bin/chromium")
-SWITCHES = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-
 
 @contextlib.contextmanager
 def opened(out: Path) -> Iterator:
     """The page in a browser. At the end, none of its scripts may have raised an error."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM.exists():
-        pytest.skip(f"{CHROMIUM} is not installed")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=SWITCHES)
+    with launched_browser() as browser:
         page = browser.new_page(viewport={"width": 1000, "height": 900})
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(out.as_uri())
         yield page
         assert errors == []
-        browser.close()
 
 
 def write_page(folder: Path, out: Path) -> None:

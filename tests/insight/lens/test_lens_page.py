@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import launched_browser
 from tiny_models import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
 
 from andrea.attention import Cosine, ScaledDotProduct, alibi_slopes, attention_weights
@@ -17,24 +18,13 @@ from andrea.insight.lens.page.page import LensPage, Source, measure
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 
-CHROMIUM = Path("/usr/bin/chromium")
-SWITCHES = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-pytestmark = [
-    pytest.mark.untraced,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no browser at {CHROMIUM} (Debian: apt install chromium)"),
-]
+pytestmark = pytest.mark.untraced
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    api = pytest.importorskip("playwright.sync_api", reason='needs playwright: pip install "andrea[dev]"')
-    with api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=str(CHROMIUM), args=SWITCHES)
+    with launched_browser() as launched:
         yield launched
-        launched.close()
 
 
 class Opened:

@@ -25,6 +25,7 @@ FAILING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_failing_run_is_named_at_the_first_evaluation_and_goes_on(tiny_run, tmp_path: Path, capsys) -> None:
     assert tiny_run("name=a", *FAILING) == 0
     run = tmp_path / "runs" / "a"

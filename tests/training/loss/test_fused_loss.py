@@ -18,6 +18,7 @@ from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss import micro_batch as fused
+from andrea.training.loss.compiled import reuses_training_graph
 from andrea.training.loss.kernels import cross_entropy_cpp
 from andrea.training.loss.micro_batch import MicroBatchLoss, loss_sum, loss_sum_from_hidden, training_loss_sum
 
@@ -92,10 +93,10 @@ def test_it_errs_no_more_than_the_readable_path(cap: float | None, tied: bool, p
     [
         (None, False, "bf16"),
         (0.5, True, "fp32"),
-        pytest.param(None, False, "fp32", marks=pytest.mark.slow),
-        pytest.param(15.0, False, "fp32", marks=pytest.mark.slow),
-        pytest.param(15.0, False, "bf16", marks=pytest.mark.slow),
-        pytest.param(0.5, True, "bf16", marks=pytest.mark.slow),
+        pytest.param(None, False, "fp32", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(15.0, False, "fp32", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(15.0, False, "bf16", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(0.5, True, "bf16", marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def test_compiled_it_errs_no_more_either(cap: float | None, tied: bool, precision: str) -> None:
@@ -316,3 +317,12 @@ def test_the_kernel_runs_on_the_gpu_that_holds_the_logits(monkeypatch: pytest.Mo
     logits = torch.randn(3, 7)
     cross_entropy.cross_entropy_of_rows(logits, torch.tensor([1, 2, 3]), 7, 0.0, False)
     assert events == [logits.data_ptr(), "launched", "left"]
+
+
+@pytest.mark.parametrize(
+    ("compile_", "device", "reuses"),
+    [("on", "cpu", True), ("off", "cpu", False), ("on", "cuda", False), ("off", "cuda", False)],
+)
+def test_an_evaluation_on_a_gpu_has_a_graph_without_gradients(compile_, device, reuses):
+    """Training's loss takes the GPU's approximate tanh, `gradients` says so; that of an evaluation is exact."""
+    assert reuses_training_graph(compile_, torch.device(device)) == reuses

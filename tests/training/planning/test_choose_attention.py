@@ -30,6 +30,19 @@ def test_on_a_gpu_auto_is_the_fastest_implementation(
     assert choice.value == chosen and why in choice.why
 
 
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_implementations_are_measured_in_the_mode_in_which_they_train(deterministic, monkeypatch) -> None:
+    """Else cuDNN could win, which deterministic mode refuses in the first step."""
+    modes = []
+    found = lambda *inputs: modes.append(torch.are_deterministic_algorithms_enabled()) or {"triton": 1.0}  # noqa: E731
+    monkeypatch.setattr(auto, "measure", found)
+    words = ["compile=off", "precision=bf16", "train.micro_batch=2", f"deterministic={deterministic}"]
+    before = torch.are_deterministic_algorithms_enabled()
+    with FakeTensorMode():
+        choose_attention(configure(RunConfig, "train", words), torch.device("cuda"))
+    assert modes == [deterministic == "true"] and torch.are_deterministic_algorithms_enabled() == before
+
+
 def test_the_windows_of_all_layers_are_measured_and_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers: three short ones and a long one, which sdpa cannot serve."""
     times = {True: {"triton": 1.0, "flex": 2.0, "sdpa": 0.1}, False: {"flex": 3.0, "triton": 6.8}}

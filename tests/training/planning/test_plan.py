@@ -91,6 +91,7 @@ def test_ranks_hold_the_whole_model_where_it_fits_beside_a_sequence(ranks: int, 
     assert ("sharded over 5 ranks, it needs" in choice.why) == (ranks == 5)  # one rank cannot share the model
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> None:
     run = configure(RunConfig, "train", ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"])
     lines = {line[:WIDTH].strip(): line[WIDTH:] for line in describe(run).splitlines()}
@@ -116,6 +117,7 @@ def test_a_consumer_card_holds_all_sizes_but_the_largest(model: str) -> None:
     assert re.match(r"bf16, micro-batch: \d+ sequences, [\d.]+ GiB per GPU ", on_cards(run, 50257, 1, 24))
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_where_a_model_does_not_fit() -> None:
     words = ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"]
     run = configure(RunConfig, "train", words)

@@ -10,7 +10,9 @@ import torch
 from conftest import tiny_words
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint, result_of
-from andrea.config import OptimizerConfig, group_config
+from andrea.cli.command_line import configure
+from andrea.config import OptimizerConfig, RunConfig, group_config
+from andrea.config.schema import DEFAULT_MINUTES
 from andrea.training import start
 from andrea.training.optimizer.schedule import decay_start, rate_at, relength
 from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open, make_time_budget
@@ -52,7 +54,7 @@ def train(
     def trained(*words: str, clock: Ticking | None = None) -> tuple[Checkpoint, list[dict]]:
         def budget(config, left_auto, corpus, started: float) -> TimeBudget | None:
             made = make_time_budget(config, left_auto, corpus, started)
-            return made and TimeBudget(made.minutes, 0.0, 1.0, made.most_steps, clock=clock or Ticking())
+            return made and TimeBudget(made.minutes, 0.0, 1.0, made.most_steps, made.is_limit, clock or Ticking())
 
         monkeypatch.setattr(start, "make_time_budget", budget)
         given = {word.split("=")[0] for word in words}
@@ -85,8 +87,52 @@ def test_the_decay_ends_with_the_time(train, tmp_path: Path, capsys: pytest.Capt
     )  # quarters of the run; the last one twice, as an event too
     out = capsys.readouterr().out
     assert "length: the steps that fit into train.max_minutes=1, at most " in out
-    assert f"length: {steps} steps, fixed now" in out and "left of train.max_minutes" in out
+    assert f"length: {steps} steps, fixed now" in out and "makes all" not in out
     assert f"done at step {steps} of {steps}, the length planned for train.max_minutes=1" in out
+
+
+@pytest.mark.parametrize("words", [[], ["seed=2"], ["train.steps=auto"], ["train.max_minutes=auto"]])
+def test_the_default_run_has_a_time(words: list[str]) -> None:
+    assert configure(RunConfig, "train", words).max_minutes == DEFAULT_MINUTES
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=andrea-12m"],
+        ["data=text", "data.path=notes"],
+        ["data.path=notes"],
+        ["train.steps=700"],
+        ["train.max_minutes=null"],
+        ["init_from=a"],
+    ],
+)
+def test_other_runs_have_none(words: list[str]) -> None:
+    assert configure(RunConfig, "train", words).max_minutes is None
+
+
+def test_in_a_time_of_its_own_a_run_makes_the_steps_of_its_recipe_or_those_that_fit(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(RunConfig, "max_minutes", 1.0)
+    checkpoint, records = train(*BY_TIME[2:], "train.steps=auto", "model.recipe_steps=20", "name=b")
+    assert checkpoint.step == 20 and rates(records) == [rate_at(step, 20, MUON) for step in range(20)]
+    checkpoint, records = train(*BY_TIME)
+    steps = checkpoint.step
+    assert steps < 300 and rates(records) == [rate_at(step, steps, MUON) for step in range(steps)]
+    out = capsys.readouterr().out
+    assert f"length: {steps} steps, fixed now" in out and "train.max_minutes=null makes all 300" in out
+    assert checkpoint.state["config"]["train"]["max_minutes"] == 1.0
+    first = checkpoints_of(tmp_path / "runs" / "a")[0]
+    assert int(first.name[5:]) < decay_start(steps, MUON)
+    monkeypatch.undo()  # a length that is typed has no time
+    assert train(*BY_TIME[2:], "train.steps=40", f"resume={first}")[0].step == max(40, int(first.name[5:]) + 1)
+
+
+def test_a_time_that_nobody_set_cuts_nothing_off() -> None:
+    for is_limit in (True, False):
+        budget = TimeBudget(1.0, 0.0, evaluation_steps=1.0, most_steps=100, is_limit=is_limit, clock=lambda: 70.0)
+        assert budget.is_over() == is_limit and (budget.readable_share(60.0) < 1) == is_limit
 
 
 def test_the_earlier_of_time_and_steps_ends_the_run(train) -> None:
@@ -110,6 +156,7 @@ def test_after_the_decay_has_begun_a_resumed_run_is_the_uninterrupted_one(train,
         assert all(torch.equal(tensor, weights[name]) for name, tensor in again.model_tensors().items())
 
 
+@pytest.mark.slow
 def test_before_the_decay_a_resumed_run_is_planned_anew(train, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     steps = train(*BY_TIME, "train.max_minutes=1")[0].step
     path = checkpoints_of(tmp_path / "runs" / "a")[0]
@@ -228,6 +275,7 @@ def test_evaluations_do_not_take_most_of_the_time() -> None:
     assert [budget.evaluations(length) for length in (30, 399, 400, 799, 800, 5000)] == [1, 1, 2, 3, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_figure_over_a_part_of_the_held_out_text_is_said_and_compared_with_none(
     train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -51,3 +51,12 @@ def test_a_sample_cannot_control_the_terminal(capsys: pytest.CaptureFixture) -> 
     console = Console(steps=20)
     console.sample({"step": 20, "prompt": "\x1b]0;title\x07", "text": "\x9b2J\n"})
     assert "  │ \\x1b]0;title\\x07\\x9b2J\n" in capsys.readouterr().out
+
+
+def test_the_time_left_is_that_of_the_steps_or_of_the_limit_if_they_take_longer() -> None:
+    console = Console(steps=20, quiet=True)
+    assert console.left_words(50.0) == "50 s left"
+    console.seconds_left = lambda: 40.0
+    assert console.left_words(30.0) == "30 s left" and console.left_words(50.0) == "40 s left of train.max_minutes"
+    console.seconds_left = lambda: -3.0  # a time that is no limit
+    assert console.left_words(30.0) == "30 s left"
