@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from andrea.attention.mask import SlidingWindow
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig
-from andrea.training.planning import auto
+from andrea.training.planning import plan
 from andrea.training.planning.plan import choose_attention
 
 
@@ -23,7 +23,7 @@ from andrea.training.planning.plan import choose_attention
 def test_on_a_gpu_auto_is_the_fastest_implementation(
     milliseconds: dict[str, float], chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "measure", lambda case, n_batch, compiled: milliseconds)
+    monkeypatch.setattr(plan, "measure", lambda case, n_batch, compiled: milliseconds)
     run = configure(RunConfig, "train", ["compile=off", "precision=bf16", "train.micro_batch=2"])
     with FakeTensorMode():
         choice = choose_attention(run, torch.device("cuda"))
@@ -35,7 +35,7 @@ def test_implementations_are_measured_in_the_mode_in_which_they_train(determinis
     """Else cuDNN could win, which deterministic mode refuses in the first step."""
     modes = []
     found = lambda *inputs: modes.append(torch.are_deterministic_algorithms_enabled()) or {"triton": 1.0}  # noqa: E731
-    monkeypatch.setattr(auto, "measure", found)
+    monkeypatch.setattr(plan, "measure", found)
     words = ["compile=off", "precision=bf16", "train.micro_batch=2", f"deterministic={deterministic}"]
     before = torch.are_deterministic_algorithms_enabled()
     with FakeTensorMode():
@@ -46,7 +46,7 @@ def test_implementations_are_measured_in_the_mode_in_which_they_train(determinis
 def test_the_windows_of_all_layers_are_measured_and_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers: three short ones and a long one, which sdpa cannot serve."""
     times = {True: {"triton": 1.0, "flex": 2.0, "sdpa": 0.1}, False: {"flex": 3.0, "triton": 6.8}}
-    monkeypatch.setattr(auto, "measure", lambda case, n_batch, compiled: times[isinstance(case.mask, SlidingWindow)])
+    monkeypatch.setattr(plan, "measure", lambda case, n_batch, compiled: times[isinstance(case.mask, SlidingWindow)])
     words = ["compile=off", "precision=bf16", "train.micro_batch=2", "attention.window=[64, 64, 64, null]"]
     with FakeTensorMode():
         choice = choose_attention(configure(RunConfig, "train", words), torch.device("cuda"))
@@ -54,7 +54,7 @@ def test_the_windows_of_all_layers_are_measured_and_weighted(monkeypatch: pytest
 
 
 def test_an_implementation_that_is_asked_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "measure", lambda case, n_batch, compiled: pytest.fail("it was measured"))
+    monkeypatch.setattr(plan, "measure", lambda case, n_batch, compiled: pytest.fail("it was measured"))
     asked = ["compile=off", "precision=bf16", "train.micro_batch=2", "attention.implementation=reference"]
     with FakeTensorMode():
         assert choose_attention(configure(RunConfig, "train", asked), torch.device("cuda")).value == "reference"

@@ -52,8 +52,8 @@ def train(
     """Trains the tiny model by a ticking clock. Returns the newest checkpoint and the records."""
 
     def trained(*words: str, clock: Ticking | None = None) -> tuple[Checkpoint, list[dict]]:
-        def budget(config, left_auto, corpus, started: float) -> TimeBudget | None:
-            made = make_time_budget(config, left_auto, corpus, started)
+        def budget(plan, corpus, started: float) -> TimeBudget | None:
+            made = make_time_budget(plan, corpus, started)
             return made and TimeBudget(made.minutes, 0.0, 1.0, made.most_steps, made.is_limit, clock or Ticking())
 
         monkeypatch.setattr(start, "make_time_budget", budget)
