@@ -27,13 +27,15 @@ def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> flo
     figures = figures_of(checkpoints_of(run), unread.append)
     best = lowest(figures)
     found = None if best is None else figures[best]
-    if remembered is not None and any(fault.may_be_whole for fault in unread):
+    may_be_another = any(fault.may_be_whole for fault in unread)
+    if remembered is not None and may_be_another:
         found = min(remembered, found or math.inf)
     if best is None:
         return found
     note = run / "checkpoints" / "best"
-    with storing(note):
-        replace_text(note, best + "\n")
+    if not may_be_another:
+        with storing(note):
+            replace_text(note, best + "\n")
     for path in checkpoints_of(run)[:-keep]:
         if path.name in figures and path.name != best:
             doomed = staging_path(path)  # renamed first, so that no reader finds it half removed
