@@ -40,7 +40,6 @@ PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of th
     "Triton tutorial": {1024: 291, 2048: 342, 4096: 363, 8192: 376},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORWARD_WAYS = {"forward": False, "forward, ahead": True}  # whether the next scores are begun before the softmax
 MOST_ERROR = 2.0  # of tiles that are remembered: times the readable path's, as in the tests
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Save = Callable[[list[dict]], None]  # writes the rows of this width and length, and all that came before
@@ -220,13 +219,13 @@ def show(row: dict, chosen: argparse.Namespace) -> None:
 
 
 def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> list[dict]:
-    """Time tiles of each of the three kernels alone; then the best ones together against the predicted.
+    """Time tiles of each of the three kernels alone; then the best ones together against the kernel's own.
 
-    What is fastest, and as exact, is remembered for this GPU, and training and sampling use it from then on. The tiles
-    nearest to the predicted ones come first, and a fifth of the time is kept for the comparison.
+    The tiles nearest to the kernel's own come first, and a fifth of the time is kept for the comparison. What is fastest, and
+    as exact, belongs into andrea/attention/kernels/tiles.py.
     """
     leaves = leaves_of(width, length, chosen)
-    own, rows = predicted_tiles(leaves[0]), []
+    own, rows = own_tiles(leaves[0]), []
     grid_until = time.monotonic() + 0.8 * (chosen.until - time.monotonic())
     for kernel, blocks in grid_near(own, chosen.most_tiles):
         if time.monotonic() > grid_until:
@@ -241,16 +240,16 @@ def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> lis
         rows.append({"kernel": kernel, "width": width, "length": length, **vars(blocks), "ms": took})
         save(rows)
         print(f"tuned d {width} T {length} {kernel}: {rows[-1]}", flush=True)
-    for together in compared_with_predicted(rows, leaves, chosen):
+    for together in compared_with_own(rows, leaves, chosen):
         rows.append({"kernel": "all", "width": width, "length": length, **together})
         save(rows)
     return rows
 
 
-def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen: argparse.Namespace) -> Iterator[dict]:
-    """Time the predicted tiles, and the best of `rows`. Remember the fastest of those that are exact."""
-    like, predicted = leaves[0], predicted_tiles(leaves[0])
-    candidates = {"predicted": predicted, "tuned": best_tiles(rows, predicted)}
+def compared_with_own(rows: list[dict], leaves: list[torch.Tensor], chosen: argparse.Namespace) -> Iterator[dict]:
+    """Time the kernel's own tiles, and the best of `rows`."""
+    like, own = leaves[0], own_tiles(leaves[0])
+    candidates = {"own": own, "tuned": best_tiles(rows, own)}
     found: dict[str, dict] = {}
     for name, candidate in candidates.items():
         try:
@@ -270,36 +269,23 @@ def compared_with_predicted(rows: list[dict], leaves: list[torch.Tensor], chosen
         yield found[name]
     exact = {name: row for name, row in found.items() if row["error_over_readable"] <= MOST_ERROR}
     if exact:
-        best, card = min(exact, key=lambda name: exact[name]["both_ms"]), tiles.card_of(like)
-        n_key, padded = like.shape[-2], tiles.padded(like.shape[-1])
-        file = None if card is None else tiles.remember(card, padded, like.dtype, n_key, candidates[best])
-        kept = (
-            f"kept for {card} in {file}" if file else "not kept: that needs a GPU and a cache folder of this user's own"
-        )
-        print(f"d {like.shape[-1]} T {n_key}: fastest: {best}, {kept}", flush=True)
+        best = min(exact, key=lambda name: exact[name]["both_ms"])
+        print(f"d {like.shape[-1]} T {like.shape[-2]}: fastest: {best}, {candidates[best]}", flush=True)
 
 
-def best_tiles(rows: list[dict], predicted: tiles.Tuning) -> tiles.Tuning:
+def best_tiles(rows: list[dict], own: tiles.Tuning) -> tiles.Tuning:
     """The fastest tile of each kernel. A kernel without rows keeps its own."""
-    best: dict[str, tiles.Blocks | bool] = {}
-    for kernel, ways in (("forward", FORWARD_WAYS), ("keys", ["backward"]), ("queries", ["backward"])):
-        took = [
-            (row["ms"][each], each, row)
-            for row in rows
-            if row["kernel"] == kernel
-            for each in ways
-            if each in row["ms"]
-        ]
+    best = {}
+    for kernel in ("forward", "keys", "queries"):
+        took = [row for row in rows if row["kernel"] == kernel]
         if took:
-            _, fastest_way, fastest = min(took, key=lambda each: each[0])
+            fastest = min(took, key=lambda row: row["ms"])
             best[kernel] = tiles.Blocks(*(fastest[name] for name in ("m", "n", "warps", "stages")))
-            if kernel == "forward":
-                best["ahead"] = FORWARD_WAYS[fastest_way]
-    return dataclasses.replace(predicted, **best)
+    return dataclasses.replace(own, **best)
 
 
-def predicted_tiles(like: torch.Tensor) -> tiles.Tuning:
-    return tiles.predicted(tiles.padded(like.shape[-1]), like.dtype, tiles.capability_of(like))
+def own_tiles(like: torch.Tensor) -> tiles.Tuning:
+    return tiles.tiles_of(tiles.padded(like.shape[-1]), like.dtype, tiles.capability_of(like))
 
 
 @contextmanager
@@ -347,27 +333,18 @@ def distance(one: tiles.Blocks, other: tiles.Blocks) -> float:
     return doubled + abs(one.stages - other.stages) / 2
 
 
-def milliseconds_of(kernel: str, leaves: list[torch.Tensor], chosen: argparse.Namespace) -> dict[str, float]:
+def milliseconds_of(kernel: str, leaves: list[torch.Tensor], chosen: argparse.Namespace) -> float:
     """Milliseconds of the pass that the kernel belongs to: forward with statistics, or backward."""
-    from andrea.attention.kernels import attend_triton
 
     def time_of(run: Callable[[], object]) -> float:
         return milliseconds(run, chosen.device, min(5, chosen.repeats))
 
-    took = {}
     if kernel == "forward":
-        in_use = attend_triton.tuning()
-        for way, ahead in FORWARD_WAYS.items():
-            try:
-                with torch.no_grad(), tiles_in_use(dataclasses.replace(in_use, ahead=ahead)):
-                    took[way] = time_of(lambda: ours(*leaves, True))
-            except attend_triton.KernelError:
-                if not took:  # the tile does not fit; the other way needs more of everything
-                    raise
-        return took
+        with torch.no_grad():
+            return time_of(lambda: ours(*leaves, True))
     output = ours(*leaves, False)
     upstream = torch.randn_like(output)
-    return {"backward": time_of(lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True))}
+    return time_of(lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True))
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from andrea.attention.kernels import attend_triton
-from andrea.attention.kernels.tiles import Blocks, padded, predicted
+from andrea.attention.kernels.tiles import Blocks, padded, tiles_of
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.kernels import cross_entropy
 
@@ -55,9 +55,9 @@ IN_INT32 = {"first", "stop", "query_low", "query_high"}
 def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bool, modified: bool) -> dict[str, tuple]:
     """name -> (function, tiles, its own constants), as `fused_attention` would launch them. modified: with a cap on scores,
     ALiBi and sinks."""
-    tuned = predicted(padded(width), TYPES[dtype], 80 if target == AMD else target)
+    tuned = tiles_of(padded(width), TYPES[dtype], 80 if target == AMD else target)
     how = {"MODE": MODES[mode], "CAPPED": modified, "SLOPED": modified}
-    of_forward = {"STATISTICS": statistics, "SINK": modified, "AHEAD": tuned.ahead, **how}
+    of_forward = {"STATISTICS": statistics, "SINK": modified, **how}
     return {
         "forward": (attend_triton.forward_kernel, tuned.forward, of_forward),
         "keys": (attend_triton.keys_kernel, tuned.keys, how),

@@ -5,28 +5,37 @@ If a run goes back to an earlier step, its later checkpoints are set aside.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
 from pathlib import Path
 
+from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.find import checkpoints_of, figures_of, lowest, step_of
 from andrea.runtime.files import flush_to_disk, replace_text, staging_path, storing, unused_path
 
 
-def mark_and_prune(run: Path, keep: int) -> float | None:
+def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> float | None:
     """Write the name of the best checkpoint to the file `best`, and remove all checkpoints except the newest `keep` and it.
 
     A checkpoint that cannot be read stays too: it may be the best. What is best follows from the checkpoints alone, and the
-    file `best`, for people, is never read. Returns the best checkpoint's figure, if it has one. Raises StorageFailed.
+    file `best`, for people, is never read. Returns the best checkpoint's figure, if it has one; or the lower figure
+    `remembered` of the run's state, if the best one may be a checkpoint that cannot be read now. Raises StorageFailed.
     """
-    figures = figures_of(checkpoints_of(run))
+    unread: list[Damaged] = []
+    figures = figures_of(checkpoints_of(run), unread.append)
     best = lowest(figures)
+    found = None if best is None else figures[best]
+    may_be_another = any(fault.may_be_whole for fault in unread)
+    if remembered is not None and may_be_another:
+        found = min(remembered, found or math.inf)
     if best is None:
-        return None
+        return found
     note = run / "checkpoints" / "best"
-    with storing(note):
-        replace_text(note, best + "\n")
+    if not may_be_another:
+        with storing(note):
+            replace_text(note, best + "\n")
     for path in checkpoints_of(run)[:-keep]:
         if path.name in figures and path.name != best:
             doomed = staging_path(path)  # renamed first, so that no reader finds it half removed
@@ -34,7 +43,7 @@ def mark_and_prune(run: Path, keep: int) -> float | None:
                 os.rename(path, doomed)
                 flush_to_disk(path.parent)  # else power loss may bring the old name back, half removed
                 shutil.rmtree(doomed)
-    return figures[best]
+    return found
 
 
 def set_aside_after(run: Path, step: int) -> list[Path]:

@@ -6,6 +6,7 @@ class as an argument, as one of its loggers.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, final
 
@@ -31,7 +32,10 @@ class RunPage(Logger):
             run = read_run(self.folder, self.folder.resolve().name)
         except LeftOut:
             return
-        lenses = [f"lens/{path.name}" for path in sorted((self.folder / "lens").glob("*.html"))]
+        lens = self.folder / "lens"
+        lenses = (
+            [f"lens/{name}" for name in sorted(os.listdir(lens)) if name.endswith(".html")] if lens.exists() else []
+        )
         replace_text(self.folder / PAGE_NAME, render_page(compare_runs([run], [], None, None, seed=0), lenses))
 
     def record(self, record: dict[str, Any]) -> None:

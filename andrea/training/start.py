@@ -172,7 +172,8 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
-    progress.best_bpb = ranks.from_rank_0(lambda: mark_and_prune(folder, config.train.keep))  # of what is on the disk
+    best = progress.best_bpb
+    progress.best_bpb = ranks.from_rank_0(lambda: mark_and_prune(folder, config.train.keep, best))  # on the disk
     torchrun.record_run_folder(folder)
     run_id = ranks.from_rank_0(
         lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None, config.init_from)

@@ -208,7 +208,7 @@ class Endings:
             if progress.val_bpb is not None
             else ""
         )
-        result = result_path(checkpoints.path, vars(progress))
+        result = result_path(checkpoints.path, vars(progress), lambda fault: console.say(f"skipped: {fault}"))
         console.say(
             f"{why} at step {progress.step} of {progress.planned_steps}{self.reason(done)}{bits} · {checkpoints.path}"
         )

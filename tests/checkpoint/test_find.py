@@ -119,6 +119,10 @@ def test_a_checkpoint_that_cannot_be_read_is_not_removed_because_it_may_be_the_b
     state.rename(tmp_path / "elsewhere")
     assert mark_and_prune(tmp_path, 1) == 2.0
     assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "2", "4"]
+    assert mark_and_prune(tmp_path, 1, remembered=1.0) == 2.0  # what is lost is not the best any more
+    state.mkdir()
+    assert mark_and_prune(tmp_path, 1, remembered=1.0) == 1.0  # what cannot be read may be readable the next time
+    state.rmdir()
     (tmp_path / "elsewhere").rename(state)
     assert mark_and_prune(tmp_path, 1) == 1.0  # readable again
     assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "4"]

@@ -200,7 +200,7 @@ def test_the_judge_of_kills_compares_tuned_tiles_and_the_copied_metrics(tmp_path
     results, run_folder = tmp_path / "results", tmp_path / "scratch" / "runs" / "run"
     results.mkdir()
     run_folder.mkdir(parents=True)
-    tile = {"kernel": "keys", "width": 64, "length": 11, "m": 32, "n": 64, "warps": 4, "stages": 2, "ms": {"keys": 1.0}}
+    tile = {"kernel": "keys", "width": 64, "length": 11, "m": 32, "n": 64, "warps": 4, "stages": 2, "ms": 1.0}
     lines = ["== tune: bench/attention.py --output records/tune.json (80 s at most)", f"tuned d 64 T 11 keys: {tile}"]
     (results / "gpu.log").write_text("\n".join(lines))
     (results / "gpu-1.json").write_text(json.dumps({"tune": {"rows": [tile]}}))

@@ -189,27 +189,16 @@ def forward_stretch(
     carried, q, k_head, v_head, k_stride, v_stride, rows, interval, b, h, g, start, T, S, low, high, cap, slope,
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, MASKED: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, AHEAD: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Update the running values (z, m, total, c) of a block of queries with the keys low .. high-1. `total` is l in the
     module's docstring, which also defines z, m and c.
-
-    AHEAD: the scores of the next block are begun before the softmax of this one, which then runs beside their product (as
-    in FlashAttention 3, section 3.2). The last ones are not used, and may be those of keys that do not exist.
     """
     z, m, total, c = carried
-    if AHEAD:
-        k = load_block(k_head, b, g, low, S, k_stride, D_QK, PADDED_QK, BLOCK_N, True, DESCRIPTORS)
-        next_s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for n0 in tl.range(low, high, BLOCK_N):
         keys = n0 + tl.arange(0, BLOCK_N)
-        if AHEAD:
-            s = next_s
-            k = load_block(k_head, b, g, n0 + BLOCK_N, S, k_stride, D_QK, PADDED_QK, BLOCK_N, True, DESCRIPTORS)
-            next_s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        else:
-            k = load_block(k_head, b, g, n0, S, k_stride, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), not yet in base 2
+        k = load_block(k_head, b, g, n0, S, k_stride, D_QK, PADDED_QK, BLOCK_N, MASKED, DESCRIPTORS)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N), not yet in base 2
         s, _ = modified(s, rows[:, None], keys[None, :], start, cap, slope, CAPPED, SLOPED)
         if MASKED:
             first, stop = load_interval(interval, b, h, rows, T, MODE)
@@ -239,7 +228,7 @@ def forward_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, PADDED_QK: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINK: tl.constexpr, AHEAD: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics of BLOCK_M queries of one head."""
     n_block = tl.cdiv(T, BLOCK_M)
@@ -264,17 +253,17 @@ def forward_kernel(
         carried = forward_stretch(
             carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, low, full_low,
             cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
-            CAPPED, SLOPED, False,
+            CAPPED, SLOPED,
         )  # fmt: skip
     carried = forward_stretch(
         carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_low, full_high,
         cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED, AHEAD,
+        CAPPED, SLOPED,
     )  # fmt: skip
     carried = forward_stretch(
         carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_high, high,
         cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED, False,
+        CAPPED, SLOPED,
     )  # fmt: skip
 
     z_tile, m, total, c = carried
@@ -591,7 +580,7 @@ def fused_attention(
     if 0 in (n_batch, n_head, n_query):
         return output, lse, largest, entropy
     mode, first, stop, strides = interval_of(first, stop, query, causal)
-    tuned = tuning(query, key, value)
+    tuned = tuning(query, value)
     blocks = tuned.forward
     k_source, v_source, descriptors = described(key, value, blocks.n)
     launch(
@@ -600,7 +589,7 @@ def fused_attention(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
         **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
-        DESCRIPTORS=descriptors, SINK=sink is not None, AHEAD=tuned.ahead and descriptors,  # by address it spills registers
+        DESCRIPTORS=descriptors, SINK=sink is not None,
         **modifier_constants(softcap, slopes), num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return output, lse, largest, entropy
@@ -642,7 +631,7 @@ def fused_attention_backward(
     if 0 in (n_batch, n_head, n_query):
         return d_query.zero_(), d_key.zero_(), d_value.zero_(), d_sink.zero_()
     mode, first, stop, strides = interval_of(first, stop, query, causal)
-    constants, blocks = shape_constants(query, value), tuning(query, key, value)
+    constants, blocks = shape_constants(query, value), tuning(query, value)
 
     delta = torch.empty_like(lse)
     launch(

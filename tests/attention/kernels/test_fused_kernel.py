@@ -96,47 +96,6 @@ def test_many_small_tiles(mask, monkeypatch):
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
 
-@pytest.mark.parametrize("how", [{}, MODIFIED["all"]], ids=["plain", "modified"])
-@pytest.mark.parametrize("mask", OF_EACH_KIND)
-@pytest.mark.parametrize("shape", [(1, 4, 2, 71, 71, 24, 40), (1, 2, 2, 19, 83, 16, 16), (1, 2, 1, 43, 11, 16, 16)])
-def test_scores_begun_ahead_of_the_softmax_change_no_bit(shape, mask, how, monkeypatch):
-    case, results, begun = Case(*shape, mask, torch.float16, **how), [], record_constant("AHEAD", monkeypatch)
-    for ahead in (False, True):
-        use_small_tiles_of_hopper(monkeypatch, ahead)
-        results.append(everything(case, "triton", case.dtype, measured=True))
-    plain, begun_ahead = results
-    assert begun == [False, True]
-    assert plain.keys() == begun_ahead.keys() and all(torch.equal(plain[name], begun_ahead[name]) for name in plain)
-
-
-def test_no_scores_are_begun_ahead_where_tiles_are_read_by_address(monkeypatch):
-    """For Hopper and heads of 128, that kernel would spill registers."""
-    use_small_tiles_of_hopper(monkeypatch, ahead=True)
-    begun = record_constant("AHEAD", monkeypatch)
-    aligned, odd_stride = torch.randn(1, 2, 5, 16).half(), torch.randn(1, 2, 5, 17).half()[..., :16]
-    for key in (aligned, odd_stride):
-        attend(aligned, key, aligned, implementation="triton")
-    assert begun == [True, False]
-
-
-def use_small_tiles_of_hopper(monkeypatch, ahead: bool) -> None:
-    """Read by descriptor, like Hopper, in tiles that make many blocks of few numbers."""
-    blocks = tiles.Blocks(16, 16, 4, 1)
-    monkeypatch.setattr(fused, "tuning", lambda *tensors: tiles.Tuning(blocks, blocks, blocks, ahead=ahead))
-    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
-
-
-def record_constant(name: str, monkeypatch) -> list:
-    """The values of this constant in the launches to come of kernels that have it."""
-    values, launch = [], fused.launch
-    monkeypatch.setattr(
-        fused,
-        "launch",
-        lambda *given, **how: (values.extend([how[name]] if name in how else []), launch(*given, **how))[1],
-    )
-    return values
-
-
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])

@@ -75,7 +75,6 @@ def test_modified_scores_and_sinks_compile(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("words", [["--modified"], ["--modes", "interval"]])
 def test_hoppers_wide_heads_spill_nothing_with_modified_scores_or_intervals(words, tmp_path):
-    """Their forward kernel begins scores ahead, which takes many registers."""
     rows = compiled(tmp_path, *words, "--widths", "128", "--types", "bf16", "--targets", "90")
     assert len(rows) == 4 + 2 and all(row["spilled_bytes"] == 0 for row in rows), rows
 
