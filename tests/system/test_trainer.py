@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkp
 from andrea.runtime.compiling import configure_compiler
 from andrea.runtime.device import Choice
 from andrea.runtime.program import typed_command
+from andrea.text.shards import DataLost
+from andrea.training.evaluation import Evaluator
 from andrea.training.records.run_folder import read_lines
 from andrea.training.step import Batch, TrainingStep
 
@@ -96,6 +98,25 @@ def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(
     assert tensors_equal(whole.optimizer_tensors(), parts.optimizer_tensors())
     ours, theirs = (metrics(tmp_path / "runs" / name) for name in ("parts", "whole"))
     assert [{**record, "checkpoint": None} for record in ours] == [{**record, "checkpoint": None} for record in theirs]
+
+
+def test_an_evaluation_whose_text_cannot_be_read_is_made_up_for(
+    tiny_run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are saved. Found by failing every call of a resumed run."""
+    words = ["train.steps=4", "train.eval_every=4", "train.save_every=4"]
+    assert tiny_run("name=whole", *words) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "validate", lambda *given: (_ for _ in ()).throw(DataLost("gone")))
+        with pytest.raises(DataLost):
+            tiny_run("name=a", *words)
+    assert newest_whole(tmp_path / "runs" / "a").step == 4
+    assert tiny_run("name=a", "resume=auto", *words) == 0
+    ours, theirs = (
+        [record["val/bpb"] for record in metrics(tmp_path / "runs" / name) if "val/bpb" in record]
+        for name in ("a", "whole")
+    )
+    assert ours == theirs != []
 
 
 def test_resume_auto_starts_goes_on_and_says_when_it_is_done(tiny_run, tmp_path: Path, capsys) -> None:
