@@ -40,7 +40,7 @@ PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of th
     "Triton tutorial": {1024: 291, 2048: 342, 4096: 363, 8192: 376},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MOST_ERROR = 2.0  # of tiles that are remembered: times the readable path's, as in the tests
+MOST_ERROR = 2.0  # of tiles that are chosen: times the readable path's, as in the tests
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Save = Callable[[list[dict]], None]  # writes the rows of this width and length, and all that came before
 

@@ -30,11 +30,16 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 def newest_whole(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
     """The newest checkpoint of a run that passes verification. `report` gets a line for each newer one that fails."""
-    for path in reversed(checkpoints_of(run)):
+    return newest_of(checkpoints_of(run), lambda fault: report(f"skipped: {fault}"))
+
+
+def newest_of(checkpoints: list[Path], skip: Callable[[Damaged], None]) -> Checkpoint | None:
+    """The newest of these checkpoints, oldest first, that passes verification. `skip` gets the fault of each newer one."""
+    for path in reversed(checkpoints):
         try:
             return read_checkpoint(path)
         except Damaged as fault:
-            report(f"skipped: {fault}")
+            skip(fault)
     return None
 
 
@@ -45,17 +50,13 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     another checkpoint is the result, and for each damaged checkpoint. Raises StorageFailed if the result, or a checkpoint
     that may be the result, cannot be read now: another model is not what was asked for.
     """
-    newest = newest_whole(run, report)
-    if newest is None:
-        return None
 
     def skip(fault: Damaged) -> None:
-        if fault.may_be_whole:
-            raise StorageFailed(str(fault), f"try again; to use the newest step, name {newest.path}") from fault
+        refuse_unreadable(fault)
         report(f"skipped: {fault}")
 
-    best = result_path(newest.path, newest.state, skip)
-    if best == newest.path:
+    newest = newest_of(checkpoints_of(run), skip)
+    if newest is None or (best := result_path(newest.path, newest.state, skip)) == newest.path:
         return newest
     try:
         found = read_checkpoint(best)
@@ -67,6 +68,12 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
         f"to use the newest, name {newest.path}"
     )
     return found
+
+
+def refuse_unreadable(fault: Damaged) -> None:
+    """Raises StorageFailed for a checkpoint that only cannot be read now."""
+    if fault.may_be_whole:
+        raise StorageFailed(str(fault), "try again, or name another checkpoint of the run") from fault
 
 
 def result_path(newest: Path, state: dict[str, Any], skip: Callable[[Damaged], None] | None = None) -> Path:
@@ -116,9 +123,9 @@ def lowest(figures: dict[str, float | None]) -> str | None:
     return min(figures, key=lambda name: math.inf if figures[name] is None else figures[name], default=None)
 
 
-def best_of(run: Path) -> str | None:
+def best_of(run: Path, skip: Callable[[Damaged], None] | None = None) -> str | None:
     """The name of the checkpoint with the lowest validation bits per byte, as the checkpoints on the disk say."""
-    return lowest(figures_of(checkpoints_of(run)))
+    return lowest(figures_of(checkpoints_of(run), skip))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -155,7 +162,7 @@ def folder_named_by(path: Path) -> Path | None:
     if os.path.isdir(path):
         return path.parent if path.name == "checkpoints" and checkpoints_of(path.parent) else path
     folder = path.absolute().parent
-    best = best_of(folder.parent) if (folder.name, path.name) == ("checkpoints", "best") else None
+    best = best_of(folder.parent, refuse_unreadable) if (folder.name, path.name) == ("checkpoints", "best") else None
     return path.parent / best if best else None
 
 
@@ -170,7 +177,7 @@ def locate(
 
     For a run, the result is returned (see `result_of`), or with `newest` the newest complete checkpoint, from which the
     run continues. If `requested` is None, the newest run under `runs_dir` is used.
-    Raises UserError or Damaged. The message of a UserError names `key`, the configuration key to change.
+    Raises UserError, Damaged or StorageFailed. The message of a UserError names `key`, the configuration key to change.
     """
     if not requested:
         run = newest_run(runs_dir)

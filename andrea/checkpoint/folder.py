@@ -22,9 +22,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from torch import Tensor
@@ -216,8 +217,10 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Verify size and sha256 of every file and return the checkpoint. Raises Damaged, which names folder and fault."""
-    path = Path(path)
-    if not os.path.isdir(path):
+    path, is_folder = Path(path), False
+    with opening(path), suppress(FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no name of a file
+        is_folder = S_ISDIR(os.stat(path).st_mode)
+    if not is_folder:
         raise Damaged(f"{path} is not a checkpoint folder: no such folder")
     with opening(path):
         try:

@@ -29,12 +29,12 @@ def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> flo
     found = None if best is None else figures[best]
     may_be_another = any(fault.may_be_whole for fault in unread)
     if remembered is not None and may_be_another:
-        found = min(remembered, found or math.inf)
+        found = min(remembered, math.inf if found is None else found)
     if best is None:
         return found
     note = run / "checkpoints" / "best"
-    if not may_be_another:
-        with storing(note):
+    with storing(note):
+        if not (may_be_another and note.is_file() and (note.parent / note.read_text().strip()).is_dir()):
             replace_text(note, best + "\n")
     for path in checkpoints_of(run)[:-keep]:
         if path.name in figures and path.name != best:

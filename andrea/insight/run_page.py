@@ -27,14 +27,14 @@ class RunPage(Logger):
         self.folder = folder
 
     def draw(self) -> None:
-        """Write the page. Raises OSError if writing fails."""
+        """Write the page. Raises OSError."""
         try:
             run = read_run(self.folder, self.folder.resolve().name)
         except LeftOut:
             return
         lens = self.folder / "lens"
         lenses = (
-            [f"lens/{name}" for name in sorted(os.listdir(lens)) if name.endswith(".html")] if lens.exists() else []
+            [f"lens/{name}" for name in sorted(os.listdir(lens)) if name.endswith(".html")] if lens.is_dir() else []
         )
         replace_text(self.folder / PAGE_NAME, render_page(compare_runs([run], [], None, None, seed=0), lenses))
 

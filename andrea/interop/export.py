@@ -20,7 +20,7 @@ from andrea.interop.hub import not_uploaded, upload
 from andrea.interop.hugging_face.target import HuggingFace
 from andrea.interop.proof import MOST_TOKENS, Proof, prove
 from andrea.interop.settings import Trained
-from andrea.interop.target import Target
+from andrea.interop.target import OtherProgram, Target
 from andrea.runtime.files import StorageFailed, publish_folder, reading, staging_path, storing
 from andrea.runtime.own_parts import is_own
 
@@ -115,17 +115,25 @@ def proof_of(trained: Trained, target: Target, folder: Path, text: ComparedText)
     Raises StorageFailed if that program cannot load what has just been written.
     """
     try:
-        other = target.open(folder)
+        other = loaded_by(target, folder)
+        with reading(folder):
+            return prove(trained, target.rounded_gpt(), other, target.share, target.least, text), ""
     except ImportError as error:
         return None, f"{target.package} cannot be imported ({error}); run: pip install {target.package}"
-    except Exception as error:  # its errors of a file that cannot be read are of any type
+
+
+def loaded_by(target: Target, folder: Path) -> OtherProgram:
+    """The export, loaded by the other program, whose errors of a file that cannot be read are of any type."""
+    try:
+        return target.open(folder)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
         fault = str(error).strip().partition("\n")[0][:200]
         raise StorageFailed(
             f"{target.package} cannot load what was written for {folder}: {type(error).__name__}: {fault}",
             "check the disk, then try again; if it fails again, please report it with the run's config.yaml",
         ) from error
-    with reading(folder):
-        return prove(trained, target.rounded_gpt(), other, target.share, target.least, text), ""
 
 
 def report(folder: Path, proof: Proof | None, reason: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from andrea.checkpoint import checkpoints_of, step_name
 from andrea.checkpoint.find import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, to_plain
+from andrea.runtime.files import staging_path, storing
 from andrea.text.corpus import Corpus
 from andrea.training.health.health import Health
 from andrea.training.optimizer.optimizer import LossScale
@@ -73,6 +76,20 @@ class RunCheckpoints:
         state = self.facts | vars(progress) | {"loss_scale": self.scale.state(), "health": self.health.state()}
         self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()})
         self.saved_step = progress.step
+
+    def save_again(self) -> None:
+        """Write the current step's checkpoint anew, with what is known of it by now. Every rank must call this."""
+        before = staging_path(self.path)
+
+        def move() -> None:
+            with storing(self.path), contextlib.suppress(FileNotFoundError):  # a run that goes on in another folder
+                os.rename(self.path, before)
+
+        ranks = self.saver.parallel.ranks
+        ranks.from_rank_0(move)
+        self.save()
+        self.saver.wait()
+        ranks.from_rank_0(lambda: shutil.rmtree(before, ignore_errors=True))
 
     def save_if_finite(self) -> None:
         if not self.is_saved() and self.is_finite():

@@ -259,7 +259,7 @@ def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> None:
 def resumed_progress(
     checkpoint: Checkpoint, saved: RunConfig, config: RunConfig, left_auto: Collection[str]
 ) -> Progress:
-    """The run's progress, with its length from now on. saved: the result of `saved_run`. left_auto: see RunSetup."""
+    """The run's progress, with its length from now on. saved: the result of `saved_run`. left_auto: see Plan."""
     before = progress_of(checkpoint)
     progress = with_length(before, saved, remembered_auto(checkpoint), config, left_auto)
     same_length = progress.planned_steps == before.planned_steps
@@ -335,7 +335,7 @@ def merge(
 
     typed_groups: without those that the run has already chosen by the same name, whose saved values stay. A typed group
     replaces the saved group key by key; but if a key is `auto` in the typed group, the saved value stays. An interval that
-    becomes `auto` again gets no line, because the plan prints its new value.
+    becomes `auto` again gets a line only in a dry run; otherwise the plan prints its new value.
     other_ranks: the number of ranks has changed, so the keys of OF_THE_RANKS are taken from `composed`.
     left_auto: keys that become `auto` again if a key that they depend on has changed.
     Raises UserError if a key of FIXED changes.
@@ -360,7 +360,8 @@ def merge(
                 f"{key}={as_typed(after[key])} cannot replace {key}={as_typed(before.get(key))} of the run to resume; "
                 f"leave {key} out, or start a new run from its weights with init_from=…"
             )
-    told = sorted(changed - {key for key in INTERVALS if key in again})  # the plan has a line for the intervals
+    planned = set() if after["dry_run"] else {key for key in INTERVALS if key in again}
+    told = sorted(changed - planned)
     return lay_over({}, after), [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
 
 

@@ -364,8 +364,9 @@ class Trainer:
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
         if progress.step and self.due_after(progress.step).evaluation:  # the run may have been killed after the save
-            if progress.evaluated_step != progress.step:  # it was saved because the held-out text could not be read
+            if progress.evaluated_step != progress.step:  # such as one whose held-out text could not be read
                 self.records.log(self.evaluator.evaluate(size_ratios=None))
+                self.checkpoints.save_again()
             self.evaluator.make_up()
         if self.stopping.budget:
             self.stopping.budget.lap()

@@ -117,6 +117,8 @@ def test_an_evaluation_whose_text_cannot_be_read_is_made_up_for(
         for name in ("a", "whole")
     )
     assert ours == theirs != []
+    ends = [newest_whole(tmp_path / "runs" / name).state for name in ("a", "whole")]
+    assert ends[0]["best_bpb"] == ends[1]["best_bpb"] == ours[-1]
 
 
 def test_resume_auto_starts_goes_on_and_says_when_it_is_done(tiny_run, tmp_path: Path, capsys) -> None:

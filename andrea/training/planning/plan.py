@@ -1,7 +1,8 @@
-"""The plan of a run: a configuration without any `auto`, made once for its text and this machine, with a reason for each choice.
+"""The plan of a run: a configuration made once for its text and this machine, with a reason for each choice.
 
-AUTO is the one table of the keys that may be `auto`. A new run takes its rows in turn. Checkpoints hold the chosen values, and
-the list of the keys that were left `auto`; a resumed run chooses such a key again if one that it depends on has changed.
+AUTO is the one table of the keys that are chosen here if they are `auto`. A new run takes its rows in turn. Checkpoints hold the
+chosen values, and the list of the keys that were left `auto`; a resumed run chooses such a key again if one that it depends on
+has changed.
 """
 
 from __future__ import annotations
@@ -146,9 +147,9 @@ AUTO = {
 class Plan:
     """The run as it is planned before anything is built. Two choices need the built model: the micro-batch and `compile`.
 
-    config: without any `auto`. left_auto: the keys that the user has left `auto`, also if an earlier process of the run has
-    chosen their values. chosen_now: those that this process has chosen. groups: the choice of each group, {"model":
-    "andrea-nano", …}. sharing: none, ddp or fsdp. is_for_text: whether the length was chosen for a small text.
+    config: with a value for each key of AUTO. left_auto: the keys that the user has left `auto`, also if an earlier process
+    of the run has chosen their values. chosen_now: those that this process has chosen. groups: the choice of each group,
+    {"model": "andrea-nano", …}. sharing: none, ddp or fsdp. is_for_text: whether the length was chosen for a small text.
     is_judged_on_a_part: whether the best evaluation is chosen on the first half of the held-out text, and judged on the rest.
     most_steps: of a run with train.max_minutes. expected_epochs: of the length that the program itself chooses; 0 if the user
     gave one. lines: choices and reasons, for the terminal.
@@ -187,7 +188,9 @@ def make_plan(
     machine: Machine,
     corpus: Corpus,
 ) -> Plan:
-    """Choose a value for every `auto`, on rank 0 for all ranks. Raises UserError for settings that cannot work here.
+    """Choose a value for each key of AUTO that is `auto`, on rank 0 for all ranks.
+
+    Raises UserError for settings that cannot work here.
 
     planned_steps: the length of a resumed run, as planned now.
     """
