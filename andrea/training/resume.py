@@ -360,7 +360,7 @@ def merge(
                 f"{key}={as_typed(after[key])} cannot replace {key}={as_typed(before.get(key))} of the run to resume; "
                 f"leave {key} out, or start a new run from its weights with init_from=…"
             )
-    planned = set() if after["dry_run"] else {key for key in INTERVALS if key in again}
+    planned = set() if after.get("dry_run") else {key for key in INTERVALS if key in again}
     told = sorted(changed - planned)
     return lay_over({}, after), [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
 
