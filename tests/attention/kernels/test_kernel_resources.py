@@ -50,14 +50,14 @@ def test_tuned_kernels_spill_nothing(width, dtype, tmp_path):
 
 
 @pytest.mark.slow
-def test_hoppers_kernels_compute_the_softmax_beside_a_product(tmp_path):
+def test_hoppers_backward_kernels_compute_the_softmax_beside_a_product(tmp_path):
     """In the loop over blocks that are seen whole, exponentials lie between a product's start and the wait for it."""
     rows = [
         row
         for row in compiled(tmp_path, "--widths", "128", "--types", "bf16", "--targets", "90")
-        if not row["kernel"].startswith("loss")
+        if row["kernel"] in ("keys", "queries")  # the forward kernel has one product before its softmax
     ]
-    assert len(rows) == 4
+    assert len(rows) == 2
     for row in rows:
         unmasked = min((loop for loop in row["loops"] if loop["products"]), key=lambda loop: loop["instructions"])
         assert unmasked["beside_products"] > 0, row
