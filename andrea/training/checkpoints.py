@@ -16,7 +16,7 @@ from andrea.checkpoint import checkpoints_of, step_name
 from andrea.checkpoint.find import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, to_plain
-from andrea.runtime.files import staging_path, storing
+from andrea.runtime.files import storing
 from andrea.text.corpus import Corpus
 from andrea.training.health.health import Health
 from andrea.training.optimizer.optimizer import LossScale
@@ -78,18 +78,26 @@ class RunCheckpoints:
         self.saved_step = progress.step
 
     def save_again(self) -> None:
-        """Write the current step's checkpoint anew, with what is known of it by now. Every rank must call this."""
-        before = staging_path(self.path)
+        """Write the current step's checkpoint anew, with what is known of it by now. Every rank must call this.
 
-        def move() -> None:
-            with storing(self.path), contextlib.suppress(FileNotFoundError):  # a run that goes on in another folder
-                os.rename(self.path, before)
-
+        Until the new one is on the disk, the old one lies beside it, whole, and gets its name back if writing fails.
+        """
+        path, aside = self.path, self.path.with_name(f"aside-{self.path.name}-evaluated-later")
         ranks = self.saver.parallel.ranks
-        ranks.from_rank_0(move)
-        self.save()
-        self.saver.wait()
-        ranks.from_rank_0(lambda: shutil.rmtree(before, ignore_errors=True))
+
+        def move(source: Path, target: Path) -> None:
+            with storing(path), contextlib.suppress(FileNotFoundError):  # a run that goes on in another folder has none
+                os.rename(source, target)
+
+        ranks.from_rank_0(lambda: move(path, aside))
+        try:
+            self.save()
+            self.saver.wait()
+        except BaseException:
+            if ranks.is_rank_0 and not path.exists():
+                move(aside, path)
+            raise
+        ranks.from_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
 
     def save_if_finite(self) -> None:
         if not self.is_saved() and self.is_finite():

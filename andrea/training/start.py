@@ -142,7 +142,7 @@ def make_model_and_loss(
     setup.watchdog.at(0, "building the model")
     model = make_model(config, tokenizer, source, fresh=setup.checkpoint is None)
     parallel = make_parallel(plan.sharing, config, setup.machine.ranks, device, model, tokenizer)
-    if device.type == "cuda" and "train.micro_batch" in plan.chosen_now:
+    if device.type == "cuda" and plan.is_micro_batch_chosen:
         config = with_tried_micro_batch(config, parallel, setup.machine, setup.console, teachers)
     setup.watchdog.at(0, "compiling")
     may_run_uncompiled = "compile" in plan.left_auto

@@ -22,8 +22,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint
 from andrea.runtime.compiling import configure_compiler
 from andrea.runtime.device import Choice
+from andrea.runtime.files import StorageFailed
 from andrea.runtime.program import typed_command
 from andrea.text.shards import DataLost
+from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.records.run_folder import read_lines
 from andrea.training.step import Batch, TrainingStep
@@ -111,12 +113,18 @@ def test_an_evaluation_whose_text_cannot_be_read_is_made_up_for(
         with pytest.raises(DataLost):
             tiny_run("name=a", *words)
     assert newest_whole(tmp_path / "runs" / "a").step == 4
+    with monkeypatch.context() as patch:  # a full disk while that checkpoint is written anew does not cost it
+        patch.setattr(RunCheckpoints, "save", lambda *given: (_ for _ in ()).throw(StorageFailed("full")))
+        with pytest.raises(StorageFailed):
+            tiny_run("name=a", "resume=auto", *words)
+    assert newest_whole(tmp_path / "runs" / "a").step == 4
     assert tiny_run("name=a", "resume=auto", *words) == 0
+    assert not list((tmp_path / "runs" / "a" / "checkpoints").glob("aside-*"))
     ours, theirs = (
         [record["val/bpb"] for record in metrics(tmp_path / "runs" / name) if "val/bpb" in record]
         for name in ("a", "whole")
     )
-    assert ours == theirs != []
+    assert ours == 2 * theirs != []  # told in both attempts: the first one could not save what it had told
     ends = [newest_whole(tmp_path / "runs" / name).state for name in ("a", "whole")]
     assert ends[0]["best_bpb"] == ends[1]["best_bpb"] == ours[-1]
 

@@ -148,8 +148,8 @@ class Plan:
     """The run as it is planned before anything is built. Two choices need the built model: the micro-batch and `compile`.
 
     config: with a value for each key of AUTO. left_auto: the keys that the user has left `auto`, also if an earlier process
-    of the run has chosen their values. chosen_now: those that this process has chosen. groups: the choice of each group,
-    {"model": "andrea-nano", …}. sharing: none, ddp or fsdp. is_for_text: whether the length was chosen for a small text.
+    of the run has chosen their values. is_micro_batch_chosen: whether this process has chosen it. groups: the choice of each
+    group, {"model": "andrea-nano", …}. sharing: none, ddp or fsdp. is_for_text: whether the length was chosen for a small text.
     is_judged_on_a_part: whether the best evaluation is chosen on the first half of the held-out text, and judged on the rest.
     most_steps: of a run with train.max_minutes. expected_epochs: of the length that the program itself chooses; 0 if the user
     gave one. lines: choices and reasons, for the terminal.
@@ -157,7 +157,7 @@ class Plan:
 
     config: RunConfig
     left_auto: list[str]
-    chosen_now: list[str]
+    is_micro_batch_chosen: bool
     groups: dict[str, str]
     sharing: str
     is_for_text: bool
@@ -190,9 +190,7 @@ def make_plan(
 ) -> Plan:
     """Choose a value for each key of AUTO that is `auto`, on rank 0 for all ranks.
 
-    Raises UserError for settings that cannot work here.
-
-    planned_steps: the length of a resumed run, as planned now.
+    planned_steps: the length of a resumed run, as planned now. Raises UserError for settings that cannot work here.
     """
     here = Situation(machine, corpus)
     config = with_choices(asked, left_auto, here)
@@ -205,7 +203,7 @@ def make_plan(
     return Plan(
         config,
         list(left_auto),
-        [key for key in AUTO if key != "sharing" and value_of(asked, key) == "auto"],
+        asked.train.micro_batch == "auto",
         groups,
         here.choices["sharing"].value,
         is_for_text,
