@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -310,13 +310,17 @@ MEASUREMENTS = 20  # of the attention heads in a run: enough for a curve of each
 MOST_BETWEEN = 6  # of them between two evaluations: a run that is evaluated rarely is measured rarely too
 
 
-class Due(NamedTuple):
-    """Which actions follow a step."""
+@dataclass(frozen=True)
+class Action:
+    """What follows each step whose number is a multiple of one of `every`, and the last step if `at_end`."""
 
-    record: bool
-    evaluation: bool
-    heads: bool
-    save: bool
+    name: str
+    every: tuple[int, ...]
+    at_end: bool
+    do: Callable[[Update, float], None]  # of the step: its results, and its rate as a share of the peak
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        return any(step % every == 0 for every in self.every) or (self.at_end and step == last_step)
 
 
 @dataclass
@@ -336,6 +340,7 @@ class Trainer:
         self.config = self.plan.config
         self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
+        self.evaluated: dict[str, Any] = {}  # figures of an evaluation that are not recorded yet
         self.planned = self.config_for(self.progress.planned_steps)
         budget, optimizer = self.stopping.budget, self.config.optimizer
         self.is_open = budget is not None and is_open(self.progress.step, self.progress.planned_steps, optimizer)
@@ -363,7 +368,7 @@ class Trainer:
 
     def train_steps(self) -> int:
         config, progress = self.config, self.progress
-        if progress.step and self.due_after(progress.step).evaluation:  # the run may have been killed after the save
+        if progress.step and "evaluation" in self.due_at(progress.step):  # the run may have been killed after the save
             if progress.evaluated_step != progress.step:  # such as one whose held-out text could not be read
                 self.records.log(self.evaluator.evaluate(size_ratios=None))
                 self.checkpoints.save_again()
@@ -373,48 +378,76 @@ class Trainer:
         while progress.step < progress.planned_steps and not self.stopping.agreed:
             clock = time.perf_counter()
             self.records.watchdog.at(progress.step + 1, "training step")
-            due = self.due_after(progress.step + 1)
+            due = self.due_at(progress.step + 1)
             rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
             batch = self.step.batch(progress.step)
-            update = self.step.run(batch, rate, self.requests, measure_size=due.evaluation)
+            update = self.step.run(batch, rate, self.requests, measure_size="evaluation" in due)
             progress.step += 1
             progress.tokens += config.tokens_per_step
             progress.flops += config.tokens_per_step * self.throughput.flops_per_token
             self.unread.append((progress.step, host_copy.HostCopy(update.numbers)))
             self.step.prefetch(progress.step)
-            if not self.read_figures(wait=due.record or due.evaluation or due.save):
+            if not self.read_figures(wait="record" in due or "save" in due):
                 return self.endings.stop_not_finite(self.figures)
-            if (due.evaluation or due.save) and not self.checkpoints.is_finite():
+            if ("evaluation" in due or "save" in due) and not self.checkpoints.is_finite():
                 return self.endings.stop_not_finite(self.figures)
             self.checkpoints.check()
             self.note_time(time.perf_counter() - clock, rate)
             if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
                 self.heed_time(wanted)
-            self.follow_up(due, update, rate)
-            if due.evaluation and (failed := self.evaluator.failed()):
+            for action in due.values():
+                action.do(update, rate)
+            self.evaluator.forget()
+            if "evaluation" in due and (failed := self.evaluator.failed()):
                 return self.endings.stop_failed(failed)
         if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
             return self.endings.stop_not_finite(self.figures)
         return self.endings.conclude()
 
-    def follow_up(self, due: Due, update: Update, rate: float) -> None:
-        """Do the work that is due after a step. Its time is not counted as training time."""
-        if due.heads:
-            self.records.log(self.evaluator.measure_heads())
-        if due.record or due.evaluation:
-            figures = self.training_figures(update, rate)
-            self.records.log(figures | (self.evaluator.evaluate(update.size_ratios) if due.evaluation else {}))
-        if due.evaluation and self.plan.is_for_text:
+    def actions(self) -> list[Action]:
+        """What follows a step, in this order. Its time is not counted as training time."""
+        train = self.planned.train
+        assert train.eval_every != "auto" and train.save_every != "auto", "auto is resolved before training"
+        # A run that is planned for a small text keeps its intervals where it is shortened.
+        length = self.config.steps if self.plan.is_for_text else self.planned.steps
+        heads = max(1, length // MEASUREMENTS, train.eval_every // MOST_BETWEEN)
+        return [
+            Action("heads", (heads,), False, self.measure_heads),
+            Action("evaluation", (train.eval_every,), True, self.evaluate),
+            Action("record", (train.log_every, train.eval_every), True, self.record),
+            Action("length", (train.eval_every,), True, self.heed_evaluation),
+            Action("save", (train.save_every,), True, self.save),  # before the extras: none of them can cost it
+            Action("extras", (train.eval_every,), True, self.show_extras),
+        ]
+
+    def due_at(self, step: int) -> dict[str, Action]:
+        """The actions that follow step number `step`, counted from 1, by name."""
+        last_step = self.progress.planned_steps
+        return {action.name: action for action in self.actions() if action.is_due(step, last_step)}
+
+    def measure_heads(self, update: Update, rate: float) -> None:
+        self.records.log(self.evaluator.measure_heads())
+
+    def evaluate(self, update: Update, rate: float) -> None:
+        self.evaluated = self.evaluator.evaluate(update.size_ratios)
+
+    def record(self, update: Update, rate: float) -> None:
+        self.records.log(self.training_figures(update, rate) | self.evaluated)
+        self.evaluated = {}
+
+    def heed_evaluation(self, update: Update, rate: float) -> None:
+        """Shorten the run where its last evaluation asks for it."""
+        if self.plan.is_for_text:
             self.decay_if_worse()
-        if due.evaluation:
-            self.heed_patience()
-        if due.save:  # before the extras: none of them can cost the checkpoint
-            self.checkpoints.save()
-        if due.evaluation:
-            self.evaluator.draw_attention()
-            self.evaluator.show_sample()
-        self.evaluator.forget()
-        if self.stopping.budget and due.evaluation:
+        self.heed_patience()
+
+    def save(self, update: Update, rate: float) -> None:
+        self.checkpoints.save()
+
+    def show_extras(self, update: Update, rate: float) -> None:
+        self.evaluator.draw_attention()
+        self.evaluator.show_sample()
+        if self.stopping.budget:
             self.stopping.budget.note_evaluation()
 
     def read_figures(self, wait: bool) -> bool:
@@ -533,20 +566,3 @@ class Trainer:
         if self.config.attention.qk_clip is not None:
             figures["attention/step/clipped_heads"] = self.step.take_clipped_heads()
         return figures
-
-    def due_after(self, step: int) -> Due:
-        """The actions that follow step number `step`, counted from 1."""
-        train, last = self.planned.train, step == self.progress.planned_steps
-        # A run that is planned for a small text keeps its intervals where it is shortened.
-        length = self.config.steps if self.plan.is_for_text else self.planned.steps
-
-        def every(interval: int | str) -> bool:
-            assert isinstance(interval, int), "auto is resolved before training"
-            return step % interval == 0
-
-        return Due(
-            record=every(train.log_every),
-            evaluation=every(train.eval_every) or last,
-            heads=every(max(1, length // MEASUREMENTS, train.eval_every // MOST_BETWEEN)),
-            save=every(train.save_every) or last,
-        )
