@@ -103,14 +103,9 @@ def record_in(line: bytes, file_name: str) -> dict[str, Any] | None:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Raises StorageFailed."""
-    with storing(path), open(path, "a", encoding="utf-8") as stream:
-        stream.write(json_line(record))
-
-
-def json_line(record: dict[str, Any]) -> str:
-    r"""One line of JSON. A lone surrogate, which UTF-8 cannot encode, is escaped as in \udc80."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
+    r"""Raises StorageFailed. A lone surrogate, which UTF-8 cannot encode, is escaped as in \udc80."""
+    with storing(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
+        stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def is_number(value: Any) -> bool:
