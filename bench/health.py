@@ -27,9 +27,7 @@ from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 from andrea.training.evaluation import SAMPLE_TEMPERATURE
-from andrea.training.health.check import Evidence
-from andrea.training.health.data import DataSummary
-from andrea.training.health.health import Health
+from andrea.training.health.health import DataSummary, Evidence, Health
 from andrea.training.health.text import ReferenceText, judge_texts
 from andrea.training.records.run_folder import read_lines
 

@@ -19,7 +19,7 @@ import torch
 from common import Report, arguments, interleave, make_andrea, model_config, optimizer_config, timed
 
 from andrea.training.optimizer.optimizer import Optimizer, group_parameters
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def ours(model: torch.nn.Module, kind: str) -> Callable[[], None]:
-    optimizer = Optimizer(SingleProcess(model), optimizer_config(kind), bf16=True)
+    optimizer = Optimizer(Parallel(model), optimizer_config(kind), bf16=True)
 
     def run() -> None:
         norm = optimizer.clip()

@@ -40,7 +40,7 @@ from andrea.config import ModelConfig
 from andrea.runtime.device import WEIGHT_DTYPE, autocast, choose_precision, keep_freed_memory
 from andrea.training.loss.micro_batch import MicroBatchLoss
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 PEERS = ("fp32", "bf16", "bf16-compiled", "bf16-compiled-kept")
 
@@ -185,7 +185,7 @@ def hugging_face_steps(model: torch.nn.Module, text: torch.Tensor, mode: str, n_
 
 def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, chosen) -> Steps:
     """The pieces the trainer uses: its loss, compiled; clip; the gated optimizer step. text (micro-batches, sequences, T + 1)."""
-    parallel = SingleProcess(model)
+    parallel = Parallel(model)
     optimizer = Optimizer(parallel, optimizer_config(chosen.optimizer), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
     micro = MicroBatchLoss(model, text.device, precision, measuring, False)

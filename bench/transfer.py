@@ -28,7 +28,7 @@ from andrea.training.evaluation import summary, sums_over
 from andrea.training.loss.micro_batch import loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
 from andrea.training.optimizer.schedule import rate_at
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 WIDTHS = (32, 80, 192)
 D_HEAD = 16
@@ -74,7 +74,7 @@ def train(run: RunConfig, corpus: Corpus, seed: int) -> float:
     torch.manual_seed(seed)
     model = GPT(run.model, run.attention, corpus.tokenizer.n_vocab)
     initialise(model, torch.Generator().manual_seed(seed), Transfer.of(run.model, run.optimizer))
-    optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=False)
+    optimizer = Optimizer(Parallel(model), run.optimizer, bf16=False)
     loader = Loader(corpus.sources, SEQUENCE_LENGTH, seed)
     for step in range(STEPS):
         tokens, targets = loader.batch(step * SEQUENCES_PER_STEP, SEQUENCES_PER_STEP)

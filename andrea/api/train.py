@@ -18,7 +18,7 @@ from andrea.cli.train import train_one
 from andrea.config import UserError
 from andrea.runtime.device import determinism_restored, return_freed_memory
 from andrea.runtime.streams import unfailing_output
-from andrea.training.records.record_file import read_lines
+from andrea.training.records.run_folder import read_lines
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,7 @@ def run_name(own: list[str], group: str) -> str:
 def result_lines(runs_dir: Path, group: str, varied: list[str]) -> list[str]:
     """The best run of a sweep, if all runs were judged on the same text, and the command that compares the runs."""
     from andrea.insight.runs import read_row
-    from andrea.training.records.recognise import is_run_folder
-    from andrea.training.records.record_file import read_lines
+    from andrea.training.records.run_folder import is_run_folder, read_lines
 
     folders = sorted(runs_dir.glob(f"*-{glob.escape(group)}"))  # run_name ends every name so
     rows = [read_row(run, read_lines(run / "metrics.jsonl"), {}) for run in folders if is_run_folder(run)]

@@ -53,7 +53,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.planning.plan import keys_left_auto
-    from andrea.training.records.recognise import run_folder_of
+    from andrea.training.records.run_folder import run_folder_of
     from andrea.training.start import start
 
     check_source(typed)

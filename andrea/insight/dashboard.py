@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from andrea.config import DashboardConfig, UserError
-from andrea.training.records.logger import AXES
+from andrea.training.records import AXES
 from andrea.training.records.weights_and_biases import choose_wandb_mode
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page.page import render_page
 from andrea.insight.compare.runs import LeftOut, read_run
 from andrea.runtime.files import replace_text
-from andrea.training.records.logger import Logger
+from andrea.training.records import Logger
 
 PAGE_NAME = "run.html"
 

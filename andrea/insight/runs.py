@@ -30,10 +30,18 @@ from andrea.runtime.files import (
 )
 from andrea.runtime.program import typed_command, typed_words
 from andrea.runtime.streams import at_words, printable
-from andrea.training.records.format import format_number
-from andrea.training.records.recognise import CONFIG, MARK, config_of, is_run_folder, mark, mark_of
-from andrea.training.records.record_file import is_number, read_records
-from andrea.training.records.run_folder import LOCK
+from andrea.training.records.console import format_number
+from andrea.training.records.run_folder import (
+    CONFIG,
+    LOCK,
+    MARK,
+    config_of,
+    is_number,
+    is_run_folder,
+    mark,
+    mark_of,
+    read_records,
+)
 
 # ---------------------------------------------------------------------------------------------------------- manage runs
 # `andrea runs` with an action: what runs and prepared texts take on the disk, deleting a run, renaming a run.

@@ -23,9 +23,8 @@ from andrea.text.loader import IGNORED_TARGET, validation_batches
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
-from andrea.training.health.check import Evidence
-from andrea.training.health.health import Health
-from andrea.training.loss.compiled import reuses_training_graph
+from andrea.training.health.health import Evidence, Health
+from andrea.training.parallel.model import reuses_training_graph
 from andrea.training.planning.time_budget import TimeBudget
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records

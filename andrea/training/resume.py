@@ -46,9 +46,7 @@ from andrea.training.parallel.saver import Saver
 from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
 from andrea.training.planning.time_budget import is_open
 from andrea.training.progress import Progress
-from andrea.training.records.recognise import run_folder_of
-from andrea.training.records.record_file import read_lines
-from andrea.training.records.run_folder import LOCK
+from andrea.training.records.run_folder import LOCK, read_lines, run_folder_of
 
 # Keys that a resumed run may not change: with other values it would be a different run. The paths of the text may change,
 # because text is recognised by its fingerprint: a run may continue on a machine where the same text has another path.

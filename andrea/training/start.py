@@ -25,26 +25,24 @@ from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
 from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
-from andrea.training.loss.compiled import make_loss
 from andrea.training.loss.micro_batch import Teachers, load_teachers
 from andrea.training.optimizer.optimizer import LossScale, Optimizer
-from andrea.training.parallel.model import make_model, make_parallel
+from andrea.training.parallel.model import make_loss, make_model, make_parallel
+from andrea.training.parallel.process_group import Watchdog
 from andrea.training.parallel.saver import make_saver
 from andrea.training.parallel.strategy import Parallel, Ranks
-from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.planning.micro_batch import Machine, with_tried_micro_batch
 from andrea.training.planning.plan import Plan, make_plan
 from andrea.training.planning.time_budget import describe_length, make_time_budget
 from andrea.training.progress import FinishedRun, Progress
+from andrea.training.records import Logger
 from andrea.training.records.console import Console
-from andrea.training.records.logger import Logger
-from andrea.training.records.recognise import mark
-from andrea.training.records.records import Records, check_loggers, open_loggers
+from andrea.training.records.records import Records, check_loggers, open_loggers, set_later_checkpoints_aside
 from andrea.training.records.run_folder import (
     RunLog,
     folder_to_write,
+    mark,
     run_folder_locked,
-    set_later_checkpoints_aside,
     write_config,
 )
 from andrea.training.resume import (

@@ -27,15 +27,14 @@ from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.health.attention import scalars
-from andrea.training.health.check import optimizer_remedy, remedy_settings
+from andrea.training.health.health import optimizer_remedy, remedy_settings
 from andrea.training.optimizer.schedule import rate_at, relength
 from andrea.training.planning.plan import Plan
 from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open
 from andrea.training.progress import Progress
 from andrea.training.records.console import part_words
-from andrea.training.records.record_file import read_lines
 from andrea.training.records.records import Records
-from andrea.training.records.run_folder import write_config
+from andrea.training.records.run_folder import read_lines, write_config
 from andrea.training.step import TrainingStep, Update
 
 # ----------------------------------------------------------------------------------------------------------- throughput

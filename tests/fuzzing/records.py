@@ -25,9 +25,7 @@ from andrea.insight.compare.page.page import render_page
 from andrea.insight.compare.runs import read_runs
 from andrea.insight.runs import show_runs
 from andrea.runtime.files import StorageFailed
-from andrea.training.records.recognise import mark
-from andrea.training.records.record_file import read_records
-from andrea.training.records.run_folder import RunFolder, folder_to_write, run_folder_locked
+from andrea.training.records.run_folder import RunFolder, folder_to_write, mark, read_records, run_folder_locked
 from andrea.training.resume import find_resume, is_done
 from fuzzing.raw_values import DEEP, any_text, damaged, json_text, numbers, replaced, wild_json
 from fuzzing.resumes import EditedRun, manifest_of

@@ -14,7 +14,7 @@ from andrea.__main__ import main
 from andrea.checkpoint import best_of, newest_whole
 from andrea.config import UserError
 from andrea.runtime.files import exclusive_lock
-from andrea.training.records.record_file import read_lines
+from andrea.training.records.run_folder import read_lines
 
 
 def runs(capsys: pytest.CaptureFixture, runs_dir: Path, *words: str) -> str:

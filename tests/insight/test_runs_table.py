@@ -14,7 +14,7 @@ from compare.run_folders import make_run
 from andrea.__main__ import main
 from andrea.config import UserError
 from andrea.runtime.files import exclusive_lock, is_locked
-from andrea.training.records.recognise import mark
+from andrea.training.records.run_folder import mark
 
 
 def table(capsys: pytest.CaptureFixture, *words: str) -> list[list[str]]:

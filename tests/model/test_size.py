@@ -20,7 +20,7 @@ from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_p
 from andrea.training.health.attention import probe
 from andrea.training.loss.micro_batch import training_loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 from andrea.training.planning.memory import Memory, plan_memory
 
 pytestmark = pytest.mark.untraced
@@ -132,7 +132,7 @@ def test_memory_of_options_is_what_the_allocator_really_hands_out(option, precis
     how = {"micro_batch": 7, "precision": precision, "optimizer": "muon", "on_cpu": True}
     plan = plan_memory(config, attention, V, **how)
     assert plan.activations == pytest.approx(allocated_at_most(passes), rel=0.1)
-    muon = Optimizer(SingleProcess(model), configure(RunConfig, "train", []).optimizer, bf16=False)
+    muon = Optimizer(Parallel(model), configure(RunConfig, "train", []).optimizer, bf16=False)
     muon.step(1.0, torch.tensor(True))
     state = sum(each.numel() for name, each in muon.state_tensors().items() if not name.endswith("/step"))
     assert plan.optimizer == 4 * state
@@ -196,7 +196,7 @@ def test_muons_temporaries_are_what_the_allocator_really_hands_out(precision, ml
         model = GPT(config, ATTENTION, V)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=precision == "bf16")
+        optimizer = Optimizer(Parallel(model), run.optimizer, bf16=precision == "bf16")
         plan = plan_memory(config, ATTENTION, V, micro_batch=1, precision=precision, optimizer="muon")
         return plan.optimizer_step, allocated_at_most(lambda: optimizer.muon.step(1.0, torch.tensor(True)))
 

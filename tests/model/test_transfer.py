@@ -12,7 +12,7 @@ from andrea.model import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.loss.micro_batch import loss_sum
 from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 pytestmark = pytest.mark.untraced
 
@@ -96,7 +96,7 @@ def a_few_steps(run: RunConfig, steps: int, seed: int = 0) -> tuple[GPT, list[fl
     """The model after `steps` on one batch, and mean |x| of what it then computes: middle and last block, logits."""
     model = GPT(run.model, run.attention, N_VOCAB)
     initialise(model, torch.Generator().manual_seed(seed), Transfer.of(run.model, run.optimizer))
-    optimizer = Optimizer(SingleProcess(model), run.optimizer, bf16=False)
+    optimizer = Optimizer(Parallel(model), run.optimizer, bf16=False)
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(N_VOCAB, (N_BATCH, N_TOKEN), generator=generator)
     targets = (3 * tokens + 1) % N_VOCAB  # something to learn: noise that is memorised would hide the sizes

@@ -36,18 +36,6 @@ def test_the_expected_figure_is_the_mean_and_between_evaluations_straight_in_the
     assert figures[1 / 2].spread == pytest.approx(2 * math.sqrt((2 + 0.08 + 0.02) / 3 * 1.5))
 
 
-def test_a_length_between_two_measured_ones_has_the_figures_between_theirs() -> None:
-    short = Curve(100, (50, 100), ((2.0, 1.8), (2.0, 1.8)))
-    long = Curve(225, (45, 225), ((2.2, 1.2), (2.2, 1.4)))
-    both = ExpectedCurves({100: short, 225: long})
-    assert both.at(100, 100) == short.expected(1.0) and both.at(225, 225) == long.expected(1.0)
-    assert both.at(150, 150).bpb == pytest.approx(1.55)  # 150 is in the middle of 100 and 225, in the logarithm
-    assert both.at(150, 150).spread == long.expected(1.0).spread
-    assert both.at(30, 150) is None  # the short run's first evaluation is at its half
-    assert both.at(90, 90) is None and both.at(300, 300) is None
-    assert ExpectedCurves({100: short, 301: long}).at(150, 150) is None  # too far apart
-
-
 def test_a_figure_within_the_spread_is_as_expected() -> None:
     expected = Expected(1.2, 0.05)
     assert Standing(1.249, expected).words == Standing(1.151, expected).words == "as expected at this point"

@@ -17,7 +17,7 @@ from andrea.insight.compare.scaling.fit import TESTED_FACTOR, NoFit, count, fit_
 from andrea.insight.compare.scaling.law import CONFIDENCE, Interval, ScalingFit
 from andrea.runtime.streams import printable
 from andrea.text.load_tokenizer import load_tokenizer
-from andrea.training.records.format import format_duration, format_number
+from andrea.training.records.console import format_duration, format_number
 
 # ---------------------------------------------------------------------------------------------------------- differences
 # Finds differences between the compared runs: configuration keys, and anything that makes figures incomparable.

@@ -19,9 +19,8 @@ from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
 from andrea.evaluation.results import Judged, read_figures
 from andrea.runtime.files import StorageFailed
-from andrea.training.records.logger import AXES
-from andrea.training.records.recognise import load_config
-from andrea.training.records.record_file import is_number, read_records, values_of
+from andrea.training.records import AXES
+from andrea.training.records.run_folder import is_number, load_config, read_records, values_of
 
 HEADS = "attention/heads/"
 Curve = list[dict[str, float]]  # records of one run, each with step, tokens, flops, seconds and some measured figures

@@ -4,10 +4,8 @@ A curve holds the bits per byte of several seeds at evaluations of one planned l
 fingerprint of its recipe (`recipe_fingerprint`: any other value of a key that decides what is learned, and there is no
 curve), and on a text that its name makes sure (TEXTS), since the kind of another text would be a guess.
 
-The learning rate decays towards the planned end, so runs of different lengths have different curves. A run has a curve if
-its planned length was measured, or lies between two measured lengths of which the longer is at most WIDEST times the
-shorter: the expected figure at a share of the run is then read off the straight line in the logarithm of the length.
-(andrea-nano, ends of runs with 140 and 210 steps, read off from 105 and 280: wrong by 0.005 and 0.002 bits per byte.)
+The learning rate decays towards the planned end, so runs of different lengths have different curves: a run has a curve if
+its planned length was measured.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from andrea.config import RunConfig, recipe_fingerprint
 from andrea.training.progress import Progress
@@ -29,7 +27,6 @@ TEXTS = {
     "shakespeare": "tinyshakespeare",
     "fineweb_edu": "FineWeb-Edu",
 }  # data.kind -> its name, if data.path names no other files
-WIDEST = 3.0  # ratio of two measured lengths
 FEWEST_RUNS = 2  # that show a spread
 NEIGHBOURS = 1  # evaluations on either side whose deviations count for an evaluation's spread
 DEVIATIONS = 2.0  # of the spread: about 19 of 20 further runs fall within
@@ -100,20 +97,16 @@ class ExpectedCurves:
             return cls({})
         fingerprint = recipe_fingerprint(config)
         found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder or FOLDER).glob("*.json"))]
-        curves = [curve_of(each) for each in found if (each["recipe"], each["text"]) == (fingerprint, text)]
+        curves = (
+            Curve(each["steps"], each["at"], list(each["bits_per_byte"].values()))
+            for each in found
+            if (each["recipe"], each["text"]) == (fingerprint, text)
+        )
         return cls({curve.steps: curve for curve in curves if len(curve.runs) >= FEWEST_RUNS}, TEXTS[text])
 
     def at(self, step: int, steps: int) -> Expected | None:
-        """What is expected after `step` steps of a run of `steps` steps; None if no curve tells."""
-        shorter = max((length for length in self.by_length if length <= steps), default=None)
-        longer = min((length for length in self.by_length if length >= steps), default=None)
-        if shorter is None or longer is None or longer > WIDEST * shorter:
-            return None
-        low, high = (self.by_length[length].expected(step / steps) for length in (shorter, longer))
-        if low is None or high is None or shorter == longer:
-            return low if shorter == longer else None
-        part = math.log(steps / shorter) / math.log(longer / shorter)
-        return Expected(low.bpb + part * (high.bpb - low.bpb), max(low.spread, high.spread))
+        """What is expected after `step` steps of a run of `steps` steps; None without a curve, and before its beginning."""
+        return self.by_length[steps].expected(step / steps) if steps in self.by_length else None
 
     def standing(self, bpb: float, progress: Progress) -> Standing | None:
         """How `bpb`, of the whole held-out text, compares; None for a run that has not followed one recipe."""
@@ -127,13 +120,7 @@ class ExpectedCurves:
         expected = self.at(steps, steps)
         if expected is None:
             return ""
-        n_run = min(len(curve.runs) for curve in self.by_length.values())
-        measured = "" if steps in self.by_length else " of other lengths"
         return (
             f"{expected.bpb:.3f} ± {expected.spread:.3f} bits per byte at the end, "
-            f"from {n_run} runs{measured} of this recipe ({model}) on {self.text}"
+            f"from {len(self.by_length[steps].runs)} runs of this recipe ({model}) on {self.text}"
         )
-
-
-def curve_of(content: dict[str, Any]) -> Curve:
-    return Curve(content["steps"], content["at"], list(content["bits_per_byte"].values()))

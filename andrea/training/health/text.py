@@ -1,4 +1,4 @@
-"""Checks of the samples: text that repeats one loop, and text with far less variety than held-out text."""
+"""Judges samples: text that repeats one loop, and text with far less variety than held-out text."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import NamedTuple
 
 import numpy as np
 
-from andrea.config import RunConfig
 from andrea.text.shards import TokenStream
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.health.check import (
-    OPTIMIZER_REMEDY,
-    Check,
-    Evidence,
-    Finding,
-    Judgement,
-    StepHistory,
-    optimizer_remedy,
-    remedy_settings,
-)
 
 # ---------------------------------------------------------------------------------------------------------------- loops
 # Finds the loop that a collapsed model repeats.
@@ -128,7 +117,13 @@ def find_loop(pieces: Sequence[str]) -> Loop:
 
 FEWEST_PIECES = 16  # a text of fewer words and marks is not judged
 WINDOWS = 128  # of held-out text, evenly spaced
-VARIETY = ("distinct_1", "distinct_2", "distinct_3", "vocabulary", "compression")  # fields of TextFigures
+VARIETY = {
+    "distinct_1": "words",
+    "distinct_2": "word pairs",
+    "distinct_3": "word triples",
+    "vocabulary": "tokens",
+    "compression": "compressed size",
+}  # field of TextFigures -> its name in a message
 EXTREME = 0.01  # share of the windows whose variety is below `ReferenceText.lowest`
 
 
@@ -215,61 +210,11 @@ FAILING_SHARE = 0.5  # of the texts: even a healthy small model writes a loop in
 REPETITION = 0.4  # a text is a loop if one repeated unit covers more than this share of it
 LEAST_VARIETY = 0.5  # of the least varied validation text
 SHOWN_UNIT_CHARACTERS = 40  # of a loop's unit, in a message
-SHOWN_VARIETY = {
-    "distinct_1": "words",
-    "distinct_2": "word pairs",
-    "distinct_3": "word triples",
-    "vocabulary": "tokens",
-    "compression": "compressed size",
-}
-REMEDY = f"start again from the best checkpoint (`init_from`); {OPTIMIZER_REMEDY}"
 
 
-@final
-class TextCheck(Check):
-    FINDINGS: ClassVar = {
-        "repeated_word": Finding(
-            "most samples repeat one word, which real text rarely does",
-            fails_run=True,
-            remedy=REMEDY,
-        ),
-        "repeated_phrase": Finding(
-            "most samples repeat one phrase, which real text rarely does",
-            fails_run=True,
-            remedy=REMEDY,
-        ),
-        "repeated_punctuation": Finding(
-            "most samples repeat the same punctuation marks, which real text rarely does",
-            fails_run=True,
-            remedy=REMEDY,
-        ),
-        "poor_text": Finding(
-            "most samples are far less varied than the least varied validation text, in words, word pairs, word triples or "
-            "tokens, or in compressed size",
-            fails_run=False,
-            remedy=REMEDY,
-        ),
-    }
-
-    def __init__(self, run: RunConfig, history: StepHistory, reference: ReferenceText | None) -> None:
-        """reference: None if the run writes no samples."""
-        super().__init__(run, history)
-        self.reference = reference
-
-    def judge(self, evidence: Evidence) -> Judgement:
-        figures, findings = self.judge_samples(evidence.texts, evidence.step)
-        again = f"start again from the best checkpoint ({remedy_settings(f'init_from={self.run.name}')})"
-        remedy = f"{again}, and {optimizer_remedy(self.run.optimizer)}"
-        return Judgement(figures, {name: f"{message}; {remedy}" for name, message in findings.items()})
-
-    def judge_samples(self, texts: Sequence[str], step: int) -> Judgement:
-        """The judgement without remedies. No findings before the model has learned more than token frequencies."""
-        if self.reference is None:
-            return Judgement({}, {})
-        judgement = judge_texts(texts, self.reference)
-        if self.too_early(step) and not self.history.learned:
-            return judgement._replace(findings={})
-        return judgement
+class Judgement(NamedTuple):
+    figures: dict[str, float]  # for the run's records
+    findings: dict[str, str]  # finding's name -> message with the figure, the limit and the remedy
 
 
 def judge_texts(texts: Sequence[str], reference: ReferenceText) -> Judgement:
@@ -322,7 +267,7 @@ def find_poor_text(judged: Sequence[TextFigures], reference: ReferenceText) -> d
     if not poor or len(poor) < FAILING_SHARE * len(judged):
         return {}
     worst = min(poor, key=lambda row: min(row.values()))
-    low = ", ".join(f"{SHOWN_VARIETY[name]} {share:.0%}" for name, share in worst.items() if share < LEAST_VARIETY)
+    low = ", ".join(f"{VARIETY[name]} {share:.0%}" for name, share in worst.items() if share < LEAST_VARIETY)
     return {
         "poor_text": f"{len(poor)} of {len(judged)} samples have little "
         f"variety. The worst sample, relative to the least varied validation text: {low} (limit: "

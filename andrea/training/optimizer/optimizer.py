@@ -383,15 +383,9 @@ class Optimizer:
             name: state for part in (self.muon, self.average) if part for name, state in part.state_tensors().items()
         }
 
-    def state_shapes(self) -> dict[str, torch.Size]:
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of `state_tensors` after the first step."""
-        shapes = {}
-        for group in self.adamw.param_groups:
-            for parameter in group["params"]:
-                name = self.names[parameter]
-                shapes |= {f"{name}/step": torch.Size(), f"{name}/exp_avg": parameter.shape}
-                shapes[f"{name}/exp_avg_sq"] = parameter.shape
-        return shapes | {name: state.shape for name, state in self.kept_tensors().items()}
+        return saved_shapes(self.parallel.local_parameters, self.config)
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Load the result of `state_tensors`, which must hold the state of every parameter and nothing else."""
@@ -423,14 +417,7 @@ def adamw_groups(
         "taps": config.convolution_learning_rate or config.learning_rate,
         "matrix": config.matrix_learning_rate or config.learning_rate,
     }
-    decay_elsewhere = config.decay if config.kind == "adamw" else 0.0
-    decays = {
-        "matrix": config.decay,
-        "embedding": decay_elsewhere,
-        "head": decay_elsewhere,
-        "vector": 0.0,
-        "taps": 0.0,
-    }
+    decaying = ("matrix", "embedding", "head") if config.kind == "adamw" else ("matrix",)
     with_same_settings: dict[tuple[str, Factors], list[nn.Parameter]] = defaultdict(list)
     for group, members in groups.items():
         for name, parameter in members.items():
@@ -440,7 +427,9 @@ def adamw_groups(
             "params": parameters,
             "lr": peak_rates[group] * factors.adamw_rate,
             "peak": peak_rates[group] * factors.adamw_rate,
-            "weight_decay": decays[group] / factors.adamw_rate if decays[group] else 0.0,  # torch multiplies it by lr
+            "weight_decay": config.decay / factors.adamw_rate
+            if group in decaying
+            else 0.0,  # torch multiplies it by lr
             "eps": config.epsilon * factors.epsilon,
         }
         for (group, factors), parameters in with_same_settings.items()

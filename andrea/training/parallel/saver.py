@@ -1,6 +1,6 @@
 """Saves a run of one rank or of many ranks. Checkpoints of both kinds are read in the same way.
 
-`WholeSaver`: rank 0 writes the whole model while the run waits. `ShardedSaver`: every rank writes its own rows in a
+`Saver`: rank 0 writes the whole model while the run waits. `ShardedSaver`: every rank writes its own rows in a
 thread, while the run continues. A step waits only until the rows are copied. The checkpoint exists once all ranks have
 written their files and rank 0 has renamed the folder. After a crash before that, the older checkpoints remain.
 """
@@ -11,7 +11,6 @@ import copy
 import os
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,8 +36,11 @@ LOW_PRIORITY = 10
 Result = TypeVar("Result")
 
 
-class Saver(ABC):
-    """Writes and restores checkpoints. folder: the run's folder. keep: how many of the newest checkpoints are kept."""
+class Saver:
+    """Writes and restores checkpoints of a model that each rank has whole. folder: the run's folder.
+
+    keep: how many of the newest checkpoints are kept.
+    """
 
     def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
         import safetensors.torch  # noqa: F401 (here: with memory gone, a save could no longer load it)
@@ -46,47 +48,27 @@ class Saver(ABC):
         self.folder, self.optimizer, self.tokenizer, self.keep = folder, optimizer, tokenizer, keep
         self.parallel = optimizer.parallel
 
-    @abstractmethod
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint of `state` and of the current weights and optimizer state. Every rank must call this.
 
         Raises StorageFailed if this checkpoint, or an earlier one in the background, could not be written.
         """
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raises StorageFailed if an earlier checkpoint could not be written."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when every checkpoint is on the disk. Raises StorageFailed."""
-
-    @abstractmethod
-    def conclude(self) -> None:
-        """Wait for the last checkpoint, then convert the newest and the best checkpoint to the single-file format."""
-
-    @abstractmethod
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Load the checkpoint's weights and optimizer state, whole or sharded. Raises Damaged."""
-
-
-class WholeSaver(Saver):
-    def save(self, state: dict[str, Any]) -> None:
         if self.parallel.ranks.is_rank_0:
             weights, moments = self.parallel.model.state_dict(), self.optimizer.state_tensors()
             write_checkpoint(self.folder / "checkpoints", state, weights, moments, self.tokenizer)
             mark_and_prune(self.folder, self.keep)
 
     def check(self) -> None:
-        """Nothing to do: `save` has written everything."""
+        """Raises StorageFailed if an earlier checkpoint could not be written."""
 
     def wait(self) -> None:
-        """Nothing to do: `save` has written everything."""
+        """Return when every checkpoint is on the disk. Raises StorageFailed."""
 
     def conclude(self) -> None:
-        """Nothing to do: `save` writes the single-file format."""
+        """Wait for the last checkpoint, then convert the newest and the best checkpoint to the single-file format."""
 
     def restore(self, checkpoint: Checkpoint) -> None:
+        """Load the checkpoint's weights and optimizer state, whole or sharded. Raises Damaged."""
         self.parallel.model.load_state_dict(checkpoint.model_tensors())
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
 
@@ -153,7 +135,7 @@ class ShardedSaver(Saver):
             {name: self.read_rows(checkpoint, reader, name, shape) for name, shape in shapes.items()}
         )
 
-    def read_rows(self, checkpoint: Checkpoint, reader: TensorReader, name: str, shape: torch.Size) -> Tensor:
+    def read_rows(self, checkpoint: Checkpoint, reader: TensorReader, name: str, shape: tuple[int, ...]) -> Tensor:
         """This rank's rows of a weight or of a tensor of the optimizer's state. Raises Damaged."""
         tensor = reader.read(name, self.parallel.local_rows(name.split("/")[0]) if shape else None)
         if tensor.shape != shape:
@@ -229,4 +211,4 @@ class ShardedSaver(Saver):
 def make_saver(folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> Saver:
     if optimizer.parallel.is_sharded:
         return ShardedSaver(folder, optimizer, tokenizer, keep)
-    return WholeSaver(folder, optimizer, tokenizer, keep)
+    return Saver(folder, optimizer, tokenizer, keep)

@@ -1,6 +1,6 @@
 """`Parallel`: how the ranks of a run share the model and the work of a training step.
 
-Every rank computes gradients from its own rows of the step's batch. `SingleProcess` is one process, `DataParallel`
+Every rank computes gradients from its own rows of the step's batch. `Parallel` itself is one process, `DataParallel`
 (below) keeps the whole model on each rank, and `FullySharded` (fsdp.py) keeps a shard of each parameter on each rank.
 All three compute the same update. The optimizer works on plain tensors, `local_parameters`, whose gradients are already
 summed over ranks.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ from andrea.runtime.torchrun import ErrorOfRank0
 from andrea.training.loss.micro_batch import MicroBatchLoss
 
 
-class Parallel(ABC):
-    """Base class of the ways in which ranks share a model and the work of a training step.
+class Parallel:
+    """One process with the whole model, and the base class of the ways in which ranks share it and the work of a step.
 
     local_parameters: name -> this rank's rows of the parameter, as a plain tensor. shapes: name -> shape of the whole
     parameter.
@@ -46,12 +45,12 @@ class Parallel(ABC):
         self.local_parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
-    @abstractmethod
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
         """The module that training calls instead of `loss`.
 
         compile_mode: "on" (one graph), "blocks" or "off"; torch compiles at the first call.
         """
+        return compile_loss(loss, compile_mode)
 
     def uncompile(self, loss: MicroBatchLoss) -> None:
         """Undo the compiling of `wrap`: delete the compiled functions, so that the class's methods are called again."""
@@ -59,11 +58,10 @@ class Parallel(ABC):
             for name in ("forward", "forward_in_precision", "call_block", "head_loss"):
                 vars(module).pop(name, None)
 
-    @abstractmethod
     def sync_gradients(self, last: bool) -> AbstractContextManager[None]:
         """Context of one micro-batch. Only the step's last micro-batch (`last`) sums the gradients over ranks."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def apply_to_full_matrices(
         self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
@@ -73,8 +71,9 @@ class Parallel(ABC):
         stack (k, R, C) to a stack of the same shape, each matrix independently. The ranks divide the n matrices among
         themselves.
         """
+        return function(local_matrices)
 
-    def set_local_gradients(self) -> None:  # noqa: B027 (nothing to do if these are the model's own parameters)
+    def set_local_gradients(self) -> None:
         """After the step's last backward pass: give each local parameter its rows of the summed gradient."""
 
     def norm_over_shards(self, local_norm: Tensor) -> Tensor:
@@ -89,7 +88,7 @@ class Parallel(ABC):
         """The rows of the parameter `name` that this rank keeps."""
         return slice(0, self.shapes[name][0])
 
-    def drop_gathered(self) -> None:  # noqa: B027 (nothing to do where no copies exist)
+    def drop_gathered(self) -> None:
         """Drop gathered copies of the parameters, because `local_parameters` have changed outside of a training step."""
 
     def gathered_model(self) -> GPT | None:
@@ -99,21 +98,6 @@ class Parallel(ABC):
     def zero_gradients(self) -> None:
         for parameter in self.local_parameters.values():
             parameter.grad = None
-
-
-class SingleProcess(Parallel):
-    """One process with the whole model."""
-
-    def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
-        return compile_loss(loss, compile_mode)
-
-    def sync_gradients(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def apply_to_full_matrices(
-        self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        return function(local_matrices)
 
 
 def compile_loss(loss: MicroBatchLoss, compile_mode: str) -> MicroBatchLoss:

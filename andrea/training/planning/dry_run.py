@@ -17,9 +17,9 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision, choose_threads
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import ExpectedCurves
-from andrea.training.loss.compiled import make_loss
 from andrea.training.optimizer.optimizer import LossScale, Optimizer
-from andrea.training.parallel.strategy import Ranks, SingleProcess
+from andrea.training.parallel.model import make_loss
+from andrea.training.parallel.strategy import Parallel, Ranks
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.memory import Memory
 from andrea.training.planning.micro_batch import (
@@ -34,8 +34,7 @@ from andrea.training.planning.micro_batch import (
     sharing_that_fits,
 )
 from andrea.training.progress import Progress
-from andrea.training.records.console import Console
-from andrea.training.records.format import format_duration, format_memory
+from andrea.training.records.console import Console, format_duration, format_memory
 from andrea.training.step import Batch, TrainingStep
 
 TRIAL_STEPS, TRIAL_SECONDS = 3, 4.0  # no step is begun after so many seconds
@@ -174,7 +173,7 @@ def trial_step_seconds(config: RunConfig, n_vocab: int, device: torch.device, pr
     config = dataclasses.replace(config, precision=precision, compile="off", train=train)
     model, console = GPT(config.model, config.attention, n_vocab, n_vocab - 1), Console(TRIAL_STEPS, quiet=True)
     initialise(model, torch.Generator(), Transfer.of(config.model, config.optimizer))
-    parallel = SingleProcess(model.to(device))
+    parallel = Parallel(model.to(device))
     loss, config = make_loss(parallel, config, device, console, may_run_uncompiled=False)
     optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
     scale, no_text = LossScale(device, active=config.precision == "fp16"), Loader([], length, seed=0)

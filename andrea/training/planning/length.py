@@ -7,7 +7,7 @@ import dataclasses
 from andrea.config import ON_LARGE_TEXT, RunConfig, Text, UserError
 from andrea.model.size import flops_per_token, parameters_without_bigrams
 from andrea.text.load_tokenizer import configured_tokenizer
-from andrea.training.records.format import format_number
+from andrea.training.records.console import format_number
 
 GPT2_VOCABULARY = 50257  # tokens of tiktoken's gpt2, end-of-text included
 

@@ -20,8 +20,7 @@ from andrea.training.loss.micro_batch import MicroBatchLoss, Teachers
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.strategy import Parallel, Ranks
 from andrea.training.planning.memory import Memory, plan_memory
-from andrea.training.records.console import Console
-from andrea.training.records.format import format_memory
+from andrea.training.records.console import Console, format_memory
 
 # -------------------------------------------------------------------------------------------------------------- machine
 # Finds the device of each rank and its free memory.

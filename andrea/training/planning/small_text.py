@@ -12,7 +12,7 @@ from __future__ import annotations
 from andrea.config import ON_LARGE_TEXT, RunConfig
 from andrea.model.size import parameters_without_bigrams
 from andrea.text.corpus import Corpus
-from andrea.training.health.data import MANY_EPOCHS
+from andrea.training.health.health import MANY_EPOCHS
 
 EPOCHS = 75.0  # after which validation is near its best, for a text of as many tokens as the model has parameters
 GROWTH = 0.75  # of the epochs with tokens per parameter, as a power

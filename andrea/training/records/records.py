@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import platform
+import threading
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from andrea.checkpoint import Checkpoint
-from andrea.config import LoggerConfig, RunConfig, to_plain
+from andrea.checkpoint.keep import set_aside_after
+from andrea.config import LoggerConfig, RunConfig, UserError, to_plain
 from andrea.model.size import flops_per_token
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.streams import new_failures
 from andrea.runtime.torchrun import RankLost
+from andrea.text.tokenizer import without_surrogates
+from andrea.training.parallel.process_group import Watchdog
 from andrea.training.parallel.strategy import Parallel
-from andrea.training.parallel.watchdog import Watchdog
 from andrea.training.progress import Progress
+from andrea.training.records import Logger
 from andrea.training.records.console import Console
-from andrea.training.records.logger import Logger, TensorBoard, summary_writer
 from andrea.training.records.run_folder import RunFolder, RunLog, plain_text
 from andrea.training.records.weights_and_biases import check_settings, choose_wandb_mode, open_wandb
 
@@ -46,11 +50,27 @@ class Records:
         self.watchdog.at(self.progress.step, doing)
         self.console.waiting(f"step {self.progress.step}: {doing} …")
 
-    def extra(self, name: str) -> Extra:
-        """The context of optional work: if the work fails, the run goes on."""
-        return Extra(name, self)
+    @contextmanager
+    def extra(self, name: str) -> Iterator[None]:
+        """The context of optional work, such as a picture: if the work fails, the run goes on.
 
-    def guest(self, logger: str) -> Extra:
+        It suppresses all errors except those in ENDS_THE_RUN. The first error of each name is reported in one line, and
+        its traceback is written to the run's log.
+        """
+        try:
+            yield
+        except ENDS_THE_RUN:
+            raise
+        except Exception as error:
+            if name in self.failed_extras:
+                return
+            self.failed_extras.add(name)
+            what = f"step {self.progress.step}: {name} failed"
+            self.run_log.write(f"{what}\n{''.join(traceback.format_exception(error))}")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.console.say(f"{what} ({reason}); training continues; {self.run_log.path} has the traceback")
+
+    def guest(self, logger: str) -> AbstractContextManager[None]:
         """The context in which an optional logger is opened or called."""
         return self.extra(f"the logger {logger}")
 
@@ -89,34 +109,6 @@ class Records:
                 call(logger, axes)
         for line in new_failures() if self.loggers else []:
             self.run_log.write(f"step {self.progress.step}: {line}")
-
-
-@final
-class Extra:
-    """Context manager for an extra: optional work, such as a picture, whose failure must not end the run.
-
-    It suppresses all errors except those in ENDS_THE_RUN. The first error of each extra is reported in one line, and
-    its traceback is written to the run's log.
-    """
-
-    def __init__(self, name: str, records: Records) -> None:
-        self.name, self.records = name, records
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, ENDS_THE_RUN):
-            return False
-        if self.name not in self.records.failed_extras:
-            self.records.failed_extras.add(self.name)
-            what = f"step {self.records.progress.step}: {self.name} failed"
-            self.records.run_log.write(f"{what}\n{''.join(traceback.format_exception(error))}")
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.records.console.say(
-                f"{what} ({reason}); training continues; {self.records.run_log.path} has the traceback"
-            )
-        return True
 
 
 def open_loggers(
@@ -178,3 +170,69 @@ def derived_facts(config: RunConfig, parallel: Parallel, facts: dict[str, Any]) 
         "platform": platform.platform(),
         "torch": torch.__version__,
     }
+
+
+def set_later_checkpoints_aside(folder: Path, checkpoint: Checkpoint | None, console: Console) -> None:
+    """Rename the checkpoints after the one from which the run continues. Raises StorageFailed."""
+    for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
+        console.say(f"the run continues from an earlier step; a checkpoint after that step was renamed to {path}")
+
+
+# ---------------------------------------------------------------------------------------------------------- tensorboard
+# logger.tensorboard: the records as TensorBoard's event files, in the run folder; `tensorboard --logdir runs` shows them.
+
+
+@final
+class TensorBoard(Logger):
+    """Writes figures as scalars, figures of single heads as histograms over the heads, and samples and findings as text."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """first_step: the step of the next record. TensorBoard ignores earlier processes' records from this step on."""
+        silence_writing_thread()
+        self.writer = summary_writer()(str(folder / "tensorboard"), purge_step=first_step or None)
+
+    def record(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        for key, value in record.items():
+            if isinstance(value, list):
+                numbers = [number for row in value for number in row if number is not None]
+                if numbers:
+                    self.writer.add_histogram(key, np.array(numbers), step)
+            elif isinstance(value, str):
+                self.writer.add_text(key, without_surrogates(value), step)
+            elif value is not None and key != "step":
+                self.writer.add_scalar(key, value, step)
+
+    def sample(self, sample: dict[str, Any]) -> None:
+        text = without_surrogates(sample["prompt"] + sample["text"])
+        indented = "".join(f"    {line}\n" for line in text.split("\n"))  # shown unchanged: TensorBoard reads Markdown
+        self.writer.add_text("sample", indented, sample["step"])
+
+    def alert(self, alert: dict[str, Any]) -> None:
+        text = alert["message"] if alert["begins"] else f"ended: {alert['message']}"
+        self.writer.add_text(f"health/{alert['finding']}", without_surrogates(text), alert["step"])
+
+    def finish(self, exit_code: int) -> None:
+        self.writer.close()
+
+
+def summary_writer() -> type:
+    """torch's writer of event files. Raises UserError if the package tensorboard is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            'logger=tensorboard needs tensorboard; install it with: pip install -e ".[tensorboard]"'
+        ) from None
+    return SummaryWriter
+
+
+def silence_writing_thread() -> None:
+    """Let TensorBoard's thread end without a traceback if writing fails: its writer raises the error again when called."""
+    usual = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            usual(failed)
+
+    threading.excepthook = hook

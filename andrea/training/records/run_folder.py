@@ -1,6 +1,4 @@
-"""The run folder: its name, its lock, `config.yaml`, and the records in it.
-
-The module `recognise` decides which folders are run folders of this program.
+"""The run folder: how it is recognised, its name, its lock, `config.yaml`, and the records in it.
 
 `metrics.jsonl`, `samples.jsonl` and `health.jsonl` hold one record of JSON a line; each evaluation adds an HTML page. On
 resume, the lines after the checkpoint's step are removed.
@@ -9,31 +7,200 @@ resume, the lines after the checkpoint's step are removed.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from andrea.checkpoint import Checkpoint, checkpoints_of
-from andrea.checkpoint.keep import set_aside_after
+from andrea.checkpoint import Checkpoint, checkpoints_of, step_name
+from andrea.checkpoint.state import LARGEST_STEP
 from andrea.config import RunConfig, UserError, to_plain
+from andrea.config.parse import plain_yaml
 from andrea.runtime import torchrun
 from andrea.runtime.files import (
     Locked,
     exclusive_lock,
     flush_to_disk,
+    from_json,
     make_folder,
+    read_plain_file,
+    reading,
     remove_unfinished,
     replace_bytes,
     replace_text,
     storing,
     unused_path,
 )
-from andrea.training.records.console import Console
-from andrea.training.records.logger import Logger
-from andrea.training.records.recognise import is_free, is_run_folder, run_folder_of
-from andrea.training.records.record_file import append_line, read_lines, read_records
+from andrea.training.records import Logger
+
+# ---------------------------------------------------------------------------------------------------------- its records
+# Each record has its `step`.
+
+LARGEST_FIGURE = 1e100  # larger ones are mistakes
+TEXTS = {"samples.jsonl": ("prompt", "text")}  # the keys of a record that hold text, by the name of its file
+SHOWN_NUMBERS = 5
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """The content of a file of records. lines: the records as the file has them.
+
+    damaged: the numbers, from 1, of the lines that hold no record. A torn last line, as a crash leaves it, is not counted.
+    """
+
+    path: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
+
+    @property
+    def complaint(self) -> str:
+        """A line that counts and names the damaged lines; empty if there is none."""
+        if not self.damaged:
+            return ""
+        numbers = ", ".join(map(str, self.damaged[:SHOWN_NUMBERS])) + ", …" * (len(self.damaged) > SHOWN_NUMBERS)
+        counted = f"{len(self.damaged)} damaged line{'s' * (len(self.damaged) > 1)} (number {numbers})"
+        return f"{self.path.name}: {counted} left out, {len(self.records)} records read"
+
+
+def read_records(path: Path) -> RecordFile:
+    """The records of a file, oldest first. Without a regular file there are none. Raises StorageFailed."""
+    found = RecordFile(path)
+    with reading(path):
+        if not path.is_file():  # reading a pipe would wait for ever
+            return found
+        *lines, torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, torn], 1):
+        record = record_in(line, path.name)
+        if record is not None:
+            found.records.append(record)
+            found.lines.append(line)
+        elif number <= len(lines) and line.strip():
+            found.damaged.append(number)
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, oldest first, without its damaged lines, which `read_records` counts. Raises StorageFailed."""
+    return read_records(path).records
+
+
+def record_in(line: bytes, file_name: str) -> dict[str, Any] | None:
+    """The record that a line holds; None if it holds none: a mapping with a step, and with the texts of its file."""
+    try:
+        record = from_json(line.decode())
+    except ValueError:
+        return None
+    has_step = isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] <= LARGEST_STEP
+    has_texts = has_step and all(isinstance(record.get(key), str) for key in TEXTS.get(file_name, ()))
+    return record if has_texts else None
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    r"""Raises StorageFailed. A lone surrogate, which UTF-8 cannot encode, is escaped as in \udc80."""
+    with storing(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
+        stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a finite number that can also be squared, drawn, and written in a table."""
+    return type(value) in (int, float) and abs(value) <= LARGEST_FIGURE
+
+
+def values_of(records: list[dict[str, Any]], key: str) -> list[float]:
+    return [record[key] for record in records if is_number(record.get(key))]
+
+
+# --------------------------------------------------------------------------------------------------------- recognise it
+# Only a folder that this program made may be written to.
+#
+# A run folder has a mark, `run.json`, with a random id. Each checkpoint of the run holds the same id, so a copy of a
+# checkpoint in another folder is recognised as a copy.
+
+MARK = "run.json"
+CONFIG = "config.yaml"
+LARGEST_CONFIG_BYTES = 1 << 18
+RUN_ID = re.compile("[0-9a-f]{16}")
+
+
+def run_folder_of(checkpoint: Checkpoint) -> Path | None:
+    """The run folder that holds the checkpoint; None if the checkpoint is not in the folder of its run."""
+    folder, real = checkpoint.path.parent.parent, checkpoint.path.resolve()
+    if real.parent.name != "checkpoints" or real.name != step_name(checkpoint.step):
+        return None
+    if folder.resolve() != real.parent.parent:  # the path goes through a link, or is relative to the run folder
+        folder = real.parent.parent
+    found = run_id_of(folder)
+    return folder if found is not None and found == checkpoint.state.get("run") else None
+
+
+def mark(folder: Path, run_id: str | None, parent: str | None = None) -> str:
+    """The id of the run in `folder`. A folder without an id gets `run_id`, or a new id. Raises StorageFailed.
+
+    parent: the checkpoint from whose weights the run begins. The mark keeps it, because a resumed run has no init_from.
+    """
+    found = run_id_of(folder)
+    if found is None:
+        found = run_id or secrets.token_hex(8)
+        with storing(folder / MARK):
+            about = {"run": found} | ({"init_from": str(parent)} if parent else {})
+            replace_text(folder / MARK, json.dumps(about) + "\n")
+    return found
+
+
+def mark_of(folder: Path) -> dict[str, Any]:
+    """The content of the folder's mark; empty without a readable mark."""
+    try:
+        found = from_json(read_plain_file(folder / MARK, LARGEST_CONFIG_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def run_id_of(folder: Path) -> str | None:
+    """The id in the folder's mark; None without a readable mark."""
+    run_id = mark_of(folder).get("run")
+    return run_id if isinstance(run_id, str) and RUN_ID.fullmatch(run_id) else None
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether this program made the folder for a run, which may not have a checkpoint yet."""
+    return run_id_of(folder) is not None
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a new run may use `folder`: it does not exist, or holds only files of a run that was killed at its start.
+
+    Raises OSError if the folder cannot be read.
+    """
+    if not os.path.lexists(folder):
+        return True
+    names = {name for name in os.listdir(folder) if not name.startswith(".writing-")}
+    started = names <= {MARK, ".lock", "checkpoints"}
+    return started and not ("checkpoints" in names and os.listdir(folder / "checkpoints"))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The content of the folder's config.yaml; empty if it is missing or cannot be read as a mapping."""
+    try:
+        return load_config(folder)
+    except (OSError, ValueError):
+        return {}
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """The content of the folder's config.yaml. Raises OSError, or ValueError if it is not the YAML that this program writes."""
+    found = plain_yaml(read_plain_file(folder / CONFIG, LARGEST_CONFIG_BYTES).decode("utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("it is not a mapping")
+    return found
+
 
 # -------------------------------------------------------------------------------------------------------------- run log
 # `run.log` in the run folder: the errors that did not end the run. Without such errors there is no file.
@@ -194,12 +361,6 @@ def check_no_links(folder: Path) -> None:
                 f"{path} is a link or a device, and a run writes only into its own folder; remove it, or put the file or "
                 f"folder itself in its place"
             )
-
-
-def set_later_checkpoints_aside(folder: Path, checkpoint: Checkpoint | None, console: Console) -> None:
-    """Rename the checkpoints after the one from which the run continues. Raises StorageFailed."""
-    for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
-        console.say(f"the run continues from an earlier step; a checkpoint after that step was renamed to {path}")
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

@@ -19,8 +19,8 @@ from typing import Any, final
 
 from andrea.config import LoggerConfig, UserError, as_typed
 from andrea.text.tokenizer import without_surrogates
-from andrea.training.records.logger import AXES, Logger
-from andrea.training.records.record_file import read_lines
+from andrea.training.records import AXES, Logger
+from andrea.training.records.run_folder import read_lines
 
 TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
 NAME_IN_WANDB = {"project": "project", "group": "run_group"}  # key of `logger` -> wandb's setting

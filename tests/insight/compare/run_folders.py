@@ -13,8 +13,7 @@ from andrea.checkpoint import write_checkpoint
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, to_plain
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.training.records.recognise import mark
-from andrea.training.records.run_folder import plain_text
+from andrea.training.records.run_folder import mark, plain_text
 
 CONFIG = plain_text(to_plain(configure(RunConfig, "train", ["logger=none", "tokenizer=byte", "train.steps=100"])))
 

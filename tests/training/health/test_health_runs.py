@@ -12,7 +12,7 @@ from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.text.corpus import open_corpus
-from andrea.training.health import check, data, text
+from andrea.training.health import health, text
 from andrea.training.health.text import ReferenceText, judge_texts
 from andrea.training.records.run_folder import read_lines
 
@@ -54,7 +54,7 @@ def test_on_failure_stop_saves_and_exits_with_4_and_the_run_can_be_resumed(tiny_
 
 
 def test_warnings_never_stop_a_run(tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MANY_EPOCHS", 0.0001)
+    monkeypatch.setattr(health, "MANY_EPOCHS", 0.0001)
     assert tiny_run("name=a", "health.on_failure=stop", "train.steps=8") == 0
     assert [alert["finding"] for alert in read_lines(tmp_path / "runs" / "a" / "health.jsonl")] == ["many_epochs"]
 
@@ -86,7 +86,7 @@ def test_more_samples_are_judged_where_the_first_are_a_finding(
     tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train.sample_tokens=160", "train.steps=16", "train.eval_every=16", "optimizer.warmup_steps=0"]
-    monkeypatch.setattr(check, "EARLY_STEPS", 0)
+    monkeypatch.setattr(health, "EARLY_STEPS", 0)
     monkeypatch.setattr(text, "REPETITION", 0.999)
     for name, variety, fewest, most in (("well", 0.001, 1, 5), ("ill", 0.999, 6, 20)):
         monkeypatch.setattr(text, "LEAST_VARIETY", variety)

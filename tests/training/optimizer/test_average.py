@@ -11,12 +11,12 @@ from torch import nn
 from andrea.checkpoint import checkpoints_of, newest_whole
 from andrea.checkpoint.model import load_model
 from andrea.training.optimizer.optimizer import WeightAverage
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 
 def test_a_step_counts_half_as_much_as_one_a_half_life_later() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    average = WeightAverage(SingleProcess(nn.ParameterDict({"w": parameter})), half_life=2.0)
+    average = WeightAverage(Parallel(nn.ParameterDict({"w": parameter})), half_life=2.0)
     history = torch.randn(7, 3, generator=torch.Generator().manual_seed(1))
     for n_step, weights in enumerate(history, start=1):
         parameter.data.copy_(weights)
@@ -31,7 +31,7 @@ def test_a_step_counts_half_as_much_as_one_a_half_life_later() -> None:
 
 def test_the_model_has_its_own_weights_again_also_after_an_error() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
-    average = WeightAverage(SingleProcess(nn.ParameterDict({"w": parameter})), half_life=1.0)
+    average = WeightAverage(Parallel(nn.ParameterDict({"w": parameter})), half_life=1.0)
     average.update(torch.tensor(1.0), torch.tensor(True))
     parameter.data.fill_(5.0)
     with pytest.raises(OSError), average.in_model():

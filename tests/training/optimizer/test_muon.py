@@ -8,7 +8,7 @@ from torch import nn
 
 from andrea.config import group_config
 from andrea.training.optimizer.optimizer import MOMENTUM, Muon, orthogonalise
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 FINITE = torch.tensor(True)
 
@@ -22,7 +22,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
 
 def make_muon(matrices: dict[str, nn.Parameter], weight_decay: float = 0.0, **changes: object) -> Muon:
     rate_factors = {name: 1.0 if name == "a" else 0.25 for name in matrices}
-    parallel = SingleProcess(nn.ParameterDict(matrices))
+    parallel = Parallel(nn.ParameterDict(matrices))
     changes = {
         "matrix_learning_rate": 0.1,
         "weight_decay": weight_decay,

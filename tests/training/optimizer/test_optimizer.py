@@ -13,7 +13,7 @@ from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.training.optimizer.optimizer import MOMENTUM, Optimizer, group_parameters, orthogonalise, saved_shapes
 from andrea.training.optimizer.schedule import rate_at
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 SMALL = [
     "model.d_model=24",
@@ -29,7 +29,7 @@ def make(*words: str) -> tuple[GPT, Optimizer]:
     run = configure(RunConfig, "train", [*words, *SMALL])
     model = GPT(run.model, run.attention, 29)
     initialise(model, torch.Generator().manual_seed(1))
-    return model, Optimizer(SingleProcess(model), run.optimizer, bf16=False)
+    return model, Optimizer(Parallel(model), run.optimizer, bf16=False)
 
 
 def random_gradients(model: GPT, seed: int = 2) -> None:

@@ -14,7 +14,7 @@ from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model import GPT, initialise
 from andrea.training.optimizer.optimizer import clip_logits
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 from andrea.training.records.run_folder import read_lines
 
 T, THRESHOLD = 16, 20.0
@@ -56,7 +56,7 @@ def test_the_largest_logit_becomes_the_threshold_and_the_rest_stays(n_kv_head):
     before, weights = largest(model, tokens), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert before[1, 4] > 5 * THRESHOLD
     assert (before > THRESHOLD).sum() == 1
-    clipped = clip_logits(SingleProcess(model), before, THRESHOLD, FINITE)
+    clipped = clip_logits(Parallel(model), before, THRESHOLD, FINITE)
     after = largest(model, tokens)
     assert after[1, 4].item() == pytest.approx(THRESHOLD, rel=1e-4)
     group = [4] if n_kv_head is None else [3, 4, 5]  # heads that share a key are scaled together
@@ -83,9 +83,9 @@ def test_nothing_changes_below_the_threshold_or_where_the_step_was_not_finite():
     model, tokens = made(), torch.randint(31, (3, T))
     explode(model, head=2)
     logits, weights = largest(model, tokens), {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert clip_logits(SingleProcess(model), logits, THRESHOLD, ~FINITE) == 0
-    assert clip_logits(SingleProcess(model), logits, 2 * logits.max().item(), FINITE) == 0
-    assert clip_logits(SingleProcess(model), torch.full((2, 6), -math.inf), THRESHOLD, FINITE) == 0
+    assert clip_logits(Parallel(model), logits, THRESHOLD, ~FINITE) == 0
+    assert clip_logits(Parallel(model), logits, 2 * logits.max().item(), FINITE) == 0
+    assert clip_logits(Parallel(model), torch.full((2, 6), -math.inf), THRESHOLD, FINITE) == 0
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 

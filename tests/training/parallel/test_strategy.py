@@ -8,7 +8,7 @@ import torch
 from andrea.config import group_config
 from andrea.model import GPT
 from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def compiled_names(loss: MicroBatchLoss) -> set[str]:
 def test_a_mode_compiles_its_functions_at_the_first_call_and_they_can_be_restored(
     compile_mode: str, names: set[str], loss: MicroBatchLoss
 ) -> None:
-    parallel = SingleProcess(loss.model)
+    parallel = Parallel(loss.model)
     assert parallel.wrap(loss, compile_mode) is loss
     assert compiled_names(loss) == names
     parallel.uncompile(loss)

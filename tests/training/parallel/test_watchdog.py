@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from andrea.training.parallel.watchdog import StoreWatchdog
+from andrea.training.parallel.process_group import StoreWatchdog
 
 
 class RecordingWatchdog(StoreWatchdog):

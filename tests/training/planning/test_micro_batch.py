@@ -11,7 +11,7 @@ from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
 from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.parallel.strategy import SingleProcess
+from andrea.training.parallel.strategy import Parallel
 from andrea.training.planning.micro_batch import Machine, largest_that_fits, with_tried_micro_batch
 from andrea.training.records.console import Console
 
@@ -60,7 +60,7 @@ def test_start_takes_what_fits_and_leaves_no_gradients(capsys) -> None:
         "model.d_model=16", "model.n_layer=1", "model.n_head=2", "model.d_mlp=32", "model.sequence_length=8",
         "train.tokens_per_step=96", "train.micro_batch=12", "tokenizer=byte", "precision=fp32",
     ])  # fmt: skip
-    parallel, tried = SingleProcess(GPT(run.model, run.attention, 257)), []
+    parallel, tried = Parallel(GPT(run.model, run.attention, 257)), []
     forward = MicroBatchLoss.forward
 
     def of_a_small_card(self, tokens, targets):

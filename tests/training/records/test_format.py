@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from andrea.training.records.format import format_duration, format_memory, format_number
+from andrea.training.records.console import format_duration, format_memory, format_number
 
 
 @pytest.mark.parametrize(

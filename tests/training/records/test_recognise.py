@@ -11,7 +11,7 @@ import pytest
 
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.config import UserError
-from andrea.training.records.recognise import is_free, is_run_folder, mark, run_folder_of, run_id_of
+from andrea.training.records.run_folder import is_free, is_run_folder, mark, run_folder_of, run_id_of
 
 GOLDEN_RUNS = Path(__file__).resolve().parents[2] / "data" / "golden" / "saved"
 

@@ -9,10 +9,10 @@ import pytest
 from conftest import run_script, tiny_words
 
 from andrea.runtime.files import StorageFailed
-from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.parallel.process_group import Watchdog
 from andrea.training.progress import Progress
+from andrea.training.records import Logger
 from andrea.training.records.console import Console
-from andrea.training.records.logger import Logger
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import RunFolder, RunLog, read_lines
 

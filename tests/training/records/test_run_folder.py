@@ -12,8 +12,7 @@ from conftest import shut
 from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.runtime.files import StorageFailed
-from andrea.training.records.record_file import read_lines, read_records
-from andrea.training.records.run_folder import RunFolder, new_run_folder, run_folder_locked
+from andrea.training.records.run_folder import RunFolder, new_run_folder, read_lines, read_records, run_folder_locked
 
 
 def records(*steps: int) -> list[dict]:

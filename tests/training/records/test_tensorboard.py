@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from andrea.config import UserError, group_config
-from andrea.training.records.logger import TensorBoard
-from andrea.training.records.records import check_loggers
+from andrea.training.records.records import TensorBoard, check_loggers
 
 RECORD = {"step": 3, "tokens": 30, "flops": 1.0, "seconds": 0.5, "train/loss": 0.25, "train/mfu": None}
 
@@ -71,12 +70,12 @@ def test_event_files_that_cannot_be_written_are_one_line_without_a_traceback(tmp
     program = f"""
 import resource, time
 from pathlib import Path
-from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.parallel.process_group import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import RunLog
-from andrea.training.records.logger import TensorBoard
+from andrea.training.records.records import TensorBoard
 
 folder = Path({str(tmp_path)!r})
 records = Records([TensorBoard(folder, 0)], Console(steps=9), RunLog(folder), Progress(step=7), Watchdog())

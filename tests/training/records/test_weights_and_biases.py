@@ -16,12 +16,11 @@ import pytest
 from conftest import run_script, tiny_words
 
 from andrea.config import LoggerConfig, UserError
-from andrea.training.parallel.watchdog import Watchdog
+from andrea.training.parallel.process_group import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
-from andrea.training.records.record_file import read_lines
 from andrea.training.records.records import Records
-from andrea.training.records.run_folder import RunFolder, RunLog
+from andrea.training.records.run_folder import RunFolder, RunLog, read_lines
 from andrea.training.records.weights_and_biases import Wandb, choose_wandb_mode, logged_in, open_wandb
 
 RECORD = {"step": 3, "tokens": 30, "flops": 1.0, "seconds": 0.5, "train/loss": 0.25}

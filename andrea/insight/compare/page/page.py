@@ -12,9 +12,9 @@ from andrea.config.keys import flatten
 from andrea.insight.compare.comparison import Comparison, LineStyle
 from andrea.insight.compare.runs import Run
 from andrea.insight.html import fill_template, json_for_script
-from andrea.training.records.format import format_number
-from andrea.training.records.logger import AXES
-from andrea.training.records.record_file import is_number
+from andrea.training.records import AXES
+from andrea.training.records.console import format_number
+from andrea.training.records.run_folder import is_number
 
 TEMPLATE = Path(__file__).parent / "template.html"
 MOST_TRAINING_POINTS = 400  # of each run's training curve
