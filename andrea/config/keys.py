@@ -11,6 +11,7 @@ from typing import Any
 
 from andrea.config.errors import UserError
 from andrea.config.schema import (
+    DataConfig,
     EvaluateConfig,
     ExportConfig,
     HealthConfig,
@@ -26,21 +27,29 @@ from andrea.config.schema import (
 )
 
 ANY = object()  # a removed key of what a run shows, not of what it learns
-REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or a tuple of them, or ANY}
+REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or that of each kind, or ANY}
     HealthConfig: dict.fromkeys(
         """failing_share repetition variety loss_spike gradient_spike update_ratio unigram_steps overfit_nats epochs
         clipped_share head_share one_key_entropy uniform_entropy largest_logit closed_gate source_rise_nats leak_nats
-        expected_bpb leak_errors""".split(),
+        expected_bpb leak_errors samples""".split(),
         ANY,
     ),
-    LoggerConfig: {"tags": []},
+    DataConfig: {"shuffle_documents": True},
+    LoggerConfig: {"tags": [], "group": ANY},
     ModelConfig: {"zero_init_projections": False, "stochastic_depth": 0.0},
-    OptimizerConfig: {"beta1": 0.9, "beta2": 0.95, "momentum": (0.95, None)},  # None: of AdamW
+    OptimizerConfig: {
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "momentum": {"muon": 0.95, "adamw": None},
+        "final_fraction": {"muon": 0.0, "adamw": 0.1},
+    },
     ParallelConfig: {"shard_ranks": None, "async_save": True, "cpu_offload": False},
     RunConfig: {"bf16_residual": False},
     TrainConfig: {
         "teacher_share": 0.5,
-        **dict.fromkeys("attention_every sample_every sample_temperature sample_repetition_penalty".split(), ANY),
+        **dict.fromkeys(
+            "attention_every sample_every sample_temperature sample_repetition_penalty lens_prompt".split(), ANY
+        ),
     },
 }
 
@@ -92,10 +101,8 @@ TRAINING_NAMES = {
     "optimizer.schedule": "decay_lr lr_scheduler_type",
     "optimizer.warmup_steps": "warmup warmup_iters warmup_ratio lr_warmup_steps",
     "optimizer.decay_fraction": "lr_decay_iters warmdown_ratio",
-    "optimizer.final_fraction": "min_lr",
     "logger": "wandb_log report_to logger_name",
     "logger.project": "wandb_project",
-    "logger.group": "wandb_group",
     "parallel": "fsdp ddp strategy backend",
     "train.steps": "iters max_iters max_steps num_iterations epochs num_epochs num_train_epochs max_tokens",
     "train.tokens_per_parameter": "max_tokens",
@@ -268,12 +275,16 @@ def with_current_keys(hint: Any, values: Any) -> Any:
     if hint is None or not isinstance(values, dict):
         return values
     removed = REMOVED.get(hint, {})
-    current = {key: value for key, value in values.items() if not is_only(value, removed.get(key, ...))}
+    current = {
+        key: value for key, value in values.items() if not is_only(value, removed.get(key, ...), values.get("kind"))
+    }
     return {key: with_current_keys(member_type(hint, key), value) for key, value in current.items()}
 
 
-def is_only(value: Any, only: Any) -> bool:
-    return only is ANY or (value in only if isinstance(only, tuple) else value == only)
+def is_only(value: Any, only: Any, kind: Any) -> bool:
+    if isinstance(only, dict):
+        return isinstance(kind, str) and kind in only and value == only[kind]
+    return only is ANY or value == only
 
 
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:

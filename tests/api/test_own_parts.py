@@ -87,7 +87,7 @@ class Wanting(Compatibility):
 not_a_class = 3
 '''
 OWN = ["attention.compatibility=my_module.Tempered", "model.mlp=my_module.Gated"]
-SHORT = ["name=own", "train.steps=2", "train.eval_every=2", "train.save_every=2", "train.lens_prompt=",
+SHORT = ["name=own", "train.steps=2", "train.eval_every=2", "train.save_every=2",
          "train.sample_tokens=4", "device=cpu"]  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_a_function_without_a_lowered_form(train, place: Path) -> None:
 
 @pytest.mark.slow
 def test_each_run_of_a_sweep_imports_what_its_command_line_names(train, place: Path) -> None:
-    assert train("-m", *SHORT[1:], *OWN, "seed=1,2", "logger.group=both") == 0
+    assert train("-m", *SHORT[1:], *OWN, "seed=1,2", "name=both") == 0
     assert len(list((place / "runs").glob("*-both/checkpoints/step-00000002"))) == 2
 
 

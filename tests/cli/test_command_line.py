@@ -49,9 +49,9 @@ def test_prompts_that_hydra_s_grammar_would_refuse_or_change(prompt: str) -> Non
 
 
 def test_null_means_the_same_on_the_command_line_as_in_the_yaml() -> None:
-    keys = ("resume", "init_from", "name", "train.lens_prompt", "train.max_minutes")
+    keys = ("resume", "init_from", "name", "train.patience", "train.max_minutes")
     config = configure(RunConfig, "train", [f"{key}=null" for key in keys])
-    values = (config.resume, config.init_from, config.name, config.train.lens_prompt, config.train.max_minutes)
+    values = (config.resume, config.init_from, config.name, config.train.patience, config.train.max_minutes)
     assert values == (None,) * 5
     assert configure(RunConfig, "train", ["resume=None"]).resume == "None"
 

@@ -23,12 +23,12 @@ from andrea.training.resume import merge
 
 
 def only_value(only: Any) -> Any:
-    return 7 if only is ANY else only[0] if isinstance(only, tuple) else only
+    return 7 if only is ANY else only["muon"] if isinstance(only, dict) else only
 
 
 def old_values() -> dict:
     """A run's configuration as it was saved with the keys that have been removed since."""
-    values = to_plain(configure(RunConfig, "train", ["health.samples=3"]))
+    values = to_plain(configure(RunConfig, "train", ["train.keep=2"]))
     for kind, removed in REMOVED.items():
         group = next((name for name, hint in key_types(RunConfig).items() if hint is kind), None)
         (values[group] if group else values).update({key: only_value(only) for key, only in removed.items()})
@@ -43,8 +43,8 @@ def test_a_removed_key_is_no_key() -> None:
 def test_a_saved_configuration_with_removed_keys_is_read_without_a_word(capsys: pytest.CaptureFixture) -> None:
     composed = to_plain(configure(RunConfig, "train", []))
     merged, changes = merge(old_values(), composed, {}, {})
-    assert (parse(RunConfig, merged).health.samples, changes) == (3, [])
-    assert parse(RunConfig, old_values()).health.samples == 3
+    assert (parse(RunConfig, merged).train.keep, changes) == (2, [])
+    assert parse(RunConfig, old_values()).train.keep == 2
     assert capsys.readouterr() == ("", "")
 
 

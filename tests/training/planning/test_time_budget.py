@@ -21,11 +21,9 @@ from andrea.training.records.run_folder import read_lines
 MUON, COSINE = group_config("optimizer", "muon"), group_config("optimizer", "muon", schedule="cosine")
 QUIET = [
     "train.sample_tokens=0",
-    "train.lens_prompt=",
     "train.log_every=1",
     "train.keep=99",
     "precision=fp32",
-    "health.samples=0",
 ]
 BY_TIME = [
     "train.steps=auto", "model.recipe_steps=300",
