@@ -53,15 +53,15 @@ REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only va
     },
 }
 
-# Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not
+# Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it, in any command. These names are not
 # accepted, because units and meanings differ (steps, not epochs); a message suggests our key.
-TRAINING_NAMES = {
+OTHER_NAMES = {
     "name": "run_name wandb_run_name",
     "runs_dir": "out_dir output_dir logging_dir runs",
     "seed": "random_seed",
     "device": "use_cpu no_cuda device_type gpu",
     "threads": "num_threads",
-    "precision": "dtype torch_dtype bf16 fp16",
+    "precision": "dtype torch_dtype bf16 fp16 quantize",
     "compile": "torch_compile",
     "resume": "resume_from resume_from_checkpoint checkpoint",
     "init_from": "checkpoint initial_checkpoint_dir model_name_or_path pretrained finetune fine_tune",
@@ -118,11 +118,10 @@ TRAINING_NAMES = {
     "train.keep": "save_total_limit",
     "train.patience": "early_stopping early_stopping_patience",
     "train.sample_tokens": "max_new_tokens",
-}
-SAMPLING_NAMES = {
+    # Keys of other commands
     "checkpoint": "ckpt out_dir checkpoint_dir model model_name_or_path name run resume init_from",
     "prompt": "start text input",
-    "out": "output out_file file",
+    "out": "output out_file output_dir outfile file folder",
     "max_new_tokens": "max_tokens max_length n_tokens num_tokens length",
     "temperature": "temp do_sample greedy",
     "num_samples": "n num n_samples num_return_sequences batch_size",
@@ -130,35 +129,14 @@ SAMPLING_NAMES = {
     "stop": "stop_strings",
     "lookahead": "prompt_lookup_num_tokens",
     "interactive": "chat",
-    "precision": "dtype torch_dtype quantize",
-    "compile": "torch_compile",
-    "device": "device_type",
-    "threads": "num_threads",
-    "seed": "random_seed",
-}
-LENS_NAMES = {
-    **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "prompt", "device", "threads")},
-    "out": "output out_file",
     "heads": "head layer",
-}
-EXPORT_NAMES = {
-    "checkpoint": SAMPLING_NAMES["checkpoint"],
     "to": "format target",
-    "out": "output output_dir outfile folder",
     "dtype": "precision torch_dtype outtype quantize quantization",
-    "text": "prompt prompts file",
+    "text": "prompt prompts file data",
     "hub": "repo repo_id hub_id push_to_hub upload",
     "private": "public visibility",
-}
-IMPORT_NAMES = {
     "source": "checkpoint model path folder init_from",
-    "out": EXPORT_NAMES["out"],
-    "text": EXPORT_NAMES["text"],
-}
-EVALUATE_NAMES = {
-    **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "device", "threads")},
     "tasks": "task benchmark benchmarks",
-    "text": "file data",
     "limit": "num_samples max_samples n",
     "few_shot": "num_fewshot n_shot shots fewshot",
     "batch_size": "batch",
@@ -170,14 +148,6 @@ COMMANDS = {
     "export": ExportConfig,
     "import": ImportConfig,
     "evaluate": EvaluateConfig,
-}
-OTHER_NAMES: dict[Any, dict[str, str]] = {
-    RunConfig: TRAINING_NAMES,
-    SampleConfig: SAMPLING_NAMES,
-    LensConfig: LENS_NAMES,
-    ExportConfig: EXPORT_NAMES,
-    ImportConfig: IMPORT_NAMES,
-    EvaluateConfig: EVALUATE_NAMES,
 }
 
 
@@ -236,7 +206,7 @@ def meant_keys(kind: type, typed: str, allowed: Sequence[str] = ()) -> list[str]
     word = typed.lstrip("-+~").replace("-", "_").lower()
     group, _, last = word.rpartition(".")
     keys = list(allowed) or dotted_keys(kind)
-    others = {key: names for key, names in OTHER_NAMES.get(kind, {}).items() if key in keys}
+    others = {key: names for key, names in OTHER_NAMES.items() if key in keys}
     found = (
         [key for key in keys if key == word]
         or [key for key, names in others.items() if word in names.split()]

@@ -18,7 +18,7 @@ from andrea.config import (
     to_plain,
     with_current_keys,
 )
-from andrea.config.keys import ANY, OTHER_NAMES, REMOVED, dotted_keys, key_types, suggestion
+from andrea.config.keys import ANY, COMMANDS, OTHER_NAMES, REMOVED, dotted_keys, key_types, suggestion
 from andrea.training.resume import merge
 
 
@@ -65,13 +65,16 @@ def test_import_is_typed_with_from(tmp_path: Path) -> None:
         main(["import", f"from={tmp_path}", f"out={tmp_path / 'out'}"])
 
 
-@pytest.mark.parametrize("kind", OTHER_NAMES)
+@pytest.mark.parametrize("kind", COMMANDS.values())
 def test_names_of_other_programs_lead_to_keys_and_are_no_keys(kind: type) -> None:
     keys = dotted_keys(kind)
-    for key, names in OTHER_NAMES[kind].items():
-        assert key in keys
-        for name in names.split():
+    for key, names in OTHER_NAMES.items():
+        for name in names.split() if key in keys else ():
             assert name not in keys and key in suggestion(kind, name), name
+
+
+def test_each_key_with_other_names_is_one_of_some_command() -> None:
+    assert OTHER_NAMES.keys() <= {key for kind in COMMANDS.values() for key in dotted_keys(kind)}
 
 
 @pytest.mark.parametrize(
