@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from andrea.config.errors import UserError
 from andrea.config.keys import key_types, nearest
+from andrea.config.limits import UserError
 from andrea.config.parse import parse
 from andrea.config.schema import RunConfig
 

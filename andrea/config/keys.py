@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from andrea.config.errors import UserError
+from andrea.config.limits import UserError
 from andrea.config.schema import (
     DataConfig,
     EvaluateConfig,
