@@ -50,8 +50,8 @@ from traced import Call, supervise
 
 import andrea
 from andrea.__main__ import main as andrea_main
-from andrea.cli.command_line import compose, read
-from andrea.cli.train import train
+from andrea.api.words import compose, read
+from andrea.cli.commands import train
 from andrea.config import RunConfig
 from andrea.runtime.files import UNFINISHED
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from common import RESULTS, ROOT, write_record
 
+from andrea.api.words import configure
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.checkpoint.model import load_model
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.text.corpus import Corpus, open_corpus

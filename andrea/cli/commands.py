@@ -1,4 +1,4 @@
-"""The commands besides `train` and `sample`: each reads its configuration and calls the package."""
+"""The commands: each reads its configuration and calls the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from andrea.cli.command_line import configure
+from andrea.api.run import train_one
+from andrea.api.words import SWITCHES, configure
+from andrea.cli.sweep import sweep
 from andrea.config import (
     CompareConfig,
     ConsolidateConfig,
@@ -56,8 +58,14 @@ def option(word: str, rest: Iterator[str]) -> str:
     return f"{word}={value}"
 
 
-# --------------------------------------------------------------------------------------------------------------- sample
-# The command `sample`: text from a trained model.
+# --------------------------------------------------------------------------------------------------------- the commands
+
+
+def train(argv: list[str]) -> int:
+    """Train a GPT, or resume a run; with -m, one run for each combination of values (seed=1,2)."""
+    if set(SWITCHES) & set(argv):
+        return sweep(argv)
+    return train_one(argv).exit_code
 
 
 def sample(argv: list[str]) -> int:
@@ -73,9 +81,6 @@ def sample(argv: list[str]) -> int:
     precision = choose_precision("auto" if config.precision == "int8" else config.precision, device)
     with sharing_cores(device.type == "cpu"):
         return sample(config, device, WEIGHT_DTYPE[precision.value])
-
-
-# --------------------------------------------------------------------------------------------------------- the commands
 
 
 def prepare(argv: list[str]) -> int:

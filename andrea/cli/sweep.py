@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import check_once, hydra_defaults, hydra_errors
+from andrea.api.words import SWITCHES, check_once, hydra_defaults, hydra_errors
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
 from andrea.config.keys import not_key_value, type_of_key
 from andrea.config.parse import is_text
 from andrea.runtime.program import module_command, module_environment, typed_command
 
-SWITCHES = ("-m", "--multirun")
 INTERRUPTED = (129, 130, 143)
 FULL_ERROR, FOLDER, WANDB_GROUP = "HYDRA_FULL_ERROR", "ANDREA_SWEEP_FOLDER", "WANDB_RUN_GROUP"  # environment variables
 LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more

@@ -13,8 +13,9 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.cli.command_line import CommandLine, compose, configure, exit_code_of, lay_over, one_line, read, run
-from andrea.config import LensConfig, RunConfig, SampleConfig, UserError, parse
+from andrea.api.words import CommandLine, compose, configure, read
+from andrea.cli.command_line import exit_code_of, one_line, run
+from andrea.config import LensConfig, RunConfig, SampleConfig, UserError, lay_over, parse
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
 BASE = {kind: compose(name, CommandLine({}, {})) for kind, name in ((RunConfig, "train"), (SampleConfig, "sample"))}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import run_script, tiny_words
 
+from andrea.api.run import train_one
 from andrea.checkpoint import checkpoints_of, newest_whole
-from andrea.cli.train import train_one
 from andrea.generation import Engine
 from andrea.training import evaluation
 from andrea.training.evaluation import Evaluator

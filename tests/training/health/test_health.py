@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, settings_in
 
+from andrea.api.words import configure
 from andrea.attention import HeadStatistics
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig, UserError, to_plain
 from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
