@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from andrea.config import UserError
@@ -46,7 +47,7 @@ def exit_code_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return main(argv)
     except UserError as error:
         if not torchrun.is_rank_0():
-            torchrun.give_rank_0_time()
+            time.sleep(torchrun.GRACE_SECONDS)
         if not isinstance(error, torchrun.ErrorOfRank0) or torchrun.is_rank_0():
             print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}", file=sys.stderr)
         return 2

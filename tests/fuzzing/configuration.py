@@ -119,8 +119,6 @@ def make_configurations(folder: Path) -> Handler:
             split(words)
         if kind is CompareConfig:
             words = to_key_value(words, positional="runs")
-        if kind is DashboardConfig:
-            words = to_key_value(words)
         line = read(kind, words)
         if number == 1:
             plain = compose(KINDS[kind], line)
