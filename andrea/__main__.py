@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from andrea.cli import commands
 from andrea.cli.command_line import run
-from andrea.cli.commands import compare, consolidate, dashboard, evaluate, export, import_, lens, prepare, runs, sample
 from andrea.cli.help import help_text
-from andrea.cli.train import train
 from andrea.config import UserError, nearest
 from andrea.runtime.program import typed_command
 
@@ -24,17 +23,17 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(train, "train", "model=andrea-120m data=text data.path=notes/"),
-    "sample": Command(sample, "sample", 'prompt="def main(" num_samples=3'),
-    "prepare": Command(prepare, "train", "data=text data.path=notes/ tokenizer=byte"),
-    "lens": Command(lens, "lens", 'prompt="def main("'),
-    "runs": Command(runs, "runs", "runs_dir=runs"),
-    "compare": Command(compare, "compare", "runs/"),
-    "consolidate": Command(consolidate, "consolidate", "checkpoint=runs/NAME"),
-    "export": Command(export, "export", "checkpoint=NAME to=hf out=my-model"),
-    "import": Command(import_, "import", "from=FOLDER out=my-checkpoint"),
-    "evaluate": Command(evaluate, "evaluate", "checkpoint=NAME tasks=bpb text=notes.txt"),
-    "dashboard": Command(dashboard, "dashboard", "project=andrea"),
+    "train": Command(commands.train, "train", "model=andrea-120m data=text data.path=notes/"),
+    "sample": Command(commands.sample, "sample", 'prompt="def main(" num_samples=3'),
+    "prepare": Command(commands.prepare, "train", "data=text data.path=notes/ tokenizer=byte"),
+    "lens": Command(commands.lens, "lens", 'prompt="def main("'),
+    "runs": Command(commands.runs, "runs", "runs_dir=runs"),
+    "compare": Command(commands.compare, "compare", "runs/"),
+    "consolidate": Command(commands.consolidate, "consolidate", "checkpoint=runs/NAME"),
+    "export": Command(commands.export, "export", "checkpoint=NAME to=hf out=my-model"),
+    "import": Command(commands.import_, "import", "from=FOLDER out=my-checkpoint"),
+    "evaluate": Command(commands.evaluate, "evaluate", "checkpoint=NAME tasks=bpb text=notes.txt"),
+    "dashboard": Command(commands.dashboard, "dashboard", "project=andrea"),
 }
 
 

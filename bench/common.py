@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from andrea.config import ModelConfig, OptimizerConfig, group_config
 from andrea.model import GPT, initialise
@@ -33,7 +34,9 @@ RECORDS_FILE = "ANDREA_BENCH_RECORDS"  # environment variable: the file in which
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Add what both benches take, and read the command line."""
-    parser.add_argument("--model", default="andrea-120m", help="a file of configs/model, without .yaml")
+    parser.add_argument(
+        "--model", default="andrea-120m", help="a file of configs/model, without .yaml, or a model of variants.yaml"
+    )
     parser.add_argument("--vocabulary", type=int, default=50257, help="tokens in the vocabulary")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads, on both sides")
@@ -46,7 +49,15 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def model_config(name: str, sequence_length: int | None = None) -> ModelConfig:
-    return group_config("model", name, **({} if sequence_length is None else {"sequence_length": sequence_length}))
+    """The model of configs/model, or that of an earlier recipe in bench/variants.yaml."""
+    described = yaml.safe_load((ROOT / "bench" / "variants.yaml").read_text(encoding="utf-8"))
+    named, *words = described["models"].get(name, [f"model={name}"])
+    changes: dict[str, Any] = dict(
+        word.removeprefix("model.").split("=") for word in words if word.startswith("model.")
+    )
+    if sequence_length is not None:
+        changes["sequence_length"] = sequence_length
+    return group_config("model", named.removeprefix("model="), **changes)
 
 
 def optimizer_config(kind: str) -> OptimizerConfig:

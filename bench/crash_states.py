@@ -50,8 +50,8 @@ from traced import Call, supervise
 
 import andrea
 from andrea.__main__ import main as andrea_main
-from andrea.cli.command_line import compose, read
-from andrea.cli.train import train
+from andrea.api.words import compose, read
+from andrea.cli.commands import train
 from andrea.config import RunConfig
 from andrea.runtime.files import UNFINISHED
 
@@ -61,7 +61,7 @@ RUN = [
     "model.bigram_rows=64", "model.sequence_length=128", "logger=none", "threads=1", "device=cpu", "compile=off",
     "train.tokens_per_step=128", "train.micro_batch=1", "train.steps=4", "train.log_every=1", "train.eval_every=2",
     "train.save_every=1", "train.sample_tokens=4", "train.keep=1",
-    "train.eval_tokens=256", "health.samples=1", "name=a", "resume=auto",
+    "train.eval_tokens=256", "name=a", "resume=auto",
 ]  # fmt: skip
 MOST_UNSYNCED = 8
 OPTIONAL = ("runs/a/lens", "runs/a/run.html", "runs/a/run.log")  # a run goes on without them, and says so

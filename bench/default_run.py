@@ -24,7 +24,7 @@ import andrea
 from andrea.training.records.run_folder import read_lines
 
 MOMENTS = (60.0, 120.0, 180.0)
-QUIET = ["logger=none", "train.lens_prompt=", "health.samples=0"]
+QUIET = ["logger=none", "train.sample_tokens=0"]
 UNSEEN_BYTES = 1_000_000  # at most this much of each package, from the beginning of its every tenth file
 
 

@@ -141,7 +141,7 @@ def run(call: Call) -> list[Command]:
     )
     folder = call.scratch / "runs" / "run"
     words = ["train.py", f"device={call.device}", *sizes, *text, f"train.steps={steps}", "logger=none"]
-    words += ["train.sample_tokens=0", "train.lens_prompt=", f"runs_dir={folder.parent}", f"name={folder.name}"]
+    words += ["train.sample_tokens=0", f"runs_dir={folder.parent}", f"name={folder.name}"]
     prepared = [] if call.shards else [Command("prepare", ["-m", "andrea", "prepare", *text])]
     sample = ["sample.py", f"checkpoint={folder}", f"device={call.device}", "max_new_tokens=100"]
     made = Command("run-andrea-120m", words, metrics=folder / "metrics.jsonl")

@@ -26,7 +26,7 @@ from andrea.runtime.files import file_sha256
 
 WORDS = [
     "train.steps=20", "train.log_every=1", "train.eval_every=20", "train.save_every=5", "train.sample_tokens=0",
-    "train.lens_prompt=", "logger=none", "resume=auto",
+    "logger=none", "resume=auto",
 ]  # fmt: skip
 KILL_AT = 10
 

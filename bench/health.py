@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from common import RESULTS, ROOT, write_record
 
+from andrea.api.words import configure
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.checkpoint.model import load_model
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.text.corpus import Corpus, open_corpus
@@ -33,7 +33,7 @@ from andrea.training.records.run_folder import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()
 MARKS = list("'\"-=*#.,;:!?()[]{}/\\|_~^&@$%+<>`") + ["'''''", "...", "--", "),", "==", "//", '"""']
-TEXTS = 5  # of an evaluation, as by default in training (health.samples)
+TEXTS = 5  # of an evaluation, as in training
 COLLAPSES_PER_TABLE = 4  # collapsed texts of each kind, for each list of a kind
 HEALTHY_STARTS = 97  # different pieces of held-out text in front of the loops
 
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--prose", type=Path, help="a text file whose windows must give no finding")
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="healthy runs that must give no finding")
     parser.add_argument(
-        "--samples", type=int, default=20, help="of each checkpoint; judged health.samples at a time as in training"
+        "--samples", type=int, default=20, help="of each checkpoint; judged five at a time, as in training"
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "health.json")
     chosen = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What health's samples and the lens cost: whole default runs with and without them, interleaved.
+"""What the samples, health's texts and the lens cost: whole default runs with and without them, interleaved.
 
 python bench/instruments.py                          # three rounds of two runs, each `python train.py` of 3 to 4 minutes
 python bench/instruments.py --before OTHER_CHECKOUT  # also the default run of another checkout of this project
@@ -23,7 +23,7 @@ from pathlib import Path
 from common import RESULTS, ROOT, write_record
 
 FIRST_SEED = 1337  # the default; each round has its own
-WITHOUT = ["health.samples=0", "train.lens_prompt="]
+WITHOUT = ["train.sample_tokens=0"]
 
 
 def timed(checkout: Path, name: str, words: list[str], folder: Path) -> float:

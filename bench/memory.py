@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from common import RESULTS, ROOT, write_record
 
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.config import RunConfig
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.micro_batch import GIB, Placement, memory_of
@@ -70,7 +70,7 @@ def words_of(model: str, precision: str, compile_: str, recompute: bool, micro_b
         f"model={model}", f"tokenizer={TOKENIZERS[model]}", f"device={device}",
         f"precision={precision}", f"compile={compile_}", f"train.activation_checkpointing={str(recompute).lower()}",
         f"train.micro_batch={micro_batch}", f"train.tokens_per_step={2 * micro_batch * run.model.sequence_length}",
-        "train.steps=2", "train.eval_every=2", "train.sample_tokens=0", "train.lens_prompt=", "logger=none",
+        "train.steps=2", "train.eval_every=2", "train.sample_tokens=0", "logger=none",
     ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from andrea.model.gpt import GPT
 
 STEPS = 280
 BASE = ["model.rotary_share=1", "model.bigram_rows=null", "optimizer.muon_rows=none"]
-WORDS = [*BASE, f"train.steps={STEPS}", "logger=none", "train.sample_tokens=0", "train.lens_prompt="]
+WORDS = [*BASE, f"train.steps={STEPS}", "logger=none", "train.sample_tokens=0"]
 N_WINDOW = 24
 FAR = 128  # tokens
 RARE = 20  # tokens that occur less often get no mean

@@ -36,7 +36,7 @@ from andrea.training.records.run_folder import read_lines
 
 FIRST_RATES = (0.0012, 0.0024, 0.0048)
 SHARES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 1.0)
-QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0"]
+QUIET = ["logger=none", "train.sample_tokens=0"]
 SPARSE = ["train.eval_every=1000000", "train.save_every=1000000"]
 ADAMW = ["optimizer.kind=adamw"]  # all other rates stay; decay then falls on the head too
 ADAMW_RATES = (0.00075, 0.0015, 0.003)  # for matrices: tried on the first seed

@@ -25,7 +25,7 @@ from andrea.insight.compare.runs import result_of
 from andrea.runtime.files import exclusive_lock
 from andrea.training.records.run_folder import read_lines
 
-QUIET = ["logger=none", "train.sample_tokens=0", "train.lens_prompt=", "name=run"]
+QUIET = ["logger=none", "train.sample_tokens=0", "name=run"]
 TRIED = {  # factors of each key: dropout's are values, because the default is 0
     "optimizer.weight_decay": (2.0, 0.5),
     "train.steps": (1.4, 0.7),

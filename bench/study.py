@@ -6,10 +6,11 @@
     python bench/study.py --shape nano-280 --equal-time --threads 1 --parallel 2
     python bench/study.py --shape nano-280 --table
 
-bench/variants.yaml lists the shapes and the variants. A variant with `tune` is first trained on the first seed with each of
-its factors, and with further ones until the best factor has a worse one on either side; then the best is trained on all
-seeds. --speed measures the training speed of each variant, in runs of their own beside a run of the base, each on half of the
-cores: let nothing else run meanwhile. --equal-time then trains each variant for as many tokens as it learns in the base's time.
+bench/variants.yaml lists the shapes and the variants, and models of an earlier recipe. A variant with `tune` is first trained
+on the first seed with each of its factors, and with further ones until the best factor has a worse one on either side; then
+the best is trained on all seeds. --speed measures the training speed of each variant, in runs of their own beside a run of the
+base, each on half of the cores: let nothing else run meanwhile. --equal-time then trains each variant for as many tokens as it
+learns in the base's time.
 
 Every figure is the whole held-out split's bits per byte at the end of a `train.py` run. Each finished run is written at
 once, and a run that was cut off goes on from its checkpoint. A run is recognised by the values of its configuration, not by
@@ -34,7 +35,7 @@ from common import RESULTS, ROOT, machine
 from studies.runs import Job, measure_speed, run_all
 from studies.table import show_table
 
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.config import RunConfig, UserError, digest, recipe_values
 from andrea.runtime.files import exclusive_lock, replace_text
 
@@ -99,6 +100,7 @@ class Study:
         if chosen.shape not in described["shapes"]:
             raise UserError(f"--shape {chosen.shape}: known shapes are {', '.join(described['shapes'])}")
         self.chosen, self.shape = chosen, described["shapes"][chosen.shape]
+        self.models: dict[str, list[str]] = described.get("models", {})
         self.variants = chosen_variants(described["variants"], chosen.shape, chosen.only, chosen.base)
         self.output: Path = chosen.output or RESULTS / f"study-{chosen.shape}.json"
         self.place = Path(tempfile.gettempdir()) / f"andrea-study-{os.getuid()}" / self.output.stem
@@ -207,7 +209,10 @@ class Study:
 
     def replaced(self, words: tuple[str, ...]) -> list[str]:
         """A variant's words replace the shape's, and the command line's replace both."""
-        return list({word.partition("=")[0]: word for word in (*words, *self.chosen.words)}.values())
+        by_key = {word.partition("=")[0]: word for word in (*words, *self.chosen.words)}
+        model = by_key.pop("model", "model=andrea-nano")
+        of_model = self.models.get(model.partition("=")[2], [model])
+        return list(({word.partition("=")[0]: word for word in of_model} | by_key).values())
 
     def steps(self, variant: Variant) -> int:
         """As many as the shape's tokens, or the variant's share of them, take."""

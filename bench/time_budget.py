@@ -21,7 +21,7 @@ from common import RESULTS, ROOT, write_record
 
 from andrea.training.records.run_folder import read_lines
 
-QUIET = ["logger=none", "train.lens_prompt="]
+QUIET = ["logger=none"]
 
 
 def main() -> None:

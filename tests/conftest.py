@@ -219,7 +219,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, notes: Path) -> Path:
         "precision=fp32",
         "device=cpu",
         "train.steps=8",
-        "train.lens_prompt=",
         "train.sample_tokens=0",
     ]
     with pytest.MonkeyPatch.context() as patched:

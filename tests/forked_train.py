@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from andrea.cli import command_line
-from andrea.cli.train import train
+from andrea.cli.commands import train
 from andrea.insight.lens import lens  # noqa: F401 (loaded before the fork, with all that training needs)
 from andrea.training import start  # noqa: F401 (likewise)
 

@@ -1,1 +1,1 @@
-"""The Python API behind `andrea.load` and `andrea.train`. Users import these names from `andrea`."""
+"""The Python API, and what the commands share with it: configurations from words of the form key=value, and training."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from andrea.api.words import configure
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
@@ -77,8 +78,6 @@ def load(
 @functools.cache
 def default_values() -> dict[str, Any]:
     """The keys and values of configs/sample.yaml."""
-    from andrea.cli.command_line import configure
-
     return to_plain(configure(SampleConfig, "sample", []))
 
 

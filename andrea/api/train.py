@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from andrea.api.loaded_model import LoadedModel, load
+from andrea.api.run import train_one
+from andrea.api.words import SWITCHES
 from andrea.checkpoint import checkpoints_of, result_path, step_of
 from andrea.checkpoint.folder import read_small_json
-from andrea.cli.sweep import SWITCHES
-from andrea.cli.train import train_one
 from andrea.config import UserError
 from andrea.runtime.device import determinism_restored, return_freed_memory
 from andrea.runtime.streams import unfailing_output

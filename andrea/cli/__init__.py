@@ -1,1 +1,1 @@
-"""The command line: its commands, their configuration through Hydra, sweeps, help."""
+"""The command line: its commands, sweeps, help, and errors as one line."""

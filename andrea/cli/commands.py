@@ -1,12 +1,13 @@
-"""The commands besides `train` and `sample`: each reads its configuration and calls the package."""
+"""The commands: each reads its configuration and calls the package."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from andrea.cli.command_line import configure
+from andrea.api.run import train_one
+from andrea.api.words import SWITCHES, configure
+from andrea.cli.sweep import sweep
 from andrea.config import (
     CompareConfig,
     ConsolidateConfig,
@@ -22,42 +23,24 @@ from andrea.config import (
 )
 from andrea.runtime.program import typed_command, typed_words
 
-# ------------------------------------------------------------------------------------------------------------ key value
-# Words of a command line that are not written as key=value.
 
+def to_key_value(words: list[str], positional: str) -> list[str]:
+    """Every word as key=value, where words without a key are values of the key `positional`.
 
-def to_key_value(words: list[str], positional: str | None = None) -> list[str]:
-    """Every word as key=value: `--key value` and `--key=value` become key=value.
-
-    positional: the key of positional arguments. These are words without '=', and words that name an existing file or
-    folder, since a path may contain '='. Raises UserError for an option without a value.
+    These are words without '=', and words that name an existing file or folder, since a path may contain '='.
     """
-    found: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if positional and os.path.exists(word):
-            found.append(f"{positional}={word}")
-        elif word.startswith("--"):
-            found.append(option(word.removeprefix("--"), rest))
-        elif positional and "=" not in word:
-            found.append(f"{positional}={word}")
-        else:
-            found.append(word)
+    found = []
+    for word in words:
+        is_value = os.path.exists(word) or ("=" not in word and not word.startswith("-"))
+        found.append(f"{positional}={word}" if is_value else word)
     return found
 
 
-def option(word: str, rest: Iterator[str]) -> str:
-    """An option, given without its dashes, as key=value. If it has no '=', the next word of `rest` is its value."""
-    if "=" in word:
-        return word
-    value = next(rest, None)
-    if value is None:
-        raise UserError(f"--{word} needs a value; write --{word} VALUE or {word}=VALUE")
-    return f"{word}={value}"
-
-
-# --------------------------------------------------------------------------------------------------------------- sample
-# The command `sample`: text from a trained model.
+def train(argv: list[str]) -> int:
+    """Train a GPT, or resume a run; with -m, one run for each combination of values (seed=1,2)."""
+    if set(SWITCHES) & set(argv):
+        return sweep(argv)
+    return train_one(argv).exit_code
 
 
 def sample(argv: list[str]) -> int:
@@ -73,9 +56,6 @@ def sample(argv: list[str]) -> int:
     precision = choose_precision("auto" if config.precision == "int8" else config.precision, device)
     with sharing_cores(device.type == "cpu"):
         return sample(config, device, WEIGHT_DTYPE[precision.value])
-
-
-# --------------------------------------------------------------------------------------------------------- the commands
 
 
 def prepare(argv: list[str]) -> int:
@@ -190,7 +170,7 @@ def compare(argv: list[str]) -> int:
 
 def dashboard(argv: list[str]) -> int:
     """Save a wandb workspace that shows the runs of project=… side by side; offline, print the workspace instead."""
-    config = configure(DashboardConfig, "dashboard", to_key_value(argv))
+    config = configure(DashboardConfig, "dashboard", argv)
 
     from andrea.insight.dashboard import dashboard
 

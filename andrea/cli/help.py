@@ -55,7 +55,7 @@ def read_commented(name: str) -> CommentedFile:
 def keys_of_choice(group: str, choice: str) -> list[Key]:
     """All keys of GROUP=CHOICE with their values under this choice; an inherited key keeps its comment."""
     keys: dict[str, Key] = {}
-    for parent in group_files.parents_of(group_files.own_values(group, choice)):
+    for parent in group_files.own_values(group, choice).get("defaults", ["_self_"]):
         own = read_commented(f"{group}/{choice}").keys if parent == "_self_" else keys_of_choice(group, parent)
         for key in own:
             keys[key.name] = Key(key.name, key.value, key.comment or keys[key.name].comment)

@@ -21,16 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.cli.command_line import check_once, hydra_defaults, hydra_errors
+from andrea.api.words import SWITCHES, check_once, hydra_defaults, hydra_errors
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
 from andrea.config.keys import not_key_value, type_of_key
 from andrea.config.parse import is_text
 from andrea.runtime.program import module_command, module_environment, typed_command
 
-SWITCHES = ("-m", "--multirun")
 INTERRUPTED = (129, 130, 143)
-FULL_ERROR, FOLDER = "HYDRA_FULL_ERROR", "ANDREA_SWEEP_FOLDER"  # environment variables
+FULL_ERROR, FOLDER, WANDB_GROUP = "HYDRA_FULL_ERROR", "ANDREA_SWEEP_FOLDER", "WANDB_RUN_GROUP"  # environment variables
 LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
 
 
@@ -45,23 +44,19 @@ class SweepRun:
 def sweep(argv: list[str]) -> int:
     """Train once for each combination of the values in argv. Returns 0, or the exit code of the first run that failed.
 
-    The runs form one wandb group (logger.group, or one named by the time) and are named by size, tokens and seed. The
-    last line counts the runs that are done and names the runs that failed.
+    The runs form one wandb group (name=…, or one named by the time) and are named by size, tokens and seed. The last line
+    counts the runs that are done and names the runs that failed.
     """
     fixed, varied, for_hydra = split(argv)
     settings = dict(word.split("=", 1) for word in fixed)
-    group = settings.get("logger.group", time.strftime("sweep-%Y%m%d-%H%M%S"))
-    fixed += [] if "logger.group" in settings else [f"logger.group={group}"]
+    group = settings.get("name", time.strftime("sweep-%Y%m%d-%H%M%S"))
+    fixed = [word for word in fixed if not word.startswith("name=")]
     keys = [word.partition("=")[0] for word in varied]
     if "train.max_minutes" not in (*settings, *keys):  # runs to compare have the same length on a slow machine
         fixed.append("train.max_minutes=null")
-    if "name" in (*settings, *keys):
-        raise UserError(
-            "name=… would give all runs of a sweep the same folder; leave it out: runs are named by the settings that differ"
-        )
-    folder_name("logger.group", group)  # it becomes part of a path whose old content is removed
+    folder_name("name", group)  # it becomes part of a path whose old content is removed
     runs_dir = Path(readable_path("runs_dir", settings.get("runs_dir", "runs")))
-    if alone := {"logger.group", "runs_dir"} & set(keys):
+    if alone := {"name", "runs_dir"} & set(keys):
         raise UserError(f"{min(alone)} holds all runs of a sweep, so it has one value; leave the others out")
     folder = runs_dir / "sweeps" / group
     shutil.rmtree(folder, ignore_errors=True)
@@ -138,7 +133,7 @@ def launch(fixed: list[str], varied: list[str], group: str, folder: Path, for_hy
         print(f"sweep: run {job.job.num + 1}: {' '.join(own)}", flush=True)
         task = cluster_task()
         command = module_command("andrea", ["train", *fixed, *own, f"name={run_name(own, group)}"])
-        code = wait_for(command, module_environment() | task)
+        code = wait_for(command, module_environment() | task | {WANDB_GROUP: group})
         if task.get("RANK", "0") == "0":
             (folder / f"{job.job.num:04d}.json").write_text(json.dumps({"words": own, "code": code}), encoding="utf-8")
         if code in INTERRUPTED:

@@ -1,11 +1,10 @@
 """Configuration: its schema, the limits of its values, and the strict parser. Imports no torch."""
 
 from andrea.config.checks import LARGEST_VOCABULARY, MOST_SAMPLED_TOKENS
-from andrea.config.errors import UserError
 from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
 from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values, settings_of_runs
 from andrea.config.keys import lay_over, nearest, with_current_keys
-from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
+from andrea.config.limits import LARGEST_INTEGER, PathText, Text, UserError, folder_name, readable_path
 from andrea.config.parse import as_typed, check_combinations, parse, parse_values, to_plain
 from andrea.config.schema import (
     ON_LARGE_TEXT,
@@ -30,51 +29,3 @@ from andrea.config.schema import (
     TokenizerConfig,
     TrainConfig,
 )
-
-__all__ = [
-    "CONFIGS",
-    "LARGEST_INTEGER",
-    "LARGEST_VOCABULARY",
-    "MOST_SAMPLED_TOKENS",
-    "ON_LARGE_TEXT",
-    "AttentionConfig",
-    "CompareConfig",
-    "ConsolidateConfig",
-    "DashboardConfig",
-    "DataConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "HealthConfig",
-    "ImportConfig",
-    "LensConfig",
-    "LoggerConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PathText",
-    "RunConfig",
-    "RunsConfig",
-    "SampleConfig",
-    "SourceConfig",
-    "Text",
-    "TokenizerConfig",
-    "TrainConfig",
-    "UserError",
-    "as_typed",
-    "check_combinations",
-    "chosen_groups",
-    "digest",
-    "folder_name",
-    "group_config",
-    "group_values",
-    "lay_over",
-    "nearest",
-    "parse",
-    "parse_values",
-    "readable_path",
-    "recipe_fingerprint",
-    "recipe_values",
-    "settings_of_runs",
-    "to_plain",
-    "with_current_keys",
-]

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from andrea.config.errors import UserError
-from andrea.config.limits import Between
+from andrea.config.limits import Between, UserError
 from andrea.config.schema import (
     AttentionConfig,
     CompareConfig,

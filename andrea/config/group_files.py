@@ -1,10 +1,7 @@
 """Reads the YAML files of configs/: the choices of each group, and the values of each choice.
 
 The default choice of each group, named in configs/train.yaml, holds every key of the group with a comment. The other
-choices inherit its values (`defaults: [NAME, _self_]`) and hold only what differs. Choices of an earlier recipe
-(NAME-2026-11) hold all values themselves; a key that is newer than they are has its default in schema.py, which is the
-old behaviour. A model may also choose other groups, as its defaults unless they are typed:
-`override /optimizer@_global_.optimizer: muon-2026-11`.
+choices inherit its values (`defaults: [NAME, _self_]`) and hold only what differs.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from andrea.config.errors import UserError
 from andrea.config.keys import key_types, nearest
+from andrea.config.limits import UserError
 from andrea.config.parse import parse
 from andrea.config.schema import RunConfig
 
@@ -48,16 +45,9 @@ def group_values(group: str, choice: str) -> dict[str, Any]:
     """The values that GROUP=CHOICE stands for, inherited values included, as Hydra would compose them."""
     values: dict[str, Any] = {}
     own = own_values(group, choice)
-    parents = parents_of(own)
-    own.pop("defaults", None)
-    for parent in parents:
+    for parent in own.pop("defaults", ["_self_"]):
         values |= own if parent == "_self_" else group_values(group, parent)
     return values
-
-
-def parents_of(own: dict[str, Any]) -> list[str]:
-    """The choices that a file inherits from, and `_self_` for its own values. Choices of other groups are left out."""
-    return [parent for parent in own.get("defaults", ["_self_"]) if isinstance(parent, str)]
 
 
 def settings_of_runs() -> dict[str, Any]:
@@ -71,19 +61,7 @@ def chosen_groups(typed: Mapping[str, str]) -> dict[str, str]:
     """The choice of each group of configs/train.yaml, where the groups `typed` are typed: {"model": "andrea-nano", …}."""
     listed = settings_of_runs()["defaults"]
     defaults = {group: choice for entry in listed if isinstance(entry, dict) for group, choice in entry.items()}
-    return defaults | choices_of_model((defaults | dict(typed))["model"]) | dict(typed)
-
-
-def choices_of_model(model: str) -> dict[str, str]:
-    """The choices of other groups that model=MODEL makes, those of the files that it inherits from included."""
-    chosen: dict[str, str] = {}
-    for entry in own_values("model", model).get("defaults", []):
-        if isinstance(entry, dict):
-            ((override, choice),) = entry.items()
-            chosen[override.rpartition(".")[2]] = choice
-        elif entry != "_self_":
-            chosen = choices_of_model(entry) | chosen
-    return chosen
+    return defaults | dict(typed)
 
 
 def group_config(group: str, choice: str, **changes: Any) -> Any:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from andrea.config.errors import UserError
+from andrea.config.limits import UserError
 from andrea.config.schema import (
+    DataConfig,
     EvaluateConfig,
     ExportConfig,
     HealthConfig,
@@ -26,33 +27,41 @@ from andrea.config.schema import (
 )
 
 ANY = object()  # a removed key of what a run shows, not of what it learns
-REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or a tuple of them, or ANY}
+REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or that of each kind, or ANY}
     HealthConfig: dict.fromkeys(
         """failing_share repetition variety loss_spike gradient_spike update_ratio unigram_steps overfit_nats epochs
         clipped_share head_share one_key_entropy uniform_entropy largest_logit closed_gate source_rise_nats leak_nats
-        expected_bpb leak_errors""".split(),
+        expected_bpb leak_errors samples""".split(),
         ANY,
     ),
-    LoggerConfig: {"tags": []},
+    DataConfig: {"shuffle_documents": True},
+    LoggerConfig: {"tags": [], "group": ANY},
     ModelConfig: {"zero_init_projections": False, "stochastic_depth": 0.0},
-    OptimizerConfig: {"beta1": 0.9, "beta2": 0.95, "momentum": (0.95, None)},  # None: of AdamW
+    OptimizerConfig: {
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "momentum": {"muon": 0.95, "adamw": None},
+        "final_fraction": {"muon": 0.0, "adamw": 0.1},
+    },
     ParallelConfig: {"shard_ranks": None, "async_save": True, "cpu_offload": False},
     RunConfig: {"bf16_residual": False},
     TrainConfig: {
         "teacher_share": 0.5,
-        **dict.fromkeys("attention_every sample_every sample_temperature sample_repetition_penalty".split(), ANY),
+        **dict.fromkeys(
+            "attention_every sample_every sample_temperature sample_repetition_penalty lens_prompt".split(), ANY
+        ),
     },
 }
 
-# Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it. These names are not
+# Our key -> the names that users of nanoGPT, nanochat, Hugging Face and litgpt type for it, in any command. These names are not
 # accepted, because units and meanings differ (steps, not epochs); a message suggests our key.
-TRAINING_NAMES = {
+OTHER_NAMES = {
     "name": "run_name wandb_run_name",
     "runs_dir": "out_dir output_dir logging_dir runs",
     "seed": "random_seed",
     "device": "use_cpu no_cuda device_type gpu",
     "threads": "num_threads",
-    "precision": "dtype torch_dtype bf16 fp16",
+    "precision": "dtype torch_dtype bf16 fp16 quantize",
     "compile": "torch_compile",
     "resume": "resume_from resume_from_checkpoint checkpoint",
     "init_from": "checkpoint initial_checkpoint_dir model_name_or_path pretrained finetune fine_tune",
@@ -92,10 +101,8 @@ TRAINING_NAMES = {
     "optimizer.schedule": "decay_lr lr_scheduler_type",
     "optimizer.warmup_steps": "warmup warmup_iters warmup_ratio lr_warmup_steps",
     "optimizer.decay_fraction": "lr_decay_iters warmdown_ratio",
-    "optimizer.final_fraction": "min_lr",
     "logger": "wandb_log report_to logger_name",
     "logger.project": "wandb_project",
-    "logger.group": "wandb_group",
     "parallel": "fsdp ddp strategy backend",
     "train.steps": "iters max_iters max_steps num_iterations epochs num_epochs num_train_epochs max_tokens",
     "train.tokens_per_parameter": "max_tokens",
@@ -111,11 +118,10 @@ TRAINING_NAMES = {
     "train.keep": "save_total_limit",
     "train.patience": "early_stopping early_stopping_patience",
     "train.sample_tokens": "max_new_tokens",
-}
-SAMPLING_NAMES = {
+    # Keys of other commands
     "checkpoint": "ckpt out_dir checkpoint_dir model model_name_or_path name run resume init_from",
     "prompt": "start text input",
-    "out": "output out_file file",
+    "out": "output out_file output_dir outfile file folder",
     "max_new_tokens": "max_tokens max_length n_tokens num_tokens length",
     "temperature": "temp do_sample greedy",
     "num_samples": "n num n_samples num_return_sequences batch_size",
@@ -123,35 +129,14 @@ SAMPLING_NAMES = {
     "stop": "stop_strings",
     "lookahead": "prompt_lookup_num_tokens",
     "interactive": "chat",
-    "precision": "dtype torch_dtype quantize",
-    "compile": "torch_compile",
-    "device": "device_type",
-    "threads": "num_threads",
-    "seed": "random_seed",
-}
-LENS_NAMES = {
-    **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "prompt", "device", "threads")},
-    "out": "output out_file",
     "heads": "head layer",
-}
-EXPORT_NAMES = {
-    "checkpoint": SAMPLING_NAMES["checkpoint"],
     "to": "format target",
-    "out": "output output_dir outfile folder",
     "dtype": "precision torch_dtype outtype quantize quantization",
-    "text": "prompt prompts file",
+    "text": "prompt prompts file data",
     "hub": "repo repo_id hub_id push_to_hub upload",
     "private": "public visibility",
-}
-IMPORT_NAMES = {
     "source": "checkpoint model path folder init_from",
-    "out": EXPORT_NAMES["out"],
-    "text": EXPORT_NAMES["text"],
-}
-EVALUATE_NAMES = {
-    **{key: SAMPLING_NAMES[key] for key in ("checkpoint", "device", "threads")},
     "tasks": "task benchmark benchmarks",
-    "text": "file data",
     "limit": "num_samples max_samples n",
     "few_shot": "num_fewshot n_shot shots fewshot",
     "batch_size": "batch",
@@ -163,14 +148,6 @@ COMMANDS = {
     "export": ExportConfig,
     "import": ImportConfig,
     "evaluate": EvaluateConfig,
-}
-OTHER_NAMES: dict[Any, dict[str, str]] = {
-    RunConfig: TRAINING_NAMES,
-    SampleConfig: SAMPLING_NAMES,
-    LensConfig: LENS_NAMES,
-    ExportConfig: EXPORT_NAMES,
-    ImportConfig: IMPORT_NAMES,
-    EvaluateConfig: EVALUATE_NAMES,
 }
 
 
@@ -229,7 +206,7 @@ def meant_keys(kind: type, typed: str, allowed: Sequence[str] = ()) -> list[str]
     word = typed.lstrip("-+~").replace("-", "_").lower()
     group, _, last = word.rpartition(".")
     keys = list(allowed) or dotted_keys(kind)
-    others = {key: names for key, names in OTHER_NAMES.get(kind, {}).items() if key in keys}
+    others = {key: names for key, names in OTHER_NAMES.items() if key in keys}
     found = (
         [key for key in keys if key == word]
         or [key for key, names in others.items() if word in names.split()]
@@ -268,12 +245,16 @@ def with_current_keys(hint: Any, values: Any) -> Any:
     if hint is None or not isinstance(values, dict):
         return values
     removed = REMOVED.get(hint, {})
-    current = {key: value for key, value in values.items() if not is_only(value, removed.get(key, ...))}
+    current = {
+        key: value for key, value in values.items() if not is_only(value, removed.get(key, ...), values.get("kind"))
+    }
     return {key: with_current_keys(member_type(hint, key), value) for key, value in current.items()}
 
 
-def is_only(value: Any, only: Any) -> bool:
-    return only is ANY or (value in only if isinstance(only, tuple) else value == only)
+def is_only(value: Any, only: Any, kind: Any) -> bool:
+    if isinstance(only, dict):
+        return isinstance(kind, str) and kind in only and value == only[kind]
+    return only is ANY or value == only
 
 
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:

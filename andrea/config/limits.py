@@ -10,8 +10,6 @@ import os
 import re
 from dataclasses import dataclass
 
-from andrea.config.errors import UserError
-
 # Sanity limits. Larger values are mistakes, and would make arithmetic, torch or the system fail with obscure errors.
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 1e30
@@ -19,6 +17,10 @@ LONGEST_NAME_BYTES = 200  # of a folder's name: disks take 255, and we append en
 LONGEST_PATH_BYTES = 2048
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # characters that a terminal obeys
 LONGEST_PART_BYTES = 255  # of a path's part, between two slashes
+
+
+class UserError(ValueError):
+    """The user's input or configuration is wrong. Shown as one line with exit code 2, never with a traceback."""
 
 
 class Text(str):

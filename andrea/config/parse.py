@@ -11,9 +11,8 @@ import typing
 from typing import Annotated, Any, Literal
 
 from andrea.config.checks import CHECKS
-from andrea.config.errors import UserError
 from andrea.config.keys import key_types, nearest, with_current_keys
-from andrea.config.limits import LARGEST_INTEGER, DottedPath, PathText, Text, is_dotted_path, readable_path
+from andrea.config.limits import LARGEST_INTEGER, DottedPath, PathText, Text, UserError, is_dotted_path, readable_path
 
 DEEPEST_YAML = 20
 # Errors that PyYAML raises, besides its own, for malformed values such as 2001-99-99 or !!bool x

@@ -141,7 +141,6 @@ class DataConfig:
     include: list[Text] = dataclasses.field(default_factory=list)
     exclude: list[Text] = dataclasses.field(default_factory=list)
     field: Text | None = None
-    shuffle_documents: bool = False  # of a configuration saved before this key: false
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,6 @@ class OptimizerConfig:
     schedule: Literal["constant_then_decay", "cosine"]
     warmup_steps: NonNegativeInteger
     decay_fraction: float | None
-    final_fraction: Share
     muon_rows: Literal["none", "equal", "auto"] = "none"
     average_half_life: PositiveNumber | None = None
     convolution_learning_rate: PositiveNumber | None = None
@@ -185,7 +183,6 @@ class OptimizerConfig:
 class LoggerConfig:
     wandb: Literal["auto", "online", "offline", "disabled"]
     project: str
-    group: str | None
     tensorboard: bool = False
 
 
@@ -203,7 +200,6 @@ class TrainConfig:
     max_minutes: PositiveNumber | Auto | None
     tokens_per_parameter: PositiveNumber | None = None
     flops: PositiveNumber | None = None
-    lens_prompt: Text | None = None
     activation_checkpointing: bool = False
     patience: PositiveInteger | None = None
     teachers: list[PathText] = dataclasses.field(default_factory=list)
@@ -212,7 +208,6 @@ class TrainConfig:
 @dataclass(frozen=True)
 class HealthConfig:
     on_failure: Literal["warn", "stop"]
-    samples: NonNegativeInteger
 
 
 @dataclass(frozen=True)

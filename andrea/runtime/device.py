@@ -96,16 +96,22 @@ def choose_threads(requested: int | str) -> int:
     return torch.get_num_threads()
 
 
+def set_malloc(options: dict[int, int]) -> bool:
+    """Set options of glibc's malloc, in their order. Returns whether this process has it."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is not None:
+        for option, value in options.items():
+            set_option(option, value)
+    return set_option is not None
+
+
 def keep_freed_memory() -> None:
     """Let this process keep the memory of freed tensors for new ones, instead of returning it to the system; glibc only.
 
     By default glibc returns large blocks at once, and the next training step on a CPU requests them again page by page.
     This took a seventh of the step's time at andrea-120m (bench/README.md). Peak memory grows by up to a twentieth.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if set_option is not None:
-        for option, value in ((MALLOC_MMAP_MAX, 0), (MALLOC_TRIM_THRESHOLD, 2**31 - 1), (MALLOC_TOP_PAD, 2**26)):
-            set_option(option, value)
+    set_malloc({MALLOC_MMAP_MAX: 0, MALLOC_TRIM_THRESHOLD: 2**31 - 1, MALLOC_TOP_PAD: 2**26})
 
 
 @contextlib.contextmanager
@@ -115,24 +121,17 @@ def large_blocks_apart() -> Iterator[None]:
     Use it for work between training steps. The blocks of such work have other sizes than those of a step. They would
     fragment the memory that this process keeps, and raise the peak by more than their own size. glibc only.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if set_option is None:
-        yield
-        return
-    set_option(MALLOC_MMAP_MAX, 65536)
+    set_malloc({MALLOC_MMAP_MAX: 65536})
     try:
         yield
     finally:
-        set_option(MALLOC_MMAP_MAX, 0)
+        set_malloc({MALLOC_MMAP_MAX: 0})
 
 
 def return_freed_memory() -> None:
     """Undo `keep_freed_memory`: restore glibc's default settings, and return unused memory to the system."""
-    library = ctypes.CDLL(None)
-    if sys.platform == "linux" and hasattr(library, "mallopt"):
-        for option, value in ((MALLOC_MMAP_MAX, 65536), (MALLOC_TRIM_THRESHOLD, 2**17), (MALLOC_TOP_PAD, 0)):
-            library.mallopt(option, value)
-        library.malloc_trim(0)
+    if set_malloc({MALLOC_MMAP_MAX: 65536, MALLOC_TRIM_THRESHOLD: 2**17, MALLOC_TOP_PAD: 0}):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def choose_precision(requested: str, device: torch.device) -> Choice:

@@ -21,7 +21,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from andrea.config.errors import UserError
+from andrea.config import UserError
 
 UNFINISHED = ".writing-"  # the first characters of every staging name
 

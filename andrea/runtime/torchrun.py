@@ -8,7 +8,6 @@ anything. A second file names the run folder, in which a restarted run continues
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from andrea.runtime.files import replace_text
 # Wrong input, non-finite, failed health, SIGHUP, Ctrl-C, SIGTERM. Whoever sends a signal to stop wants no restart.
 FINAL_EXIT_CODES = (2, 3, 4, 129, 130, 143)
 RANK_LOST = 6  # an exit code that a restart may cure
-GRACE_SECONDS = 10
+GRACE_SECONDS = 10  # in which rank 0 prints an error that all ranks share: torchrun ends every rank when one exits
 
 
 class ErrorOfRank0(UserError):
@@ -50,11 +49,6 @@ def has_many_ranks() -> bool:
 def rank_prefix() -> str:
     """The first words of a line that a rank other than 0 prints; empty on rank 0."""
     return "" if is_rank_0() else f"rank {os.environ['RANK']}: "
-
-
-def give_rank_0_time() -> None:
-    """Wait until rank 0 has printed an error that all ranks share, because torchrun ends every rank when one exits."""
-    time.sleep(GRACE_SECONDS)
 
 
 def recorded_exit_code() -> int | None:

@@ -32,7 +32,8 @@ from andrea.training.step import TrainingStep
 
 SAMPLE_TEMPERATURE = 1.0  # the model's own distribution
 SAMPLE_PENALTY = 1.1  # of repetitions, as of `sample`: without it, a small model often writes loops (bench/README.md)
-SECOND_SAMPLES = 4  # times as many samples are judged if the first ones suggest a failure
+JUDGED_TEXTS = 5  # by the health checks of an evaluation: one text alone would often look like a failure
+SECOND_SAMPLES = 4  # times as many texts are judged if the first ones suggest a failure
 PACE_SHARE = 1 / 32  # of the held-out text, from which the pace of an evaluation is measured
 CHOOSING_SHARE = 1 / 2  # of a small held-out text: chooses the best evaluation, which the rest judges
 LENS_TOKENS = 40  # length of the default prompt, taken from held-out text
@@ -186,9 +187,9 @@ class Evaluator:
         size_ratios: Tensor | None,
         standing: Standing | None,
     ) -> dict[str, Any]:
-        texts = self.texts(model, self.config.health.samples)
+        texts = self.texts(model, JUDGED_TEXTS)
         if self.health.needs_more_samples(texts, self.progress.step):
-            texts = self.texts(model, SECOND_SAMPLES * self.config.health.samples)
+            texts = self.texts(model, SECOND_SAMPLES * JUDGED_TEXTS)
         heads = self.measured_heads(model)
         evidence = Evidence(self.progress.step, self.progress.tokens, texts, heads, size_ratios, by_source, standing)
         figures, begun, ended = self.health.judge(evidence)
@@ -283,9 +284,9 @@ def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def lens_prompt(config: RunConfig, corpus: Corpus) -> str:
-    """The prompt of the lens page: train.lens_prompt, or the first held-out tokens if it is not set."""
-    if config.train.lens_prompt is not None:
-        return config.train.lens_prompt
+    """The prompt of the lens page, the first held-out tokens; empty, which makes no page, if train.sample_tokens is 0."""
+    if not config.train.sample_tokens:
+        return ""
     tokens = corpus.sources[0].val[: min(LENS_TOKENS, config.model.sequence_length - 1)].tolist()
     return corpus.tokenizer.decode([token for token in tokens if token != corpus.tokenizer.end_of_text])
 

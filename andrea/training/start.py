@@ -165,8 +165,7 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
         console.say(length)
     if budget:
         console.seconds_left = budget.seconds_left
-    end_of_text = corpus.tokenizer.end_of_text if config.data.shuffle_documents else None
-    loader = Loader(corpus.sources, config.model.sequence_length, config.seed, end_of_text)
+    loader = Loader(corpus.sources, config.model.sequence_length, config.seed, corpus.tokenizer.end_of_text)
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))

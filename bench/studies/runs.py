@@ -18,7 +18,7 @@ from andrea.training.records.run_folder import read_lines
 if TYPE_CHECKING:
     from study import Study, Variant
 
-QUIET = ("device=cpu", "logger=none", "train.sample_tokens=0", "train.lens_prompt=", "health.samples=0")
+QUIET = ("device=cpu", "logger=none", "train.sample_tokens=0")
 RARELY = 1_000_000  # steps
 SAVES = 8  # in a run, so that one that was cut off loses little
 POLL_S = 0.2

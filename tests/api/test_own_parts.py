@@ -87,7 +87,7 @@ class Wanting(Compatibility):
 not_a_class = 3
 '''
 OWN = ["attention.compatibility=my_module.Tempered", "model.mlp=my_module.Gated"]
-SHORT = ["name=own", "train.steps=2", "train.eval_every=2", "train.save_every=2", "train.lens_prompt=",
+SHORT = ["name=own", "train.steps=2", "train.eval_every=2", "train.save_every=2",
          "train.sample_tokens=4", "device=cpu"]  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_a_function_without_a_lowered_form(train, place: Path) -> None:
 
 @pytest.mark.slow
 def test_each_run_of_a_sweep_imports_what_its_command_line_names(train, place: Path) -> None:
-    assert train("-m", *SHORT[1:], *OWN, "seed=1,2", "logger.group=both") == 0
+    assert train("-m", *SHORT[1:], *OWN, "seed=1,2", "name=both") == 0
     assert len(list((place / "runs").glob("*-both/checkpoints/step-00000002"))) == 2
 
 
@@ -228,7 +228,7 @@ def test_what_is_no_such_class_is_refused_by_name(train, place: Path, word: str,
 
 @pytest.mark.parametrize("value", ["scaled_dott", "a.", ".a", "a..b", "a.b c", "1.5", "os.path;x", "a/b.c", "."])
 def test_what_is_no_dotted_path_is_refused_with_what_is_allowed(value: str) -> None:
-    from andrea.cli.command_line import configure
+    from andrea.api.words import configure
 
     with pytest.raises(UserError, match=r"dotted path of a class of your own \(my_module.MyClass\)") as refused:
         configure(RunConfig, "train", [f"attention.compatibility={value}"])

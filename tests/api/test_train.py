@@ -13,7 +13,7 @@ from conftest import tiny_words
 
 import andrea
 
-SHORT = ["train.steps=4", "train.lens_prompt=", "train.sample_tokens=0", "precision=fp32", "device=cpu"]
+SHORT = ["train.steps=4", "train.sample_tokens=0", "precision=fp32", "device=cpu"]
 
 
 def figures_of(folder: Path) -> list[float]:

@@ -13,8 +13,9 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.cli.command_line import CommandLine, compose, configure, exit_code_of, lay_over, one_line, read, run
-from andrea.config import LensConfig, RunConfig, SampleConfig, UserError, parse
+from andrea.api.words import CommandLine, compose, configure, read
+from andrea.cli.command_line import exit_code_of, one_line, run
+from andrea.config import LensConfig, RunConfig, SampleConfig, UserError, lay_over, parse
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
 BASE = {kind: compose(name, CommandLine({}, {})) for kind, name in ((RunConfig, "train"), (SampleConfig, "sample"))}
@@ -49,9 +50,9 @@ def test_prompts_that_hydra_s_grammar_would_refuse_or_change(prompt: str) -> Non
 
 
 def test_null_means_the_same_on_the_command_line_as_in_the_yaml() -> None:
-    keys = ("resume", "init_from", "name", "train.lens_prompt", "train.max_minutes")
+    keys = ("resume", "init_from", "name", "train.patience", "train.max_minutes")
     config = configure(RunConfig, "train", [f"{key}=null" for key in keys])
-    values = (config.resume, config.init_from, config.name, config.train.lens_prompt, config.train.max_minutes)
+    values = (config.resume, config.init_from, config.name, config.train.patience, config.train.max_minutes)
     assert values == (None,) * 5
     assert configure(RunConfig, "train", ["resume=None"]).resume == "None"
 

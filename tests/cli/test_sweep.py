@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import run_script, tiny_words
 
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.cli.sweep import run_name
 from andrea.config import RunConfig, UserError
 from andrea.model.size import count_parameters, flops_per_token
@@ -22,7 +22,7 @@ BYTE_VOCABULARY = 257
 def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     tmp_path: Path, notes: Path, script, capfd
 ) -> None:
-    words = tiny_words(tmp_path, notes, "train.steps=1,0,2", "seed=7", "logger.group=mine", "train.sample_tokens=0")
+    words = tiny_words(tmp_path, notes, "train.steps=1,0,2", "seed=7", "name=mine", "train.sample_tokens=0")
     code, out, _ = run_script(script("train"), ["-m", *words], capfd)
     assert code == 2 and out.splitlines()[-1] == "sweep: 2 of 3 runs done; failed: train.steps=0 (exit code 2)"
     best = "sweep: fewest bits per byte: andrea-nano-512-seed7-steps=2-mine, "
@@ -30,7 +30,6 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     assert out.splitlines()[-2].endswith(f" compare {tmp_path / 'runs'}/*-mine")
     runs = {path.parent.name: yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/config.yaml")}
     assert sorted(runs) == [f"andrea-nano-{tokens}-seed7-steps={n}-mine" for tokens, n in ((256, 1), (512, 2))]
-    assert {config["logger"]["group"] for config in runs.values()} == {"mine"}
     assert {config["train"]["max_minutes"] for config in runs.values()} == {None}
 
 
@@ -39,16 +38,15 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     [
         (["model=andrea-nano,andrea-12"], "model=andrea-12 "),
         (["train.stps=1,2"], "train.steps"),
-        (["name=a", "seed=1,2"], "name="),
         (["seed"], "key=value"),
         (["data.path={a,b", "seed=1,2"], "data.path={a,b"),
         (["seed=1,2", "seed=3"], "seed=1,2 and seed=3 both set seed"),
-        (["logger.group=a,b"], "logger.group holds all runs"),
+        (["name=a,b"], "name holds all runs"),
         (["hydra.nonsense=1", "seed=1,2"], "hydra.nonsense=1 is refused by Hydra"),
         (["hydra/launcher=nope", "seed=1,2"], "hydra/launcher=nope"),
         (["hydra.sweep.dir=${nope}", "seed=1,2"], "hydra.sweep.dir"),
         (["train.eval_every=glob(*)"], "train.eval_every=glob(*) has no values"),
-        (["logger.group=../..", "seed=1,2"], "logger.group='../..' is not a folder name"),
+        (["name=../..", "seed=1,2"], "name='../..' is not a folder name"),
         (["optimizer.weight_decay=" + "[" * 3000, "seed=1,2"], "optimizer.weight_decay="),
         (["optimizer.weight_decay=" + "1," * 3000, "seed=1,2"], "6000 characters"),
     ],

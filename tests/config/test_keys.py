@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from andrea.__main__ import main
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.config import (
     LensConfig,
     RunConfig,
@@ -18,17 +18,17 @@ from andrea.config import (
     to_plain,
     with_current_keys,
 )
-from andrea.config.keys import ANY, OTHER_NAMES, REMOVED, dotted_keys, key_types, suggestion
+from andrea.config.keys import ANY, COMMANDS, OTHER_NAMES, REMOVED, dotted_keys, key_types, suggestion
 from andrea.training.resume import merge
 
 
 def only_value(only: Any) -> Any:
-    return 7 if only is ANY else only[0] if isinstance(only, tuple) else only
+    return 7 if only is ANY else only["muon"] if isinstance(only, dict) else only
 
 
 def old_values() -> dict:
     """A run's configuration as it was saved with the keys that have been removed since."""
-    values = to_plain(configure(RunConfig, "train", ["health.samples=3"]))
+    values = to_plain(configure(RunConfig, "train", ["train.keep=2"]))
     for kind, removed in REMOVED.items():
         group = next((name for name, hint in key_types(RunConfig).items() if hint is kind), None)
         (values[group] if group else values).update({key: only_value(only) for key, only in removed.items()})
@@ -43,8 +43,8 @@ def test_a_removed_key_is_no_key() -> None:
 def test_a_saved_configuration_with_removed_keys_is_read_without_a_word(capsys: pytest.CaptureFixture) -> None:
     composed = to_plain(configure(RunConfig, "train", []))
     merged, changes = merge(old_values(), composed, {}, {})
-    assert (parse(RunConfig, merged).health.samples, changes) == (3, [])
-    assert parse(RunConfig, old_values()).health.samples == 3
+    assert (parse(RunConfig, merged).train.keep, changes) == (2, [])
+    assert parse(RunConfig, old_values()).train.keep == 2
     assert capsys.readouterr() == ("", "")
 
 
@@ -65,13 +65,16 @@ def test_import_is_typed_with_from(tmp_path: Path) -> None:
         main(["import", f"from={tmp_path}", f"out={tmp_path / 'out'}"])
 
 
-@pytest.mark.parametrize("kind", OTHER_NAMES)
+@pytest.mark.parametrize("kind", COMMANDS.values())
 def test_names_of_other_programs_lead_to_keys_and_are_no_keys(kind: type) -> None:
     keys = dotted_keys(kind)
-    for key, names in OTHER_NAMES[kind].items():
-        assert key in keys
-        for name in names.split():
+    for key, names in OTHER_NAMES.items():
+        for name in names.split() if key in keys else ():
             assert name not in keys and key in suggestion(kind, name), name
+
+
+def test_each_key_with_other_names_is_one_of_some_command() -> None:
+    assert OTHER_NAMES.keys() <= {key for kind in COMMANDS.values() for key in dotted_keys(kind)}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from andrea.cli.command_line import CommandLine, compose, lay_over, read
+from andrea.api.words import CommandLine, compose, read
 from andrea.config import (
     AttentionConfig,
     CompareConfig,
@@ -17,6 +17,7 @@ from andrea.config import (
     ModelConfig,
     RunConfig,
     SampleConfig,
+    lay_over,
     parse,
 )
 from andrea.model import GPT, initialise

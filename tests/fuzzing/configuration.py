@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from andrea.cli.command_line import compose, lay_over, read
+from andrea.api.words import compose, read
 from andrea.cli.commands import to_key_value
 from andrea.cli.sweep import split
-from andrea.config import CompareConfig, DashboardConfig, LensConfig, RunConfig, SampleConfig, parse
+from andrea.config import CompareConfig, DashboardConfig, LensConfig, RunConfig, SampleConfig, lay_over, parse
 from andrea.training.planning import dry_run
 from andrea.training.planning.dry_run import describe as describe_plan
 from andrea.training.planning.length import with_length_and_name
@@ -119,8 +119,6 @@ def make_configurations(folder: Path) -> Handler:
             split(words)
         if kind is CompareConfig:
             words = to_key_value(words, positional="runs")
-        if kind is DashboardConfig:
-            words = to_key_value(words)
         line = read(kind, words)
         if number == 1:
             plain = compose(KINDS[kind], line)

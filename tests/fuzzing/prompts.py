@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from andrea.cli.command_line import lay_over, read
-from andrea.config import SampleConfig, parse
+from andrea.api.words import read
+from andrea.config import SampleConfig, lay_over, parse
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.generation.session import read_prompt

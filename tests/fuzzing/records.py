@@ -16,8 +16,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from andrea.api.words import compose, read
 from andrea.checkpoint.keep import mark_and_prune
-from andrea.cli.command_line import compose, read
 from andrea.config import RunConfig, RunsConfig, UserError, parse
 from andrea.insight.compare.command import terminal_lines
 from andrea.insight.compare.comparison import compare_runs

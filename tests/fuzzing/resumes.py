@@ -22,8 +22,8 @@ import torch
 from forked_train import ForkedTrain
 from hypothesis import strategies as st
 
-from andrea.cli.command_line import compose, read
-from andrea.cli.train import train_one
+from andrea.api.run import train_one
+from andrea.api.words import compose, read
 from andrea.config import RunConfig, UserError, parse, to_plain
 from andrea.text.corpus import VERIFIED, open_corpus
 from andrea.text.loader import Loader
@@ -52,7 +52,7 @@ WORDS = [
     "model.d_model=16", "model.n_layer=2", "model.n_head=2", "model.d_mlp=32", "model.sequence_length=32",
     "tokenizer=bpe", "tokenizer.vocab_size=300", "logger=none", "compile=off", "threads=1", "device=cpu",
     "train.tokens_per_step=64", "train.steps=30", "train.log_every=5", "train.eval_every=10", "train.save_every=15",
-    "train.sample_tokens=0", "train.lens_prompt=", "data=text", "name=a",
+    "train.sample_tokens=0", "data=text", "name=a",
 ]  # fmt: skip
 # Exit codes of train.py for an edit that makes a run: it was done, not finite, failed its health checks, or was terminated.
 ACCEPTED = {0, 3, 4, 128 + signal.SIGTERM, -signal.SIGTERM}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.cli.commands import to_key_value
 from andrea.config import DashboardConfig, UserError
 from andrea.insight.dashboard import dashboard, make_workspace, specification

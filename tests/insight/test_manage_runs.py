@@ -71,7 +71,7 @@ def test_a_renamed_run_is_resumed_and_its_parents_and_children_stay(
     tiny_run, tmp_path: Path, notes: Path, script, capsys
 ) -> None:
     folder = tmp_path / "runs"
-    quiet = ["train.sample_tokens=0", "health.samples=0", f"runs_dir={folder}"]
+    quiet = ["train.sample_tokens=0", f"runs_dir={folder}"]
     assert tiny_run("name=first", "train.steps=4", *quiet) == 0
     assert tiny_run("name=second", "train.steps=4", "init_from=first", *quiet) == 0
     best = best_of(folder / "first")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import run_script, tiny_words
 
+from andrea.api.run import train_one
 from andrea.checkpoint import checkpoints_of, newest_whole
-from andrea.cli.train import train_one
 from andrea.generation import Engine
 from andrea.training import evaluation
 from andrea.training.evaluation import Evaluator
@@ -32,19 +32,14 @@ def test_a_sample_prompt_longer_than_the_window_is_refused_before_training(tiny_
     assert tiny_run("name=b", "train.steps=4", "data.sample_prompt=" + 33 * "a", "train.sample_tokens=0") == 0
 
 
-def test_a_long_lens_prompt_is_cut(tiny_run, tmp_path: Path) -> None:
-    assert tiny_run("name=a", "train.steps=4", "train.lens_prompt=" + 99 * "a") == 0
-    assert [path.name for path in (tmp_path / "runs" / "a" / "lens").iterdir()] == ["step-00000004.html"]
-
-
 def test_a_page_that_cannot_be_written_is_one_line_and_the_run_goes_on(
     tmp_path: Path, notes: Path, script, capsys
 ) -> None:
     run = tmp_path / "runs" / "a"
-    script("train")(tiny_words(tmp_path, notes, "name=a", "train.steps=4", "train.lens_prompt="))
+    script("train")(tiny_words(tmp_path, notes, "name=a", "train.steps=4", "train.sample_tokens=0"))
     (run / "lens").touch()  # a file where the folder of the pages would be
     capsys.readouterr()
-    words = ["name=a", "resume=auto", "train.lens_prompt=null"]
+    words = ["name=a", "resume=auto"]
     code, out, err = run_script(script("train"), tiny_words(tmp_path, notes, *words), capsys)
     assert code == 0 and not err and saved_steps(run) == STEPS
     assert out.count("writing the lens page failed") == 1
@@ -111,7 +106,6 @@ def test_the_checkpoint_is_written_before_the_extras(
 
 
 WORDS = [
-    "health.samples=3",
     "train.sample_tokens=7",
     "train.keep=1",
 ]

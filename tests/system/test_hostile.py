@@ -35,7 +35,7 @@ FAKETIME = [
     for folder in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 ]
 LEAST_MEMORY_MB = 1024  # torch alone takes about half of it
-QUIET = ["train.sample_tokens=0", "train.eval_every=100", "train.lens_prompt="]
+QUIET = ["train.sample_tokens=0", "train.eval_every=100"]
 
 
 @dataclass(frozen=True)

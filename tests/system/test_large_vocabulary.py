@@ -36,7 +36,7 @@ def words_of(place: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_every_command_serves_a_large_vocabulary(place: Path, tiny_run, script, capsys) -> None:
-    assert tiny_run(*words_of(place, "name=a", "train.steps=20", "optimizer=adamw", "train.lens_prompt= aaaa")) == 0
+    assert tiny_run(*words_of(place, "name=a", "train.steps=20", "optimizer=adamw")) == 0
     (prepared,) = (place / "data").glob("text-bpe-*")
     tokens = open_shard(prepared / "train-000000.bin")[0:100]
     assert tokens.dtype == np.uint32 and tokens.max() >= FIRST_RARE

@@ -26,7 +26,7 @@ def words(tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     place.mkdir()
     monkeypatch.chdir(place)
     monkeypatch.setenv("COLUMNS", "1000")  # a narrow terminal gets each command on a line of its own
-    return tiny_words(place, notes, *PLACES, "name=k 9", "train.lens_prompt=", "train.sample_tokens=0")
+    return tiny_words(place, notes, *PLACES, "name=k 9", "train.sample_tokens=0")
 
 
 def interrupted(words: list[str], script, capsys, monkeypatch) -> str:

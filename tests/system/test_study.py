@@ -43,7 +43,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def make(study: ModuleType, tmp_path: Path):
     def made(*only: str, **chosen):
         path = tmp_path / "variants.yaml"
-        shape = {"words": ["model=andrea-nano-2026-11", *TINY], "steps": 12}
+        shape = {"words": ["model=andrea-nano", "optimizer.weight_decay=0.1", *TINY], "steps": 12}
         path.write_text(yaml.safe_dump({"shapes": {"tiny": shape}, "variants": VARIANTS}, sort_keys=False))
         defaults = {"variants": path, "shape": "tiny", "only": list(only) or None, "base": "base", "seeds": [3, 5],
                     "equal_time": False, "words": ["data.path=x"], "output": tmp_path / "study.json"}  # fmt: skip

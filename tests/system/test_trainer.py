@@ -191,7 +191,7 @@ def test_weights_bring_their_model_and_their_tokenizer(notes: Path, tmp_path: Pa
     (tmp_path / "other" / "b.txt").write_text("another text than that of the first run\n" * 200)
     places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", f"data.path={tmp_path / 'other'}"]
     words = [*places, "data=text", "logger=none", "compile=off", "threads=1", "train.steps=2", "train.sample_tokens=0",
-             "train.tokens_per_step=64", "train.lens_prompt="]  # fmt: skip
+             "train.tokens_per_step=64"]  # fmt: skip
     run = tmp_path / "runs" / "a"
     for number, named in enumerate(("a", str(run), str(run / "checkpoints" / "best"), str(checkpoints_of(run)[-1]))):
         assert train([*words, f"name=b{number}", f"init_from={named}"]) == 0

@@ -76,7 +76,7 @@ def test_the_installed_command_works_in_an_empty_folder(wheel: Path, notes: Path
     assert "next: andrea sample checkpoint=runs/one/" in run(andrea, "train", "name=one", *words)
     assert "def " in run(andrea, "sample", "prompt=def ", "max_new_tokens=3", "device=cpu")
     run(andrea, "lens", "prompt=def main", "device=cpu")
-    assert "sweep: 2 of 2 runs done" in run(andrea, "train", "-m", "seed=1,2", "logger.group=both", *words)
+    assert "sweep: 2 of 2 runs done" in run(andrea, "train", "-m", "seed=1,2", "name=both", *words)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run(*torchrun, "-m", "andrea", "train", "name=two", *words)
     assert {path.name for path in here.iterdir()} == {"data", "lens.html", "runs"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.config import RunConfig, digest, recipe_fingerprint
 from andrea.training.expected import curves
 from andrea.training.expected.curves import Curve, Expected, ExpectedCurves, Standing
@@ -131,7 +131,7 @@ def test_a_run_says_and_records_where_it_stands(curve_of_12, tmp_path: Path, tin
     ],
 )
 def test_only_what_was_measured_is_compared(words, compared: set[int], curve_of_12, tmp_path: Path, tiny_run) -> None:
-    assert tiny_run("name=a", *words, "health.samples=0", "train.lens_prompt=") == 0
+    assert tiny_run("name=a", *words, "train.sample_tokens=0") == 0
     seen = evaluations(tmp_path, "a")
     assert {step for step, record in seen.items() if "expected/bpb" in record} == compared and len(seen) == 3
 
@@ -147,7 +147,7 @@ def test_only_what_was_measured_is_compared(words, compared: set[int], curve_of_
 def test_a_resumed_run_is_compared_if_it_has_followed_one_recipe(
     first, then, compared: bool, curve_of_12, tmp_path: Path, tiny_run, script
 ) -> None:
-    quiet = ["health.samples=0", "train.lens_prompt=", "train.sample_tokens=0", "optimizer.warmup_steps=2"]
+    quiet = ["train.sample_tokens=0", "optimizer.warmup_steps=2"]
     assert tiny_run("name=a", *first, *quiet) == 0
     run = tmp_path / "runs" / "a"
     again = [f"runs_dir={run.parent}", f"data_dir={tmp_path / 'data'}", "name=a", "train.steps=12", *then]

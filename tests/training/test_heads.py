@@ -85,8 +85,8 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
 
 @pytest.mark.untraced
 def test_our_kernel_measures_the_heads_of_every_training_step(tiny_run, tmp_path, notes):
-    words = ("precision=fp32", "train.steps=2", "train.log_every=1", "health.samples=0")
-    words += ("train.tokens_per_step=128", "train.micro_batch=3", "train.sample_tokens=0", "train.lens_prompt=")
+    words = ("precision=fp32", "train.steps=2", "train.log_every=1")
+    words += ("train.tokens_per_step=128", "train.micro_batch=3", "train.sample_tokens=0")
     words += ("model.n_layer=1", "model.n_head=1", f"data.path={notes / 'abc.py'}")  # the interpreter is slow
     assert tiny_run("name=fused", "attention.implementation=triton", *words) == 0
     assert tiny_run("name=readable", "attention.implementation=reference", *words) == 0
@@ -109,7 +109,7 @@ def test_our_kernel_measures_the_heads_of_every_training_step(tiny_run, tmp_path
 @pytest.mark.parametrize("name", [*COMPATIBILITIES, "sliding_window", "packed_documents"])
 def test_each_compatibility_function_trains_until_the_loss_falls(name, tiny_run, tmp_path):
     words = ["train.steps=30", "train.log_every=1", "train.sample_tokens=0"]
-    words += ["train.eval_every=30", "train.save_every=30", "train.lens_prompt="]
+    words += ["train.eval_every=30", "train.save_every=30"]
     words += {"additive": ["model.position=learned"], "sliding_window": ["attention.window=5"]}.get(name, [])
     assert tiny_run("name=a", f"attention={name}", *words) == 0
     losses = [record["train/loss"] for record in records_of(tmp_path, "a") if "train/loss" in record]

@@ -28,13 +28,11 @@ def resumed_config(tmp_path: Path) -> dict:
     return yaml.safe_load((tmp_path / "runs" / "a" / "config.yaml").read_text())
 
 
-def test_the_choices_of_a_run_are_the_defaults_the_typed_and_those_that_its_model_makes() -> None:
+def test_the_choices_of_a_run_are_the_defaults_and_the_typed() -> None:
     assert chosen_groups({"data": "text"}) == {
         "model": "andrea-nano", "attention": "scaled_dot", "data": "text", "tokenizer": "bpe", "optimizer": "muon",
         "logger": "wandb", "health": "default", "parallel": "auto",
     }  # fmt: skip
-    old = chosen_groups({"model": "andrea-12m-2026-11", "attention": "cosine"})
-    assert (old["optimizer"], old["attention"]) == ("muon-2026-11", "cosine")
 
 
 def test_a_run_of_a_changed_preset_goes_on_with_its_values(configs, tmp_path, tiny_run, capsys) -> None:

@@ -19,8 +19,8 @@ from conftest import settings_in, tiny_words
 
 import andrea
 from andrea.__main__ import main
+from andrea.api.words import configure
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint, step_of
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters
 from andrea.text.tokenizer import vocabulary_for
@@ -297,7 +297,7 @@ def test_patience_begins_the_decay_and_then_ends_the_run_also_if_it_was_resumed(
     """The weights stay as they are, so that no evaluation after the first is a new best."""
     words = [*FROZEN, "train.steps=40", "train.eval_every=2", "train.save_every=2", "train.patience=2"]
     words += ["train.keep=100"]
-    words += ["optimizer.decay_fraction=0.5", "optimizer.warmup_steps=0", "train.sample_tokens=0", "train.lens_prompt="]
+    words += ["optimizer.decay_fraction=0.5", "optimizer.warmup_steps=0", "train.sample_tokens=0"]
     assert tiny_run("name=whole", *words) == 0
     out = capsys.readouterr().out
     assert "no new best in train.patience=2 evaluations: the learning rate falls from step 6 on" in out

@@ -599,7 +599,7 @@ def make_health(
 ) -> Health:
     """The health of a run, with the state that `checkpoint` saved if one is given."""
     reference = None
-    if run.health.samples and run.train.sample_tokens:
+    if run.train.sample_tokens:
         held_out = [source.val for source in corpus.sources]
         reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
     health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), reference, planned_epochs)

@@ -11,13 +11,17 @@ from bisect import bisect_left
 
 from andrea.config import OptimizerConfig
 
+# Final learning rate as a share of the peak. AdamW's is that of GPT-3 (Brown et al. 2020, appendix B); the rates of Muon were tuned
+# with a rate that falls to 0.
+FINAL_SHARES = {"muon": 0.0, "adamw": 0.1}
+
 
 def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
     """The learning rate of the update that follows `step` earlier steps, as a fraction of its peak; 0 <= step < steps.
 
     Warm-up is linear: min(1, (step + 1) / warmup_steps). After it, the rate either follows the cosine of Loshchilov &
     Hutter (2017, arXiv 1608.03983, eq. 5), or stays at its peak and then falls linearly over the last `decay_fraction`
-    of the run. Both end at `final_fraction`.
+    of the run. Both end at the share of the peak in FINAL_SHARES.
     """
     warmup = min(config.warmup_steps, steps)
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
@@ -26,7 +30,8 @@ def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
         fall = 0.5 * (1 + math.cos(math.pi * done))
     else:
         fall = min(1.0, (steps - step) / decay_steps(steps, config))
-    return rise * (config.final_fraction + (1 - config.final_fraction) * fall)
+    final = FINAL_SHARES[config.kind]
+    return rise * (final + (1 - final) * fall)
 
 
 def decay_steps(steps: int, config: OptimizerConfig) -> int:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from andrea.config import LoggerConfig, UserError, as_typed
+from andrea.config import LoggerConfig, UserError
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.records import AXES, Logger
 from andrea.training.records.run_folder import read_lines
 
+GROUP = "WANDB_RUN_GROUP"  # wandb's environment variable
 TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
-NAME_IN_WANDB = {"project": "project", "group": "run_group"}  # key of `logger` -> wandb's setting
 
 
 @final
@@ -50,7 +50,7 @@ class Wandb(Logger):
         self.run: Any = None  # wandb's own run; None where wandb has failed
         self.run_id = run_id or uuid.uuid4().hex[:8]
         about = {
-            "project": config.project, "group": config.group or group, "name": replace_surrogates(name),
+            "project": config.project, "group": os.environ.get(GROUP) or group, "name": replace_surrogates(name),
             "config": replace_surrogates(facts), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
         }  # fmt: skip
         timeouts = {key: seconds for key, seconds in TIMEOUTS_SECONDS.items() if key in wandb.Settings.model_fields}
@@ -157,17 +157,15 @@ def open_wandb(mode: str, say: Callable[[str], None], *arguments: Any) -> Wandb:
 
 
 def check_settings(config: LoggerConfig) -> None:
-    """Raises UserError for a value of `logger` that wandb refuses. Settings of the environment are not read here."""
+    """Raises UserError for a project that wandb refuses. Settings of the environment are not read here."""
     try:
         import wandb
     except Exception:  # a broken installation, which is reported when the run opens its loggers
         return
-    for key, name in NAME_IN_WANDB.items():
-        value = getattr(config, key)
-        try:
-            wandb.Settings(**{name: value})
-        except (ValueError, wandb.errors.UsageError) as error:
-            raise UserError(f"logger.{key}={as_typed(value)} is refused by wandb: {reason(error)}") from None
+    try:
+        wandb.Settings(project=config.project)
+    except (ValueError, wandb.errors.UsageError) as error:
+        raise UserError(f"logger.project={config.project} is refused by wandb: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import yaml
 
+from andrea.api.words import configure
 from andrea.checkpoint import write_checkpoint
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig, to_plain
 from andrea.text.tokenizer import ByteTokenizer
 from andrea.training.records.run_folder import mark, plain_text

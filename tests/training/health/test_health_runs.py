@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from andrea.api.words import configure
 from andrea.checkpoint import newest_whole
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT

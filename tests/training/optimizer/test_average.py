@@ -41,7 +41,7 @@ def test_the_model_has_its_own_weights_again_also_after_an_error() -> None:
 
 
 def test_evaluations_and_loaded_models_use_the_average_and_training_does_not(tiny_run, tmp_path: Path) -> None:
-    words = ["precision=fp32", "train.sample_tokens=0", "train.steps=8", "train.lens_prompt="]
+    words = ["precision=fp32", "train.sample_tokens=0", "train.steps=8"]
     assert tiny_run("name=plain", *words) == tiny_run("name=averaged", "optimizer.average_half_life=4", *words) == 0
     plain, averaged = (newest_whole(tmp_path / "runs" / name) for name in ("plain", "averaged"))
     weights, tokenizer = averaged.model_tensors(), averaged.tokenizer()

@@ -94,7 +94,7 @@ def trained(tiny_run, short_text: Path, tmp_path: Path) -> Callable[..., list[di
     """Trains at a rate that drives the logits up, without QK-norm; returns the records of the run `name`."""
     hot = ("model.qk_norm=false", "optimizer=adamw", "optimizer.learning_rate=0.5", "optimizer.weight_decay=0",
            "optimizer.tuned_d_model=null", "optimizer.tuned_n_layer=null", "train.micro_batch=3", "precision=fp32",
-           "train.log_every=1", f"data.path={short_text}", "health.samples=0", "train.sample_tokens=0",
+           "train.log_every=1", f"data.path={short_text}", "train.sample_tokens=0",
            *(f"train.{what}_every=1000" for what in ("eval", "save")))  # fmt: skip
 
     def train(name: str, *words: str) -> list[dict]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.config import OptimizerConfig, RunConfig
 from andrea.training.optimizer.schedule import decay_start, may_change, rate_at, relength
 
@@ -20,23 +20,23 @@ def schedule(**changes: object) -> OptimizerConfig:
 
 
 def test_warm_up_is_linear_from_the_first_step() -> None:
-    config = schedule(warmup_steps=4, schedule="constant_then_decay", decay_fraction=0.0, final_fraction=1.0)
+    config = schedule(warmup_steps=4, schedule="constant_then_decay", decay_fraction=0.0)
     assert [rate_at(step, 100, config) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 def test_constant_then_decay_falls_linearly_over_the_last_fraction() -> None:
-    config = schedule(warmup_steps=0, schedule="constant_then_decay", decay_fraction=0.4, final_fraction=0.0)
+    config = schedule(warmup_steps=0, schedule="constant_then_decay", decay_fraction=0.4)
     rates = [rate_at(step, 10, config) for step in range(10)]
     assert rates == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
-def test_cosine_starts_at_the_peak_halves_in_the_middle_and_ends_at_the_final_fraction() -> None:
-    config = schedule(warmup_steps=0, schedule="cosine", final_fraction=0.1)
+def test_cosine_starts_at_the_peak_halves_in_the_middle_and_ends_at_a_tenth() -> None:
+    config = schedule(warmup_steps=0, schedule="cosine", kind="adamw")
     assert [rate_at(step, 11, config) for step in (0, 5, 10)] == pytest.approx([1.0, 0.55, 0.1])
 
 
 def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak() -> None:
-    config = schedule(warmup_steps=100, schedule="constant_then_decay", decay_fraction=0.0, final_fraction=1.0)
+    config = schedule(warmup_steps=100, schedule="constant_then_decay", decay_fraction=0.0)
     assert rate_at(2, 3, config) == 1.0
 
 
@@ -46,7 +46,7 @@ schedules = st.builds(
     schedule,
     schedule=st.sampled_from(["constant_then_decay", "cosine"]),
     decay_fraction=st.floats(0, 1),
-    final_fraction=st.floats(0, 1),
+    kind=st.sampled_from(["muon", "adamw"]),
     warmup_steps=st.integers(0, 30),
 )
 lengths = st.integers(1, 400)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from conftest import tiny_words
 
+from andrea.api.words import configure
 from andrea.checkpoint import checkpoints_of, read_checkpoint
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning.plan import choose_again
 from andrea.training.progress import Progress
@@ -29,7 +29,7 @@ def train(tmp_path: Path, notes: Path, script) -> Callable[..., dict]:
     def trained(*words: str, resumed: bool = False, compiled: str = "compile=off") -> dict:
         places = [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=a"]
         places += [] if any(word.startswith("resume=") for word in words) else ["resume=auto"]
-        quiet = ["train.sample_tokens=0", "train.lens_prompt=", "train.log_every=1", "precision=fp32"]
+        quiet = ["train.sample_tokens=0", "train.log_every=1", "precision=fp32"]
         first = [word for word in tiny_words(tmp_path, notes, "train.steps=8", *quiet) if "dir=" not in word]
         given = {word.split("=")[0] for word in words}
         first = [compiled] if resumed else [word for word in first if word.split("=")[0] not in given]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from andrea.api.words import configure
 from andrea.attention.mask import SlidingWindow
-from andrea.cli.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning import plan
 from andrea.training.planning.plan import choose_attention

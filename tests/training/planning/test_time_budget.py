@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import tiny_words
 
+from andrea.api.words import configure
 from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint, result_of
-from andrea.cli.command_line import configure
 from andrea.config import OptimizerConfig, RunConfig, group_config
 from andrea.config.schema import DEFAULT_MINUTES
 from andrea.training import start
@@ -21,11 +21,9 @@ from andrea.training.records.run_folder import read_lines
 MUON, COSINE = group_config("optimizer", "muon"), group_config("optimizer", "muon", schedule="cosine")
 QUIET = [
     "train.sample_tokens=0",
-    "train.lens_prompt=",
     "train.log_every=1",
     "train.keep=99",
     "precision=fp32",
-    "health.samples=0",
 ]
 BY_TIME = [
     "train.steps=auto", "model.recipe_steps=300",

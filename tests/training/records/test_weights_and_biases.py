@@ -37,7 +37,7 @@ def netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def offline_wandb(runs_dir: Path, name: str, run_id: str | None, facts: dict | None = None) -> Wandb:
-    config = LoggerConfig(wandb="offline", project="andrea", group=None)
+    config = LoggerConfig(wandb="offline", project="andrea")
     return open_wandb("offline", print, config, runs_dir, name, "tiny", run_id, facts or {})
 
 

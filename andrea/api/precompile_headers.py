@@ -17,7 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-from andrea.cli.command_line import configure
+from andrea.api.words import configure
 from andrea.config import RunConfig
 from andrea.runtime.code_cache import torch_cache_folder
 from andrea.runtime.program import module_command, module_environment
@@ -30,7 +30,7 @@ def precompile_headers(config: RunConfig, argv: list[str]) -> threading.Thread |
     has_idle_core = (os.cpu_count() or 1) > 1 and os.environ.get("LOCAL_RANK", "0") == "0"
     if may_use_card or not compiles or not has_idle_core or cached_headers():
         return None
-    command, quiet = module_command("andrea.cli.precompile_headers", argv), subprocess.DEVNULL
+    command, quiet = module_command("andrea.api.precompile_headers", argv), subprocess.DEVNULL
     options = {"stdin": quiet, "stdout": quiet, "stderr": quiet, "env": module_environment()}
     thread = threading.Thread(target=subprocess.run, args=(command,), kwargs=options, daemon=True)
     thread.start()

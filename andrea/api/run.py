@@ -1,22 +1,14 @@
-"""The command `train`: starts a new run, resumes a run, or starts a sweep of runs."""
+"""Trains the run that words of the form key=value describe: a new one, or a resumed one. Loads torch after the first checks."""
 
 from __future__ import annotations
 
 import time
 
-from andrea.cli.command_line import CommandLine, compose, read
-from andrea.cli.precompile_headers import precompile_headers
-from andrea.cli.sweep import SWITCHES, sweep
+from andrea.api.precompile_headers import precompile_headers
+from andrea.api.words import CommandLine, compose, read
 from andrea.config import RunConfig, check_combinations, chosen_groups, parse, parse_values, to_plain
 from andrea.runtime.own_parts import allowing
 from andrea.training.progress import FinishedRun
-
-
-def train(argv: list[str]) -> int:
-    """Train a GPT, or resume a run; with -m, one run for each combination of values (seed=1,2)."""
-    if set(SWITCHES) & set(argv):
-        return sweep(argv)
-    return train_one(argv).exit_code
 
 
 def train_one(argv: list[str]) -> FinishedRun:
