@@ -13,8 +13,7 @@ import numpy as np
 from andrea.config import AttentionConfig, ModelConfig, as_typed, parse
 from andrea.config.keys import flatten
 from andrea.insight.compare.runs import Run
-from andrea.insight.compare.scaling.fit import TESTED_FACTOR, NoFit, count, fit_scaling
-from andrea.insight.compare.scaling.law import CONFIDENCE, Interval, ScalingFit
+from andrea.insight.compare.scaling import CONFIDENCE, TESTED_FACTOR, Interval, NoFit, ScalingFit, count, fit_scaling
 from andrea.runtime.streams import printable
 from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.format import format_duration, format_number
