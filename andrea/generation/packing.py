@@ -22,7 +22,6 @@ from andrea.attention import (
     ScaledDotProduct,
     ScoreModifiers,
     SharedInputs,
-    ValueEmbedding,
     alibi_slopes,
 )
 from andrea.attention.mask import Causal, SlidingWindow
@@ -149,33 +148,6 @@ class NativeAttention(nn.Module):
         )
 
 
-class StackedValueEmbeddings:
-    """The value embeddings of all layers in one product, or one lookup. The layers' modules share its memory.
-
-    L layers, B texts, G key/value heads, D = d_head.
-    """
-
-    def __init__(self, embeddings: list[ValueEmbedding], make_linear: MakeLinear) -> None:
-        self.mix = torch.stack([each.mix.detach() for each in embeddings])[:, None]  # (L, 1, 1)
-        self.n_layer, self.project, self.tables = len(embeddings), None, None
-        if embeddings[0].table is None:
-            n_out = embeddings[0].projection.out_features
-            self.project = make_linear(torch.cat([each.projection.weight.detach() for each in embeddings]), None)
-            for layer, each in enumerate(embeddings):
-                each.projection = self.project.rows(layer * n_out, (layer + 1) * n_out)
-        else:
-            self.tables = torch.stack([each.table.weight.detach() for each in embeddings])  # (L, V, G D)
-            for each, table in zip(embeddings, self.tables, strict=True):
-                each.table.weight = nn.Parameter(table, requires_grad=False)
-
-    def __call__(self, source: Tensor) -> Tensor:
-        """source (B, 1, d_model) or (B, 1), as `ValueEmbedding` reads it -> (L, B, G D), contiguous."""
-        if self.tables is not None:
-            return self.mix * self.tables[:, source[:, 0]]
-        by_layer = self.project(source)[:, 0].unflatten(-1, (self.n_layer, -1)).transpose(0, 1)
-        return (self.mix * by_layer).contiguous()
-
-
 class NativeBlocks:
     """All blocks and the final norm in one call of our kernel, for one new token per text.
 
@@ -183,8 +155,7 @@ class NativeBlocks:
     one after another, give the same result. They are the readable form of this kernel, which reads their weights.
     """
 
-    def __init__(self, model: GPT, value_embeddings: StackedValueEmbeddings | None) -> None:
-        self.value_embeddings = value_embeddings
+    def __init__(self, model: GPT) -> None:
         first, mlp, config = model.blocks[0].attention, model.blocks[0].mlp, model.config
         self.model, self.rotary_table, self.final_norm = model, first.rotary_table, model.final_norm.weight_address
         self.kernel = function("decode", model.embedding.weight.dtype)
@@ -240,7 +211,10 @@ class NativeBlocks:
     def __call__(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """tokens (B, 1) -> hidden (B, 1, d_model). The tokens' keys and values are appended to the cache."""
         x = self.model.embed(tokens, cache).contiguous()
-        added = None if self.value_embeddings is None else self.value_embeddings(self.model.value_source(tokens, x))
+        source, added = self.model.value_source(tokens, x), None
+        if source is not None:  # (L, B, 1, G D): what value embeddings add to the values of each layer
+            embeddings = [block.attention.attention.value_embedding for block in self.model.blocks]
+            added = torch.stack([each(source, x.dtype) for each in embeddings])
         hidden, kept = torch.empty_like(x), cache.keys[0]
         capacity = cache.capacity
         assert cache.length < capacity, f"{cache.length + 1} tokens do not fit a cache with a capacity of {capacity}"
@@ -282,17 +256,13 @@ class PackedGPT:
             # A tied head and the embedding still share their memory.
             model.embedding.weight = nn.Parameter(self.head.weight, requires_grad=False)
         model.head = None
-        value_embeddings = None
-        if native and model.config.value_embedding is not None:
-            of_layers = [block.attention.value_embedding for block in model.blocks]
-            value_embeddings = StackedValueEmbeddings(of_layers, make_linear)
         for block in model.blocks:
             if native and NativeAttention.serves(block.attention):
                 block.attention = NativeAttention(block.attention, model.position, make_linear)
         replace_linears(model, make_linear)
         if native:
             replace_norms(model)
-        self.blocks = NativeBlocks(model, value_embeddings) if native and NativeBlocks.serves(model) else None
+        self.blocks = NativeBlocks(model) if native and NativeBlocks.serves(model) else None
         self.model = model
         self.config = model.config
         self.make_cache = model.make_cache
