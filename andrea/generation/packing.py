@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -259,9 +260,9 @@ class PackedGPT:
         for block in model.blocks:
             if native and NativeAttention.serves(block.attention):
                 block.attention = NativeAttention(block.attention, model.position, make_linear)
-        replace_linears(model, make_linear)
+        replace_parts(model, nn.Linear, lambda linear: make_linear(linear.weight, linear.bias))
         if native:
-            replace_norms(model)
+            replace_parts(model, RMSNorm, NativeRMSNorm)
         self.blocks = NativeBlocks(model) if native and NativeBlocks.serves(model) else None
         self.model = model
         self.config = model.config
@@ -314,17 +315,10 @@ def bytes_of_matrices(model: GPT, int8: bool) -> int:
     return sum(LargePages.aligned_bytes(weight.numel() if int8 else weight.nbytes) for weight in weights)
 
 
-def replace_linears(module: nn.Module, make_linear: MakeLinear) -> None:
+def replace_parts(module: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
+    """Replace every part of this kind by what `make` makes of it."""
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            setattr(module, name, make_linear(child.weight, child.bias))
+        if isinstance(child, kind):
+            setattr(module, name, make(child))
         else:
-            replace_linears(child, make_linear)
-
-
-def replace_norms(module: nn.Module) -> None:
-    for name, child in module.named_children():
-        if isinstance(child, RMSNorm):
-            setattr(module, name, NativeRMSNorm(child))
-        elif not isinstance(child, NativeRMSNorm):
-            replace_norms(child)
+            replace_parts(child, kind, make)
