@@ -78,6 +78,10 @@ def make_workspace(config: DashboardConfig) -> Workspace:
         layout = workspaces.SectionLayoutSettings(columns=PANELS_ACROSS, rows=rows)
         return workspaces.Section(name=name, panels=panels, is_open=is_open, layout_settings=layout)
 
+    health = [
+        reports.LinePlot(title=title, x="tokens", metric_regex=pattern, title_x=AXIS_TITLES["tokens"])
+        for pattern, title in HEALTH.items()
+    ]
     losses = [panel for axis in AXES for panel in line_plots(reports, LOSSES, axis)]
     return workspaces.Workspace(
         entity=config.entity or "",
@@ -87,7 +91,7 @@ def make_workspace(config: DashboardConfig) -> Workspace:
             section("Loss", losses, is_open=True),
             section("Speed", line_plots(reports, SPEED, "tokens"), is_open=True),
             section("Attention", line_plots(reports, ATTENTION, "tokens")),
-            section("Health", health_plots(reports)),
+            section("Health", health),
             section("Course of training", line_plots(reports, OPTIMISATION, "tokens")),
         ],
         settings=workspaces.WorkspaceSettings(x_axis="tokens", max_runs=MOST_RUNS),
@@ -115,14 +119,6 @@ def line_plots(reports: ModuleType, titles: dict[str, str], axis: str) -> list:
             title=f"{title} · {AXIS_TITLES[axis]}", x=axis, y=[metric], log_x=True, title_x=AXIS_TITLES[axis]
         )
         for metric, title in titles.items()
-    ]
-
-
-def health_plots(reports: ModuleType) -> list:
-    """One panel for each entry of HEALTH, with tokens on the x axis."""
-    return [
-        reports.LinePlot(title=title, x="tokens", metric_regex=pattern, title_x=AXIS_TITLES["tokens"])
-        for pattern, title in HEALTH.items()
     ]
 
 
