@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -122,14 +121,6 @@ MOST_STEPS = 60  # ten are usual
 LEAST_GAIN = 1e-3  # a fit has converged when a step would lower its cost by less; the cost is about 1 per run
 
 
-class Evaluation(NamedTuple):
-    """The objective at R parameter sets."""
-
-    residual: np.ndarray  # (R, n) measured minus predicted log loss
-    derivative: np.ndarray  # (R, n, P) of the predicted log loss
-    cost: np.ndarray  # (R,)
-
-
 @dataclass(frozen=True)
 class Objective:
     """Huber loss of log residuals in units of `noise`, plus squared distances from `centre` in units of `spread`."""
@@ -140,23 +131,26 @@ class Objective:
     spread: np.ndarray  # (P,) standard deviation of the prior
     noise: np.ndarray  # (R, 1) standard deviation of a log loss
 
-    def evaluate(self, parameters: np.ndarray) -> Evaluation:
+    def evaluate(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns measured minus predicted log loss (R, n), the derivative (R, n, P) of the predicted, and the cost (R,)."""
         predicted, derivative = log_loss(parameters, self.x)
         residual = self.y - predicted
         size = np.abs(residual)
         data = np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER)) / self.noise**2
         prior = ((parameters - self.centre) / self.spread) ** 2
-        return Evaluation(residual, derivative, data.sum(1) + prior.sum(1))
+        return residual, derivative, data.sum(1) + prior.sum(1)
 
-    def gradient(self, parameters: np.ndarray, at: Evaluation) -> tuple[np.ndarray, np.ndarray]:
+    def gradient(
+        self, parameters: np.ndarray, residual: np.ndarray, derivative: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns half the Gauss-Newton Hessian (R, P, P) and half the negative gradient (R, P).
 
         Both are computed as in iteratively reweighted least squares.
         """
-        weight = huber_weight(at.residual) / self.noise**2  # (R, n)
-        hessian = np.einsum("rni,rn,rnj->rij", at.derivative, weight, at.derivative) + np.diag(self.spread**-2)
+        weight = huber_weight(residual) / self.noise**2  # (R, n)
+        hessian = np.einsum("rni,rn,rnj->rij", derivative, weight, derivative) + np.diag(self.spread**-2)
         prior_pull = (self.centre - parameters) / self.spread**2
-        return hessian, np.einsum("rni,rn->ri", at.derivative, weight * at.residual) + prior_pull
+        return hessian, np.einsum("rni,rn->ri", derivative, weight * residual) + prior_pull
 
 
 def huber_weight(residual: np.ndarray) -> np.ndarray:
@@ -170,24 +164,22 @@ def minimise(objective: Objective, start: np.ndarray) -> tuple[np.ndarray, np.nd
     Each fit has its own damping: divided by 4 after a step that lowered the cost, multiplied by 5 after a rejected one.
     """
     parameters, damping = start, np.full((len(start), 1, 1), 1e-2)
-    current = objective.evaluate(parameters)
+    residual, derivative, cost = objective.evaluate(parameters)
     identity = np.eye(start.shape[1])
     for _ in range(MOST_STEPS):
-        hessian, downhill = objective.gradient(parameters, current)
+        hessian, downhill = objective.gradient(parameters, residual, derivative)
         damped = hessian + damping * hessian * identity
         step = np.clip(np.linalg.solve(damped, downhill[..., None])[..., 0], -1, 1)
         if (downhill * step).sum(1).max() < LEAST_GAIN:
             break
-        tried = objective.evaluate(parameters + step)
-        better = tried.cost < current.cost
+        new_residual, new_derivative, new_cost = objective.evaluate(parameters + step)
+        better = new_cost < cost
         parameters = np.where(better[:, None], parameters + step, parameters)
-        current = Evaluation(
-            np.where(better[:, None], tried.residual, current.residual),
-            np.where(better[:, None, None], tried.derivative, current.derivative),
-            np.where(better, tried.cost, current.cost),
-        )
+        residual = np.where(better[:, None], new_residual, residual)
+        derivative = np.where(better[:, None, None], new_derivative, derivative)
+        cost = np.where(better, new_cost, cost)
         damping = np.where(better[:, None, None], damping / 4, damping * 5)
-    return parameters, current.cost
+    return parameters, cost
 
 
 # -------------------------------------------------------------------------------------------------------------- the fit
