@@ -71,7 +71,13 @@ def dashboard(config: DashboardConfig) -> int:
 
 def make_workspace(config: DashboardConfig) -> Workspace:
     """The workspace with its sections, not yet sent. Raises UserError if wandb-workspaces is missing."""
-    reports, workspaces = import_packages()
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError:
+        raise UserError(
+            'the dashboard needs wandb-workspaces; install it with: pip install -e ".[dashboard]"'
+        ) from None
 
     def section(name: str, panels: list, is_open: bool = False) -> workspaces.Section:
         rows = -(-len(panels) // PANELS_ACROSS)
@@ -98,18 +104,6 @@ def make_workspace(config: DashboardConfig) -> Workspace:
         # Grouped by name too, because otherwise wandb would draw one mean line over all model sizes of a sweep.
         runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("Group"), workspaces.Metric("Name")]),
     )
-
-
-def import_packages() -> tuple[ModuleType, ModuleType]:
-    """Returns wandb_workspaces.reports.v2 and wandb_workspaces.workspaces. Raises UserError if they are missing."""
-    try:
-        import wandb_workspaces.reports.v2 as reports
-        import wandb_workspaces.workspaces as workspaces
-    except ImportError:
-        raise UserError(
-            'the dashboard needs wandb-workspaces; install it with: pip install -e ".[dashboard]"'
-        ) from None
-    return reports, workspaces
 
 
 def line_plots(reports: ModuleType, titles: dict[str, str], axis: str) -> list:

@@ -375,11 +375,6 @@ class Comparison:
         best = min(self.runs, key=lambda run: run.bpb)
         return [f"fewest bits per byte: {best.name}, {best.bpb:.4f}"]
 
-    @property
-    def difference_rows(self) -> list[list[str]]:
-        """One row for each configuration key that differs: the key, and its value in each run."""
-        return [[key, *map(as_typed, values)] for key, values in self.differing.items()]
-
 
 def compare_runs(
     runs: list[Run], left_out: list[str], predicted: ModelConfig | None, predict_tokens: int | None, seed: int

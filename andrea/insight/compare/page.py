@@ -94,7 +94,7 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
         "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
         "rows": comparison.rows,
         "scaling": comparison.scaling,
-        "differences": comparison.difference_rows,
+        "differences": [[key, *map(as_typed, values)] for key, values in comparison.differing.items()],
         "runs": [run_data(run, style) for run, style in zip(comparison.runs, comparison.styles, strict=True)],
     }
 
