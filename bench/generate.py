@@ -35,7 +35,7 @@ from common import (
 )
 
 from andrea.generation import Engine, Request, Sampling
-from andrea.generation.linear import NativeLinear, has_native
+from andrea.generation.packing import NativeLinear, has_native
 from andrea.runtime.device import LargePages
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

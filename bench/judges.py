@@ -1,6 +1,6 @@
 """Bits per byte of a run's held-out text by four programs: ours, transformers, and lm-eval with our model and with the export.
 
-All read the same windows: each document by itself, end-of-text in front, as in andrea/evaluation/bits_per_byte.py. The
+All read the same windows: each document by itself, end-of-text in front, as in andrea/evaluation/scoring.py. The
 checkpoint is exported twice, with weights in 32 bits and in bf16; every program computes in fp32.
 
     python -m bench.judges checkpoint=runs/NAME [runs_dir=runs] [data_dir=data] [most_documents=N]
@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 
 from andrea.__main__ import main
-from andrea.evaluation.bits_per_byte import bits_per_byte, rolling_windows
 from andrea.evaluation.evaluate import held_out_documents
 from andrea.evaluation.harness.run import TASKS
-from andrea.evaluation.scoring import Subject, load_subject
+from andrea.evaluation.scoring import Subject, bits_per_byte, load_subject, rolling_windows
 
 RESULTS = Path(__file__).parent / "results" / "judges.json"
 

@@ -31,7 +31,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from andrea.api.loaded_model import LoadedModel, load
 from andrea.attention import MultiHeadAttention, causal
 from andrea.evaluation.evaluate import held_out_documents
-from andrea.insight.lens.head_names import names_of, probe_scores
+from andrea.insight.lens.scores import names_of, probe_scores
 from andrea.insight.lens.trace import LayerTrace, trace_layers
 from andrea.model.gpt import GPT
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, write_record
 
-from andrea.insight.compare.scaling import fit, least_squares
-from andrea.insight.compare.scaling.law import CONFIDENCE
+from andrea.insight.compare import scaling
 
-BEYOND = fit.TESTED_FACTOR
+BEYOND = scaling.TESTED_FACTOR
 SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: andrea-nano-2026-11 to andrea-480m-2026-11
 TRUTHS = {  # E, A, alpha, B, beta: nats per token, parameters, tokens
     "Hoffmann 2022": (1.69, 406.4, 0.34, 410.7, 0.28),
@@ -60,7 +59,7 @@ def study(truth: tuple[float, ...], design: str, noise: float, trials: int, seed
         loss = true_loss(truth, parameters, tokens) * np.exp(noise * draw.standard_normal(len(parameters)))
         largest = np.argmax(parameters * tokens)
         asked = (BEYOND * parameters[largest], BEYOND * tokens[largest])
-        predicted = fit.fit_law(("N", "D"), np.stack([parameters, tokens], 1), loss, trial).predict(*asked)
+        predicted = scaling.fit_law(("N", "D"), np.stack([parameters, tokens], 1), loss, trial).predict(*asked)
         truly = true_loss(truth, *asked)
         covered.append(predicted.low <= truly <= predicted.high)
         widths.append((predicted.high - predicted.low) / truly)
@@ -91,17 +90,20 @@ def main() -> None:
                     f"{figures['median_width_percent']:7.2f}%{figures['rms_error_percent']:7.2f}%",
                     flush=True,
                 )
-    settings = {"trials": chosen.trials, "seed": chosen.seed, "runs": 8, "beyond": BEYOND, "refits": fit.REFITS}
+    settings = {"trials": chosen.trials, "seed": chosen.seed, "runs": 8, "beyond": BEYOND, "refits": scaling.REFITS}
     prior = {
-        "exponent": fit.PRIOR_EXPONENT,
-        "exponent_spread": fit.PRIOR_EXPONENT_SPREAD,
-        "part_spread": fit.PRIOR_PART_SPREAD,
-        "noise": fit.PRIOR_NOISE,
-        "noise_runs": fit.PRIOR_NOISE_FREEDOM,
-        "huber": least_squares.HUBER,
+        "exponent": scaling.PRIOR_EXPONENT,
+        "exponent_spread": scaling.PRIOR_EXPONENT_SPREAD,
+        "part_spread": scaling.PRIOR_PART_SPREAD,
+        "noise": scaling.PRIOR_NOISE,
+        "noise_runs": scaling.PRIOR_NOISE_FREEDOM,
+        "huber": scaling.HUBER,
     }
     write_record(
-        chosen.output, "scaling_fit", "cpu", {"confidence": CONFIDENCE, **settings, "prior": prior, "rows": rows}
+        chosen.output,
+        "scaling_fit",
+        "cpu",
+        {"confidence": scaling.CONFIDENCE, **settings, "prior": prior, "rows": rows},
     )
 
 

@@ -37,8 +37,8 @@ def train_one(argv: list[str]) -> FinishedRun:
 
 def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> FinishedRun:
     """Train a new run, or continue from the checkpoint that `resume` finds. started: see `start`."""
+    from andrea.insight.compare.page import RunPage
     from andrea.insight.lens.lens import small_lens
-    from andrea.insight.run_page import RunPage
     from andrea.training import resume
     from andrea.training.parallel.process_group import join_ranks
     from andrea.training.planning.dry_run import describe

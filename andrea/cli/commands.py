@@ -163,7 +163,7 @@ def compare(argv: list[str]) -> int:
     config = configure(CompareConfig, "compare", to_key_value(argv, positional="runs"))
     predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
 
-    from andrea.insight.compare.command import compare
+    from andrea.insight.compare.page import compare
 
     return compare(config, predicted)
 

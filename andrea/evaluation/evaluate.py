@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import EvaluateConfig, UserError
-from andrea.evaluation.bits_per_byte import bits_per_byte
 from andrea.evaluation.harness.run import run_tasks
 from andrea.evaluation.results import TEXT_METRIC, Figure, append_figures, run_of, table_lines
-from andrea.evaluation.scoring import Subject, load_subject
+from andrea.evaluation.scoring import Subject, bits_per_byte, load_subject
 from andrea.runtime.device import choose_threads
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.corpus import held_out_of_run
@@ -58,33 +56,20 @@ def task_names(typed: list[str]) -> list[str]:
 
 
 def text_figure(config: EvaluateConfig, subject: Subject) -> Figure:
-    documents = read_documents(config.text, config.field, subject.checkpoint, subject.tokenizer, Path(config.data_dir))
-    texts = documents.texts[: config.limit]
-    found = bits_per_byte(subject, texts)
-    about = f"{documents.name}: {found.n_token:,} tokens, {found.n_byte:,} bytes"
-    return Figure(TEXT_TASK, TEXT_METRIC, found.value, found.standard_error, None, found.n_document, about)
+    """Bits per byte of the file or folder config.text, read as in training; without one, of the run's held-out text.
 
-
-@dataclass(frozen=True)
-class Documents:
-    """name: for people. texts: one for each document, none of them empty."""
-
-    name: str
-    texts: list[str]
-
-
-def read_documents(
-    text: str | None, field: str | None, checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path
-) -> Documents:
-    """The documents of the file or folder `text`, as training reads them; if it is None, the run's held-out text.
-
-    field: of records; None: as in training. Raises UserError if there is no such text.
+    Raises UserError if there is no such text.
     """
-    if text is not None:
-        return Documents(Path(text).name, texts_at(Path(text).expanduser(), "text", field, print))
-    if field is not None:
-        raise UserError(f"field={field} chooses a field of the records of a text; name the text with text=…")
-    return Documents("the run's held-out text", held_out_documents(checkpoint, tokenizer, data_dir))
+    if config.text is not None:
+        name, texts = Path(config.text).name, texts_at(Path(config.text).expanduser(), "text", config.field, print)
+    elif config.field is not None:
+        raise UserError(f"field={config.field} chooses a field of the records of a text; name the text with text=…")
+    else:
+        name = "the run's held-out text"
+        texts = held_out_documents(subject.checkpoint, subject.tokenizer, Path(config.data_dir))
+    found = bits_per_byte(subject, texts[: config.limit])
+    about = f"{name}: {found.n_token:,} tokens, {found.n_byte:,} bytes"
+    return Figure(TEXT_TASK, TEXT_METRIC, found.value, found.standard_error, None, found.n_document, about)
 
 
 def held_out_documents(checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path) -> list[str]:

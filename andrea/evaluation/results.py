@@ -50,13 +50,6 @@ class Figure:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.{digits}f}"
         return f"{self.value:.{digits}f}{error}"
 
-    @property
-    def above_chance(self) -> float | None:
-        """How many standard errors the value lies above chance; None if this has no meaning."""
-        if self.chance is None or not self.standard_error:
-            return None
-        return (self.value - self.chance) / self.standard_error
-
 
 Judged = dict[Asked, tuple[int, Figure]]  # the step of the checkpoint, and its newest figure
 
@@ -128,7 +121,8 @@ def table_lines(figures: Sequence[Figure]) -> list[str]:
 
 
 def note_on(figure: Figure) -> str:
-    if (above := figure.above_chance) is None:
+    if figure.chance is None or not figure.standard_error:
         return figure.about
+    above = (figure.value - figure.chance) / figure.standard_error
     where = "above" if above > 0 else "below"
     return f"{abs(above):.1f} standard errors {where} chance" + ("" if abs(above) >= 2 else ": may be chance")

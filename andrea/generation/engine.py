@@ -449,6 +449,7 @@ class Window:
         # The additional capacity is for padding: a short lookahead is padded to the width of the longest.
         capacity = model.config.sequence_length + max_lookahead * (ragged or fixed_shapes)
         self.cache = model.make_cache(n_text, capacity, fixed_shapes=fixed_shapes, ragged=ragged)
+        self.device = self.cache.keys[0].device
         self.n_text = n_text
         self.restart()
 
@@ -508,10 +509,6 @@ class Window:
         self.cache.copy_sequence(0, len(prompt))
         self.read = [len(prompt)] * len(self.read)
         return logits
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache.keys[0].device
 
 
 def step(model: GPT | PackedGPT, tokens: Tensor, cache: KeyValueCache, at: Tensor | None = None) -> Tensor:

@@ -1,16 +1,24 @@
 """A GPT packed for decoding: linear layers with packed weights, and our kernels for norms, attention and whole blocks.
 
+Each decoding step uses every weight once, so its time is the time to read the weights from memory. On a CPU our own
+kernels (kernels/decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices at the same
+number of bytes per second, so a product takes half as long. Without a compiler, weights in oneDNN's layout still save a
+conversion at every call. bench/generate.py measures these speeds.
+
 B texts, T new tokens, H query heads, G key/value heads, D = d_head.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from andrea.attention import (
     BUILT_IN,
@@ -22,18 +30,145 @@ from andrea.attention import (
     ScaledDotProduct,
     ScoreModifiers,
     SharedInputs,
-    ValueEmbedding,
     alibi_slopes,
 )
 from andrea.attention.mask import Causal, SlidingWindow
 from andrea.attention.multihead import is_plain, one_product_is_faster
 from andrea.config import UserError
-from andrea.generation.kernels.decode_cpp import ACTIVATIONS, Layer, Scoring, Shape, function
-from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_native, has_onednn
+from andrea.generation.kernels.decode_cpp import ACTIVATIONS, NAMES, Layer, Matrix, Scoring, Shape, function, library
 from andrea.model.gpt import ACTIVATIONS as MLP_ACTIVATIONS
 from andrea.model.gpt import GPT, MLP, Position, RMSNorm, RotaryPosition, SwiGLU, softcap
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import address
+
+# -------------------------------------------------------------------------------------------------------- linear layers
+# With packed weights in bf16, fp32 or int8, for our kernels or for oneDNN. Weights are (d_out, d_in), biases (d_out,),
+# inputs (..., d_in).
+
+# The longest row for the int8 kernel: a sum of this many products of a byte and an int8 fits 32 bits.
+LONGEST_SUM = 2**31 // (127 * 255)
+# Up to this number of rows a product takes as long as reading its weights, and our kernels are faster than torch's.
+FEW_ROWS = 8
+
+
+def has_native(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in NAMES and library() is not None
+
+
+def has_onednn(weight: Tensor) -> bool:
+    """Whether the weights are bf16 on a CPU whose oneDNN multiplies in bf16."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class NativeLinear(nn.Module):
+    """nn.Linear without gradients. Inputs of at most FEW_ROWS rows use our kernel, larger inputs use torch's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, pages: LargePages | None = None) -> None:
+        super().__init__()
+        self.weight = weight.detach().contiguous() if pages is None else pages.place(weight.detach())
+        self.bias = None if bias is None else bias.detach()
+        self.kernel = function("linear", weight.dtype)
+        self.matrix = self.descriptor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_out, n_in = self.weight.shape
+        assert x.shape[-1] == n_in and x.dtype == self.weight.dtype, (x.shape, x.dtype, self.weight.shape)
+        n_row = x.numel() // n_in
+        if n_row > FEW_ROWS:
+            return functional.linear(x, self.weight, self.bias)
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
+        return y
+
+    def descriptor(self) -> Matrix:
+        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
+        n_out, n_in = self.weight.shape
+        return Matrix(weight=address(self.weight), bias=address(self.bias), n_in=n_in, n_out=n_out)
+
+    def rows(self, start: int, stop: int) -> NativeLinear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        part = copy.copy(self)
+        part.weight, part.bias = self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
+        part.matrix = part.descriptor()
+        return part
+
+
+class OneDNNLinear(nn.Module):
+    """nn.Linear without gradients, with the weight in oneDNN's layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        # torch.compile uses the same operators for frozen weights. The layout is for products of 1 row.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+class Int8Linear(nn.Module):
+    """nn.Linear without gradients, with 8-bit weights: weight ≈ int8 (d_out, d_in) · scale (d_out,), rounded to nearest.
+
+    Our kernel rounds x to 16-bit integers, which is more precise than bf16. Torch's products do not round x.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, native: bool, pages: LargePages | None = None) -> None:
+        super().__init__()
+        self.weight, self.scale = quantised(weight.detach())
+        self.weight = self.weight if pages is None else pages.place(self.weight)
+        self.sums = self.weight.sum(1, dtype=torch.int32)
+        self.bias = None if bias is None else bias.detach()
+        self.dtype = weight.dtype  # type of inputs and outputs
+        fits = native and weight.shape[1] <= LONGEST_SUM
+        self.kernel = function("linear", weight.dtype) if fits else None
+        self.matrix = self.descriptor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_out, n_in = self.weight.shape
+        assert x.shape[-1] == n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.weight.shape)
+        n_row = x.numel() // n_in
+        if n_row > FEW_ROWS:
+            return self.readable(x)
+        if self.kernel is None:
+            return self.written_out(x) if torch.compiler.is_compiling() else self.readable(x)
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
+        return y
+
+    def descriptor(self) -> Matrix:
+        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
+        places = map(address, (self.weight, self.scale, self.sums, self.bias))
+        return Matrix(*places, n_in=self.weight.shape[1], n_out=self.weight.shape[0])
+
+    def rows(self, start: int, stop: int) -> Int8Linear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        part = copy.copy(self)
+        part.weight, part.scale, part.sums = (each[start:stop] for each in (self.weight, self.scale, self.sums))
+        part.bias = None if self.bias is None else self.bias[start:stop]
+        part.matrix = part.descriptor()
+        return part
+
+    def readable(self, x: Tensor) -> Tensor:
+        return functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
+
+    def written_out(self, x: Tensor) -> Tensor:
+        """The same as `readable`, for few rows: torch.compile turns this form into code that reads each weight once."""
+        rows = x.flatten(0, -2).float()
+        y = ((self.weight.float()[:, None] * rows).sum(-1) * self.scale[:, None]).mT  # (rows, d_out)
+        y = y.to(x.dtype).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (d_out, d_in) -> int8 of the same shape, and scales (d_out,) fp32. The largest weight of a row becomes ±127."""
+    weight = weight.float()
+    scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
 
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # weight (d_out, d_in) and bias (d_out,) -> a linear layer
 
@@ -149,33 +284,6 @@ class NativeAttention(nn.Module):
         )
 
 
-class StackedValueEmbeddings:
-    """The value embeddings of all layers in one product, or one lookup. The layers' modules share its memory.
-
-    L layers, B texts, G key/value heads, D = d_head.
-    """
-
-    def __init__(self, embeddings: list[ValueEmbedding], make_linear: MakeLinear) -> None:
-        self.mix = torch.stack([each.mix.detach() for each in embeddings])[:, None]  # (L, 1, 1)
-        self.n_layer, self.project, self.tables = len(embeddings), None, None
-        if embeddings[0].table is None:
-            n_out = embeddings[0].projection.out_features
-            self.project = make_linear(torch.cat([each.projection.weight.detach() for each in embeddings]), None)
-            for layer, each in enumerate(embeddings):
-                each.projection = self.project.rows(layer * n_out, (layer + 1) * n_out)
-        else:
-            self.tables = torch.stack([each.table.weight.detach() for each in embeddings])  # (L, V, G D)
-            for each, table in zip(embeddings, self.tables, strict=True):
-                each.table.weight = nn.Parameter(table, requires_grad=False)
-
-    def __call__(self, source: Tensor) -> Tensor:
-        """source (B, 1, d_model) or (B, 1), as `ValueEmbedding` reads it -> (L, B, G D), contiguous."""
-        if self.tables is not None:
-            return self.mix * self.tables[:, source[:, 0]]
-        by_layer = self.project(source)[:, 0].unflatten(-1, (self.n_layer, -1)).transpose(0, 1)
-        return (self.mix * by_layer).contiguous()
-
-
 class NativeBlocks:
     """All blocks and the final norm in one call of our kernel, for one new token per text.
 
@@ -183,8 +291,7 @@ class NativeBlocks:
     one after another, give the same result. They are the readable form of this kernel, which reads their weights.
     """
 
-    def __init__(self, model: GPT, value_embeddings: StackedValueEmbeddings | None) -> None:
-        self.value_embeddings = value_embeddings
+    def __init__(self, model: GPT) -> None:
         first, mlp, config = model.blocks[0].attention, model.blocks[0].mlp, model.config
         self.model, self.rotary_table, self.final_norm = model, first.rotary_table, model.final_norm.weight_address
         self.kernel = function("decode", model.embedding.weight.dtype)
@@ -240,7 +347,10 @@ class NativeBlocks:
     def __call__(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """tokens (B, 1) -> hidden (B, 1, d_model). The tokens' keys and values are appended to the cache."""
         x = self.model.embed(tokens, cache).contiguous()
-        added = None if self.value_embeddings is None else self.value_embeddings(self.model.value_source(tokens, x))
+        source, added = self.model.value_source(tokens, x), None
+        if source is not None:  # (L, B, 1, G D): what value embeddings add to the values of each layer
+            embeddings = [block.attention.attention.value_embedding for block in self.model.blocks]
+            added = torch.stack([each(source, x.dtype) for each in embeddings])
         hidden, kept = torch.empty_like(x), cache.keys[0]
         capacity = cache.capacity
         assert cache.length < capacity, f"{cache.length + 1} tokens do not fit a cache with a capacity of {capacity}"
@@ -282,17 +392,13 @@ class PackedGPT:
             # A tied head and the embedding still share their memory.
             model.embedding.weight = nn.Parameter(self.head.weight, requires_grad=False)
         model.head = None
-        value_embeddings = None
-        if native and model.config.value_embedding is not None:
-            of_layers = [block.attention.value_embedding for block in model.blocks]
-            value_embeddings = StackedValueEmbeddings(of_layers, make_linear)
         for block in model.blocks:
             if native and NativeAttention.serves(block.attention):
                 block.attention = NativeAttention(block.attention, model.position, make_linear)
-        replace_linears(model, make_linear)
+        replace_parts(model, nn.Linear, lambda linear: make_linear(linear.weight, linear.bias))
         if native:
-            replace_norms(model)
-        self.blocks = NativeBlocks(model, value_embeddings) if native and NativeBlocks.serves(model) else None
+            replace_parts(model, RMSNorm, NativeRMSNorm)
+        self.blocks = NativeBlocks(model) if native and NativeBlocks.serves(model) else None
         self.model = model
         self.config = model.config
         self.make_cache = model.make_cache
@@ -344,17 +450,10 @@ def bytes_of_matrices(model: GPT, int8: bool) -> int:
     return sum(LargePages.aligned_bytes(weight.numel() if int8 else weight.nbytes) for weight in weights)
 
 
-def replace_linears(module: nn.Module, make_linear: MakeLinear) -> None:
+def replace_parts(module: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
+    """Replace every part of this kind by what `make` makes of it."""
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            setattr(module, name, make_linear(child.weight, child.bias))
+        if isinstance(child, kind):
+            setattr(module, name, make(child))
         else:
-            replace_linears(child, make_linear)
-
-
-def replace_norms(module: nn.Module) -> None:
-    for name, child in module.named_children():
-        if isinstance(child, RMSNorm):
-            setattr(module, name, NativeRMSNorm(child))
-        elif not isinstance(child, NativeRMSNorm):
-            replace_norms(child)
+            replace_parts(child, kind, make)

@@ -71,13 +71,23 @@ def dashboard(config: DashboardConfig) -> int:
 
 def make_workspace(config: DashboardConfig) -> Workspace:
     """The workspace with its sections, not yet sent. Raises UserError if wandb-workspaces is missing."""
-    reports, workspaces = import_packages()
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError:
+        raise UserError(
+            'the dashboard needs wandb-workspaces; install it with: pip install -e ".[dashboard]"'
+        ) from None
 
     def section(name: str, panels: list, is_open: bool = False) -> workspaces.Section:
         rows = -(-len(panels) // PANELS_ACROSS)
         layout = workspaces.SectionLayoutSettings(columns=PANELS_ACROSS, rows=rows)
         return workspaces.Section(name=name, panels=panels, is_open=is_open, layout_settings=layout)
 
+    health = [
+        reports.LinePlot(title=title, x="tokens", metric_regex=pattern, title_x=AXIS_TITLES["tokens"])
+        for pattern, title in HEALTH.items()
+    ]
     losses = [panel for axis in AXES for panel in line_plots(reports, LOSSES, axis)]
     return workspaces.Workspace(
         entity=config.entity or "",
@@ -87,25 +97,13 @@ def make_workspace(config: DashboardConfig) -> Workspace:
             section("Loss", losses, is_open=True),
             section("Speed", line_plots(reports, SPEED, "tokens"), is_open=True),
             section("Attention", line_plots(reports, ATTENTION, "tokens")),
-            section("Health", health_plots(reports)),
+            section("Health", health),
             section("Course of training", line_plots(reports, OPTIMISATION, "tokens")),
         ],
         settings=workspaces.WorkspaceSettings(x_axis="tokens", max_runs=MOST_RUNS),
         # Grouped by name too, because otherwise wandb would draw one mean line over all model sizes of a sweep.
         runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("Group"), workspaces.Metric("Name")]),
     )
-
-
-def import_packages() -> tuple[ModuleType, ModuleType]:
-    """Returns wandb_workspaces.reports.v2 and wandb_workspaces.workspaces. Raises UserError if they are missing."""
-    try:
-        import wandb_workspaces.reports.v2 as reports
-        import wandb_workspaces.workspaces as workspaces
-    except ImportError:
-        raise UserError(
-            'the dashboard needs wandb-workspaces; install it with: pip install -e ".[dashboard]"'
-        ) from None
-    return reports, workspaces
 
 
 def line_plots(reports: ModuleType, titles: dict[str, str], axis: str) -> list:
@@ -115,14 +113,6 @@ def line_plots(reports: ModuleType, titles: dict[str, str], axis: str) -> list:
             title=f"{title} · {AXIS_TITLES[axis]}", x=axis, y=[metric], log_x=True, title_x=AXIS_TITLES[axis]
         )
         for metric, title in titles.items()
-    ]
-
-
-def health_plots(reports: ModuleType) -> list:
-    """One panel for each entry of HEALTH, with tokens on the x axis."""
-    return [
-        reports.LinePlot(title=title, x="tokens", metric_regex=pattern, title_x=AXIS_TITLES["tokens"])
-        for pattern, title in HEALTH.items()
     ]
 
 

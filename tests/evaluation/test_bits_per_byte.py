@@ -9,8 +9,7 @@ import pytest
 import torch
 from tiny_checkpoint import CONFIG, make_model, write_model
 
-from andrea.evaluation.bits_per_byte import bits_per_byte, error_of_ratio, rolling_windows
-from andrea.evaluation.scoring import load_subject
+from andrea.evaluation.scoring import bits_per_byte, error_of_ratio, load_subject, rolling_windows
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 14, 15, 30])

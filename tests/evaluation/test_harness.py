@@ -104,7 +104,7 @@ def test_the_command_line_of_lm_eval_runs_our_tasks_and_our_text_offline(tmp_pat
     (path,) = (tmp_path / "out").rglob("results*.json")
     found = json.loads(path.read_text())["results"]
     assert found["andrea_brackets"]["acc,none"] in (0.0, 0.25, 0.5, 0.75, 1.0)
-    from andrea.evaluation.bits_per_byte import bits_per_byte
+    from andrea.evaluation.scoring import bits_per_byte
 
     expected = bits_per_byte(load_subject("one", str(runs), "cpu", 4, False), TEXTS).value
     assert found["andrea_bpb"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-6)

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from andrea.api.words import compose, read
 from andrea.checkpoint.keep import mark_and_prune
 from andrea.config import RunConfig, RunsConfig, UserError, parse
-from andrea.insight.compare.command import terminal_lines
 from andrea.insight.compare.comparison import compare_runs
-from andrea.insight.compare.page.page import render_page
+from andrea.insight.compare.page import render_page, terminal_lines
 from andrea.insight.compare.runs import read_runs
 from andrea.insight.runs import show_runs
 from andrea.runtime.files import StorageFailed

@@ -16,8 +16,18 @@ from torch.nn import functional
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packing
 from andrea.generation.engine import Window, step
 from andrea.generation.kernels import decode_cpp
-from andrea.generation.linear import FEW_ROWS, Int8Linear, NativeLinear, OneDNNLinear, has_onednn, quantised
-from andrea.generation.packing import NativeAttention, NativeRMSNorm, PackedGPT, pack
+from andrea.generation.packing import (
+    FEW_ROWS,
+    Int8Linear,
+    NativeAttention,
+    NativeLinear,
+    NativeRMSNorm,
+    OneDNNLinear,
+    PackedGPT,
+    has_onednn,
+    pack,
+    quantised,
+)
 from andrea.model.gpt import GPT, RMSNorm
 from andrea.runtime.native import compiled_library
 

@@ -13,8 +13,7 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from andrea.config import UserError
-from andrea.evaluation.bits_per_byte import rolling_windows
-from andrea.evaluation.scoring import Subject, load_subject
+from andrea.evaluation.scoring import Subject, load_subject, rolling_windows
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.runtime.device import is_available

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +11,7 @@ import numpy as np
 from andrea.config import AttentionConfig, ModelConfig, as_typed, parse
 from andrea.config.keys import flatten
 from andrea.insight.compare.runs import Run
-from andrea.insight.compare.scaling.fit import TESTED_FACTOR, NoFit, count, fit_scaling
-from andrea.insight.compare.scaling.law import CONFIDENCE, Interval, ScalingFit
+from andrea.insight.compare.scaling import CONFIDENCE, TESTED_FACTOR, Interval, NoFit, ScalingFit, count, fit_scaling
 from andrea.runtime.streams import printable
 from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.console import format_duration, format_number
@@ -206,8 +203,8 @@ MARKERS = ("circle", "square", "triangle", "diamond")
 class LineStyle:
     """How one run is drawn. Colours are ordered by the model's size; runs of one size also differ in dash and marker."""
 
-    light: str  # colour on a light background, #rrggbb
-    dark: str  # colour on a dark background, #rrggbb
+    light: str  # colour on a light background
+    dark: str  # colour on a dark background
     dash: str
     marker: str
 
@@ -230,29 +227,13 @@ def line_styles(runs: list[Run]) -> list[LineStyle]:
 
 
 def colour_at(place: float, darkest: float, lightest: float) -> str:
-    """The colour at `place` (0 to 1) of a scale from dark blue over green to light ochre, as #rrggbb.
+    """The colour at `place` (0 to 1) of a scale from dark blue over green to light ochre, for CSS.
 
-    The lightness rises evenly, so the order is visible in greyscale and with any colour blindness. The colour is
-    computed in OKLCH, with the matrices of Ottosson 2020 (A perceptual color space for image processing).
+    The lightness rises evenly, so the order is visible in greyscale and with any colour blindness (OKLCH: Ottosson 2020,
+    A perceptual color space for image processing).
     """
-    lightness, chroma, hue = darkest + place * (lightest - darkest), 0.12, math.radians(275 - 195 * place)
-    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
-    long, medium, short = (  # responses of the three kinds of cones in the eye
-        (lightness + of_a * a + of_b * b) ** 3
-        for of_a, of_b in (
-            (0.3963377774, 0.2158037573),
-            (-0.1055613458, -0.0638541728),
-            (-0.0894841775, -1.2914855480),
-        )
-    )
-    linear_rgb = (
-        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
-        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
-        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
-    )
-    clipped = (min(1.0, max(0.0, value)) for value in linear_rgb)
-    encoded = (12.92 * value if value <= 0.0031308 else 1.055 * value ** (1 / 2.4) - 0.055 for value in clipped)
-    return "#" + "".join(f"{round(255 * value):02x}" for value in encoded)
+    lightness, hue = darkest + place * (lightest - darkest), 275 - 195 * place
+    return f"oklch({lightness:.4f} 0.12 {hue:.2f})"
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
@@ -317,22 +298,9 @@ def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
 
 
 def shorten_names(names: list[str], width: int) -> list[str]:
-    """The names in at most `width` characters each. Names that would look alike show the part in which they differ.
-
-    Names that still look alike stay whole.
-    """
+    """The names in at most `width` characters each. Names that would then look alike stay whole."""
     shown = [shorten_in_middle(name, width) for name in names]
-    alike = [name for name, short in zip(names, shown, strict=True) if shown.count(short) > names.count(name)]
-    if not alike:
-        return shown
-    start = len(os.path.commonprefix(alike))
-    end = min(len(os.path.commonprefix([name[::-1] for name in alike])), min(map(len, alike)) - start)
-    parts = {name: name[: len(name) - end][-(width - 2) :] for name in alike}
-    is_distinct = len(set(parts.values())) == len(parts)
-    return [
-        short if name not in parts else f"…{parts[name]}…" if is_distinct else name
-        for name, short in zip(names, shown, strict=True)
-    ]
+    return [name if shown.count(short) > names.count(name) else short for name, short in zip(names, shown, strict=True)]
 
 
 def shorten_in_middle(text: str, width: int) -> str:
@@ -406,11 +374,6 @@ class Comparison:
             return []
         best = min(self.runs, key=lambda run: run.bpb)
         return [f"fewest bits per byte: {best.name}, {best.bpb:.4f}"]
-
-    @property
-    def difference_rows(self) -> list[list[str]]:
-        """One row for each configuration key that differs: the key, and its value in each run."""
-        return [[key, *map(as_typed, values)] for key, values in self.differing.items()]
 
 
 def compare_runs(

@@ -15,12 +15,11 @@ from andrea.checkpoint.model import open_model
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
 from andrea.generation.session import last_tokens, read_prompt
-from andrea.insight.lens.head_names import NAMES, probe_scores
-from andrea.insight.lens.page.page import Head, LensPage, Measurements, Source, measure
-from andrea.insight.lens.scores import score_layer, stack_layers, targets_of
+from andrea.insight.lens.page import Head, LensPage, Measurements, Source, measure
+from andrea.insight.lens.scores import NAMES, probe_scores, score_layer, stack_layers, targets_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
-from andrea.runtime.files import check_writable, replacing
+from andrea.runtime.files import check_writable, replace_bytes
 from andrea.runtime.streams import at_words
 from andrea.text.tokenizer import Tokenizer
 
@@ -134,7 +133,7 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
     """Write an .npz file and return a summary.
 
     The file's arrays are weights (L, H, T, T) float32, tokens (T,), token_texts (T,), and the scores (L, H) each. The
-    scores named prompt_… are measured on the prompt, the scores named probe_… on the two fixed texts in head_names.py.
+    scores named prompt_… are measured on the prompt, the scores named probe_… on the two fixed texts in scores.py.
     A model with head gates adds gates (L, H, T), the mean over a head's channels.
     """
     prompt = torch.tensor([tokens], device=model.embedding.weight.device)
@@ -153,14 +152,13 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
     texts = np.array([table[token].decode("utf-8", "replace") for token in tokens])
     stream = io.BytesIO()
     np.savez(stream, weights=weights, tokens=np.array(tokens), token_texts=texts, **arrays)
-    save(out, stream.getbuffer())
+    save(out, stream.getvalue())
     return f"{out} · weights {' x '.join(map(str, shape))} float32, {len(arrays)} arrays of figures of the heads"
 
 
-def save(out: Path, content: bytes | memoryview) -> None:
+def save(out: Path, content: bytes) -> None:
     """Write the file completely or not at all. Raises UserError if writing fails."""
     try:
-        with replacing(out) as staging:
-            staging.write_bytes(content)
+        replace_bytes(out, content)
     except OSError as error:
         raise UserError(f"out={out} cannot be written ({error.strerror}); name another with out=…") from None

@@ -13,7 +13,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.cli.commands import to_key_value
 from andrea.config import CompareConfig, RunConfig, UserError
 from andrea.evaluation.results import Figure, append_figures
-from andrea.insight.compare.command import compare
+from andrea.insight.compare.page import compare
 from andrea.insight.compare.runs import find_run_folders, read_runs
 
 

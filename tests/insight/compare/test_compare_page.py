@@ -13,7 +13,7 @@ from conftest import launched_browser
 from run_folders import make_eight_runs, make_run
 
 from andrea.insight.compare.comparison import compare_runs
-from andrea.insight.compare.page.page import render_page
+from andrea.insight.compare.page import render_page
 from andrea.insight.compare.runs import find_run_folders, read_run, read_runs
 
 

@@ -7,9 +7,16 @@ import re
 import numpy as np
 import pytest
 
-from andrea.insight.compare.scaling.fit import FEWEST_RUNS_OF_FULL_LAW, NoFit, compute_frontier, fit_scaling
-from andrea.insight.compare.scaling.law import format_interval, log_loss
-from andrea.insight.compare.scaling.least_squares import Objective, minimise
+from andrea.insight.compare.scaling import (
+    FEWEST_RUNS_OF_FULL_LAW,
+    NoFit,
+    Objective,
+    compute_frontier,
+    fit_scaling,
+    format_interval,
+    log_loss,
+    minimise,
+)
 
 TRUTH = (1.69, 406.4, 0.34, 410.7, 0.28)  # E, A, alpha, B, beta of Hoffmann et al. 2022
 SIZES = np.array([3.3e6, 17e6, 91e6, 466e6])

@@ -7,7 +7,7 @@ import math
 import torch
 from tiny_models import TOKENIZER, hand_made, make
 
-from andrea.insight.lens.head_names import NAMES, PASSAGE, names_of, probe_scores, repetition
+from andrea.insight.lens.scores import NAMES, PASSAGE, names_of, probe_scores, repetition
 
 
 def test_repetitions_fit_the_model() -> None:

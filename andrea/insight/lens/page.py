@@ -25,15 +25,13 @@ from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention, Sco
 from andrea.attention.mask import Mask, visible_interval
 from andrea.attention.multihead import OWN_VALUE_EPSILON
 from andrea.insight.html import fill_template, json_for_script
-from andrea.insight.lens.effects import ablate_heads, logit_attribution, next_log_probabilities
-from andrea.insight.lens.head_names import NAMES, names_of, probe_scores
-from andrea.insight.lens.scores import score_layer, stack_layers, targets_of
-from andrea.insight.lens.trace import LayerTrace, trace_layers
+from andrea.insight.lens.scores import NAMES, names_of, probe_scores, score_layer, stack_layers, targets_of
+from andrea.insight.lens.trace import LayerTrace, ablate_heads, logit_attribution, next_log_probabilities, trace_layers
 from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------- facts
-# The facts that the page shows as text and numbers: about the model, and about every head.
+# The facts about the model that the page shows as text and numbers.
 
 
 @dataclass(frozen=True)
@@ -116,19 +114,6 @@ def visible_keys(block: Block, packing: Mask | None, tokens: Tensor) -> tuple[tu
     return tuple(first.flatten().tolist()), tuple(stop.flatten().tolist())
 
 
-def head_facts(measurements: Measurements) -> list[dict[str, Any]]:
-    """The scores and names of every head, layer by layer."""
-    named = measurements.named
-    return [
-        {
-            "prompt": {name: json_number(score[head]) for name, score in measurements.scores.items()},
-            "probe": {name: json_number(score[head]) for name, score in measurements.probed.items()},
-            "names": named.get(head, []),
-        }
-        for head in measurements.heads
-    ]
-
-
 def json_number(number: float | Tensor | None) -> float | None:
     """The number with six significant digits, or None for NaN and infinity, which JSON lacks."""
     return None if number is None or not math.isfinite(float(number)) else float(f"{float(number):.6g}")
@@ -192,11 +177,8 @@ def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray
 
 def as_array(tensor: Tensor, n_vocab: int) -> np.ndarray:
     """Numbers as fp32; token ids below n_vocab in two bytes, or in four for a larger vocabulary."""
-    return tensor.cpu().numpy().astype(np.float32 if tensor.is_floating_point() else id_type(n_vocab))
-
-
-def id_type(n_vocab: int) -> type[np.unsignedinteger]:
-    return np.uint16 if n_vocab <= 1 << 16 else np.uint32
+    id_type = np.uint16 if n_vocab <= 1 << 16 else np.uint32
+    return tensor.cpu().numpy().astype(np.float32 if tensor.is_floating_point() else id_type)
 
 
 def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
@@ -205,22 +187,6 @@ def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
     layout = [[name, array.dtype.str.lstrip("<|"), list(array.shape)] for name, array in ordered]
     raw = b"".join(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes() for _, array in ordered)
     return base64.b64encode(raw).decode("ascii"), layout
-
-
-def packed_head_bytes(measurements: Measurements, detail: bool) -> int:
-    """The length in bytes of one head's base64 text."""
-    trace = measurements.layers[0]
-    n_token, n_vocab = measurements.tokens.shape[1], measurements.log_probabilities.shape[-1]
-    n_candidate = LIKELIEST + 1
-    numbers = 2 * trace.query.shape[-1] + trace.value.shape[-1] + 2 * (1 + COMPONENTS)
-    numbers += len(trace.value_parts) if len(trace.value_parts) > 1 else 0
-    numbers += 0 if trace.gate is None else trace.gate.shape[-1]
-    ids = 0
-    if detail:
-        in_effects = 1  # in the block with the effects of all heads
-        numbers += 2 * 2 * ATTRIBUTED + n_candidate + LIKELIEST_ABLATED + in_effects
-        ids = 2 * 2 * ATTRIBUTED + LIKELIEST_ABLATED
-    return -(-n_token * (4 * numbers + np.dtype(id_type(n_vocab)).itemsize * ids) // 3) * 4
 
 
 # --------------------------------------------------------------------------------------------------------- measurements
@@ -305,7 +271,7 @@ def small_maps(weights: Tensor, side: int) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------------------- the page
 
-TEMPLATE = Path(__file__).parent / "template.html"
+TEMPLATE = Path(__file__).parent / "web" / "template.html"
 LEAST_PROBABILITY = 1e-38  # fp32 rounds smaller ones to zero, which has no logarithm
 FACTS_BYTES = 200  # extra bytes in the page's facts for a head in full
 ELEMENT_BYTES = 100  # of the HTML element around a head's arrays
@@ -350,7 +316,11 @@ class LensPage:
         n_head = len(self.measurements.heads)
         texts = dict(enumerate(self.texts)) if self.detail else self.texts_of(set())
         fixed = len(self.assemble(FullHeads(), texts)) + FACTS_BYTES * n_head
-        each = packed_head_bytes(self.measurements, self.detail) + ELEMENT_BYTES
+        arrays = head_arrays(self.model, self.measurements, (0, 0), self.detail)  # as large as any other head's
+        if self.detail:
+            arrays |= ablation_arrays(self.candidates, self.measurements.log_probabilities)
+            arrays["effect"] = arrays["ablated_candidates"][:, -1]  # its part of the block with all effects
+        each = len(pack(arrays)[0]) + ELEMENT_BYTES
         return max(0, min(n_head, (limit_bytes - fixed) // each))
 
     def render(self, full: list[Head]) -> str:
@@ -420,12 +390,20 @@ class LensPage:
         return fill_template(TEMPLATE, {"TITLE": html.escape(self.source.title), "DATA": "\n".join(elements)})
 
     def facts_of_heads(self, heads: FullHeads) -> list[dict]:
-        """The facts of every head, whether it is shown in full, and the change of the loss by its ablation."""
+        """Scores and names of every head, whether it is shown in full, and the change of the loss by its ablation."""
+        measurements, named = self.measurements, self.measurements.named
         found = []
-        for head, facts in zip(self.measurements.heads, head_facts(self.measurements), strict=True):
+        for head in measurements.heads:
             effect = heads.effects.get(head)
-            change = None if effect is None else json_number(self.loss_change(effect))
-            found.append({**facts, "full": head in heads.packed, "loss_change": change})
+            found.append(
+                {
+                    "prompt": {name: json_number(score[head]) for name, score in measurements.scores.items()},
+                    "probe": {name: json_number(score[head]) for name, score in measurements.probed.items()},
+                    "names": named.get(head, []),
+                    "full": head in heads.packed,
+                    "loss_change": None if effect is None else json_number(self.loss_change(effect)),
+                }
+            )
         return found
 
 

@@ -1,1 +1,0 @@
-"""The comparison as one HTML file."""

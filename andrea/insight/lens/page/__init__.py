@@ -1,1 +1,0 @@
-"""The lens as one HTML file."""
