@@ -18,14 +18,20 @@ from torch import Tensor
 from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
-from andrea.interop.compared_text import compared_text, read_text
 from andrea.interop.export import PROOF_FAILED, load_trained
 from andrea.interop.hugging_face.target import LoadedByTransformers
-from andrea.interop.importing.config_json import ReadSettings, with_zero_biases
-from andrea.interop.importing.families import Configs, family_of
-from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
-from andrea.interop.importing.source import CONFIG, folder_of, is_ckpt, open_weights, read_config, tensors_of
-from andrea.interop.proof import MOST_TOKENS, Proof, prove
+from andrea.interop.importing.config_json import Settings, with_zero_biases
+from andrea.interop.importing.families import Configs, family_of, nanogpt_configs, nanogpt_weights
+from andrea.interop.importing.source import (
+    CONFIG,
+    folder_of,
+    is_ckpt,
+    open_weights,
+    read_ckpt,
+    read_config,
+    tensors_of,
+)
+from andrea.interop.proof import MOST_TOKENS, Proof, compared_text, prove, read_text
 from andrea.runtime.files import exclusive_lock, publish_folder, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
@@ -186,16 +192,16 @@ def write_imported(
     if is_ckpt(folder):
         write_nanogpt(folder, out, named, name)
         return {}, []
-    plain = ReadSettings(read_config(folder))
-    family = family_of(plain)
-    model, attention = family.configs(plain, name)
-    n_vocab = plain.get("vocab_size")
+    settings = Settings(read_config(folder))
+    family = family_of(settings)
+    model, attention = family.configs(settings, name)
+    n_vocab = settings.get("vocab_size")
     if type(n_vocab) is not int or n_vocab < 1:
         raise UserError(f"vocab_size={n_vocab!r:.60} of config.json is not a number of tokens; copy it again")
     tokenizer = load_hf_tokenizer(folder, n_vocab)
     reader = open_weights(folder)
     check_layers(folder, model.n_layer, len(reader.names))
-    unbiased, unknown = family.unbiased(plain), plain.unknown()  # in this order: the first asks for keys
+    unbiased, unknown = family.unbiased(settings), settings.unknown()  # in this order: the first asks for keys
     if unknown and not with_unknown:
         raise UserError(
             f"{in_words(unknown)}; import the model first, which compares it with transformers: "
@@ -203,8 +209,8 @@ def write_imported(
         )
     theirs = with_zero_biases(tensors_of(reader), unbiased)
     weights = family.weights(theirs, model, attention, n_vocab)
-    write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
-    return plain.effective(), unknown
+    write_converted(out, named, settings["model_type"], (model, attention), weights, tokenizer)
+    return settings.effective(), unknown
 
 
 def check_layers(source: Path, n_layer: int, n_weight: int) -> None:
