@@ -48,10 +48,14 @@ def export(config: ExportConfig) -> int:
             target.write(staging)
         proof, reason = proof_of(trained, target, staging, compared)
         if proof is not None and proof.failures:
-            return failed(proof, folder, staging)
+            shutil.rmtree(staging)
+            message = f"{proof.program} computes something else: {'; '.join(proof.failures)}; {folder} was not written"
+            print(f"error: {message}; please report this with the run's config.yaml", file=sys.stderr)
+            return PROOF_FAILED
         with storing(folder, of_run=False):
             card = card_of(trained, target, config.dtype, folder.name, config.hub, proof, reason)
-            publish(staging, folder, proof.as_json() if proof else {"proven": False, "reason": reason}, card)
+            (staging / "README.md").write_text(card, encoding="utf-8")
+            publish(staging, folder, proof.as_json() if proof else {"proven": False, "reason": reason})
     report(folder, proof, reason)
     if config.hub is not None:
         if proof is None:
@@ -60,19 +64,9 @@ def export(config: ExportConfig) -> int:
     return 0
 
 
-def failed(proof: Proof, folder: Path, staging: Path) -> int:
-    """Remove the staging folder, say what is beyond tolerance, and return the exit code."""
-    shutil.rmtree(staging)
-    failures = "; ".join(proof.failures)
-    message = f"{proof.program} computes something else: {failures}; {folder} was not written"
-    print(f"error: {message}; please report this with the run's config.yaml", file=sys.stderr)
-    return PROOF_FAILED
-
-
-def publish(staging: Path, folder: Path, record: dict[str, Any], card: str) -> None:
-    """Add proof.json and README.md to the staging folder, and give it its name. Raises OSError."""
+def publish(staging: Path, folder: Path, record: dict[str, Any]) -> None:
+    """Add proof.json to the staging folder of an export or an import, and give it its name. Raises OSError."""
     (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (staging / "README.md").write_text(card, encoding="utf-8")
     publish_folder(staging, folder)
 
 

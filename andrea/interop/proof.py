@@ -192,8 +192,9 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
     rounded: our model with the weights as the export holds them. share, least: the tolerance, as a share of the largest
     logit, and at least so much.
     """
-    batches = windows_of(text.ids, min(trained.model.sequence_length, LONGEST_WINDOW))
-    measured = [measured_window(trained, rounded, other, *batch) for batch in batches]  # one window's logits at a time
+    length = min(trained.model.sequence_length, LONGEST_WINDOW)
+    windows = [(tokens[0], targets[0]) for tokens, targets in validation_batches(text.ids, length, 1)]  # each (T,)
+    measured = [measured_window(trained, rounded, other, *window) for window in windows]  # one's logits at a time
     # np.max of numbers with a nan is nan; Python's max may be another.
     largest, difference = (float(np.max([each[key] for each in measured])) for key in ("largest", "difference"))
     nats = np.sum([each["nats"] for each in measured], axis=0)
@@ -203,11 +204,11 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
     fuzz = list(fuzz_texts(text.content))
     expected = [[trained.tokenizer.end_of_text, *trained.tokenizer.encode(each)] for each in fuzz]
     wrong = sum(one != two for one, two in zip(expected, other.encode(fuzz), strict=True))
-    n_greedy, n_other = greedy_tokens(rounded, other, batches[0][0], tolerance)
+    n_greedy, n_other = greedy_tokens(rounded, other, windows[0][0], tolerance)
     return Proof(
         program=other.name,
         text=text.name,
-        n_token=sum(int((targets != IGNORED_TARGET).sum()) for _, targets in batches),
+        n_token=sum(int((targets != IGNORED_TARGET).sum()) for _, targets in windows),
         largest_logit=largest,
         largest_difference=difference,
         tolerance=tolerance,
@@ -219,11 +220,6 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
         n_greedy_tokens=n_greedy,
         n_other_greedy_tokens=n_other,
     )
-
-
-def windows_of(ids: np.ndarray, length: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets (T,) of the windows of ids (n,); a target after the end is IGNORED_TARGET."""
-    return [(tokens[0], targets[0]) for tokens, targets in validation_batches(ids, length, 1)]
 
 
 @torch.no_grad()

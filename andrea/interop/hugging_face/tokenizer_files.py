@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.config import UserError
-from andrea.text.hf_tokenizer import HfTokenizer
+from andrea.text.hf_tokenizer import BYTE_LEVEL, HfTokenizer
 from andrea.text.tokenizer import END_OF_TEXT, RankTokenizer, Tokenizer, visible_bytes
 
 LARGEST_RANK = 1 << 62
@@ -30,16 +30,15 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Byte-level byte-pair encoding with GPT-2's pattern. End-of-text is put in front of a text, as before each document."""
     end, visible = tokenizer.end_of_text, visible_tokens(tokenizer)
     special = {"id": end, "content": END_OF_TEXT, "special": True, "normalized": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [special | {"single_word": False, "lstrip": False, "rstrip": False}],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": BYTE_LEVEL,
         "post_processor": in_front(END_OF_TEXT, end),
-        "decoder": byte_level,
+        "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,

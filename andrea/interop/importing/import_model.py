@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,12 +17,13 @@ from torch import Tensor
 from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
-from andrea.interop.export import PROOF_FAILED, load_trained
+from andrea.interop.export import PROOF_FAILED, load_trained, publish
 from andrea.interop.hugging_face.target import LoadedByTransformers
 from andrea.interop.importing.config_json import Settings, with_zero_biases
 from andrea.interop.importing.families import Configs, family_of, nanogpt_configs, nanogpt_weights
 from andrea.interop.importing.source import (
     CONFIG,
+    files_of,
     folder_of,
     is_ckpt,
     open_weights,
@@ -31,8 +31,8 @@ from andrea.interop.importing.source import (
     read_config,
     tensors_of,
 )
-from andrea.interop.proof import MOST_TOKENS, Proof, compared_text, prove, read_text
-from andrea.runtime.files import exclusive_lock, publish_folder, staging_path, storing
+from andrea.interop.proof import MOST_TOKENS, compared_text, prove, read_text
+from andrea.runtime.files import exclusive_lock, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.hf_tokenizer import HfTokenizer, foreign_library
@@ -136,8 +136,7 @@ def import_model(config: ImportConfig) -> int:
 
 def within_limits(folder: Path, function: Callable[..., Any], *given: Any) -> Any:
     """The function, which reads the folder, in a process of its own, with time and memory by the size of the folder's files."""
-    files = [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
-    n_byte = sum(path.stat().st_size for path in files)
+    n_byte = sum(path.stat().st_size for path in files_of(folder))
     busy_s, more_bytes = LEAST_BUSY_S + BUSY_S_PER_BYTE * n_byte, LEAST_MEMORY_BYTES + MEMORY_BY_FILES * n_byte
     return in_own_process(str(folder), function, *given, busy_s=busy_s, more_bytes=more_bytes)
 
@@ -159,8 +158,7 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
     folder = Path(str(named)).expanduser()
     if not is_ckpt(folder) and ((folder / "manifest.json").exists() or not (folder / CONFIG).is_file()):
         return named
-    files = [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
-    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files_of(folder))
     about = hashlib.sha256(f"{folder.resolve()} {stamps}".encode()).hexdigest()[:12]
     name = name_of(folder, str(named))
     place = Path(str(data_dir)).expanduser() / "imported"
@@ -258,19 +256,13 @@ def proof_of(folder: Path, settings: dict[str, Any], imported: Path, text: Path 
         print(f"not proven: transformers cannot be imported ({error}); run: pip install transformers")
         return {"proven": False, "reason": f"transformers cannot be imported ({error})"}
     compared = compared_text(trained, text, Path("data"), MOST_TOKENS + 1)
-    proof: Proof = prove(trained, trained.gpt, other, TOLERANCE, LEAST_TOLERANCE, compared)
+    proof = prove(trained, trained.gpt, other, TOLERANCE, LEAST_TOLERANCE, compared)
     if proof.failures:
         return proof.as_json() | {"failures": proof.failures}
     print(f"proven by {proof.program}, with the same settings and weights:")
     for line in proof.lines:
         print(f"  {line}")
     return proof.as_json()
-
-
-def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
-    """Write proof.json beside the checkpoint's files, and give the folder its name. Raises OSError."""
-    (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    publish_folder(staging, out)
 
 
 def name_of(folder: Path, named: str) -> str:

@@ -46,6 +46,11 @@ def is_ckpt(path: Path) -> bool:
     return path.is_file() and path.suffix == ".pt"
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder, or the file of nanoGPT."""
+    return [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
+
+
 def fetched(hub_id: str) -> Path:
     """The folder of a model in the hub's cache on this machine, fetched first if it is not there. Raises UserError."""
     try:
