@@ -95,8 +95,8 @@ def test_torch_distributed_stays_where_it_is_handed_out(path: Path) -> None:
         ("tensorboard", set()),  # torch's writer imports it
         ("triton", set()),
         ("transformers", {"andrea/interop/hugging_face/modeling_andrea.py", "andrea/interop/hugging_face/target.py"}),
-        ("gguf", {"andrea/interop/gguf/file.py"}),
-        ("llama_cpp", {"andrea/interop/gguf/target.py"}),
+        ("gguf", {"andrea/interop/gguf.py"}),
+        ("llama_cpp", {"andrea/interop/gguf.py"}),
         (
             "lm_eval",
             {f"andrea/evaluation/harness/{name}.py" for name in ("model", "run", "__main__")},

@@ -1,9 +1,15 @@
-"""The command `export`: a checkpoint in another program's format, proven by that program before it gets its name."""
+"""The command `export`: a checkpoint in another program's format, proven by that program before it gets its name.
+
+With the model card, and the upload to Hugging Face's hub.
+"""
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -12,15 +18,11 @@ from typing import Any
 from andrea.checkpoint import Checkpoint, locate
 from andrea.checkpoint.folder import removed_on_failure
 from andrea.checkpoint.model import configs_of, load_model
-from andrea.config import ExportConfig, UserError
-from andrea.interop.card import card_of
-from andrea.interop.compared_text import ComparedText, compared_text, read_text
-from andrea.interop.gguf.target import Gguf
-from andrea.interop.hub import not_uploaded, upload
+from andrea.config import ExportConfig, UserError, as_typed, to_plain
+from andrea.interop.gguf import Gguf
 from andrea.interop.hugging_face.target import HuggingFace
-from andrea.interop.proof import MOST_TOKENS, Proof, prove
+from andrea.interop.proof import MOST_TOKENS, ComparedText, OtherProgram, Proof, Target, compared_text, prove, read_text
 from andrea.interop.settings import Trained
-from andrea.interop.target import OtherProgram, Target
 from andrea.runtime.files import StorageFailed, publish_folder, reading, staging_path, storing
 from andrea.runtime.own_parts import is_own
 
@@ -46,10 +48,14 @@ def export(config: ExportConfig) -> int:
             target.write(staging)
         proof, reason = proof_of(trained, target, staging, compared)
         if proof is not None and proof.failures:
-            return failed(proof, folder, staging)
+            shutil.rmtree(staging)
+            message = f"{proof.program} computes something else: {'; '.join(proof.failures)}; {folder} was not written"
+            print(f"error: {message}; please report this with the run's config.yaml", file=sys.stderr)
+            return PROOF_FAILED
         with storing(folder, of_run=False):
             card = card_of(trained, target, config.dtype, folder.name, config.hub, proof, reason)
-            publish(staging, folder, proof.as_json() if proof else {"proven": False, "reason": reason}, card)
+            (staging / "README.md").write_text(card, encoding="utf-8")
+            publish(staging, folder, proof.as_json() if proof else {"proven": False, "reason": reason})
     report(folder, proof, reason)
     if config.hub is not None:
         if proof is None:
@@ -58,19 +64,9 @@ def export(config: ExportConfig) -> int:
     return 0
 
 
-def failed(proof: Proof, folder: Path, staging: Path) -> int:
-    """Remove the staging folder, say what is beyond tolerance, and return the exit code."""
-    shutil.rmtree(staging)
-    failures = "; ".join(proof.failures)
-    message = f"{proof.program} computes something else: {failures}; {folder} was not written"
-    print(f"error: {message}; please report this with the run's config.yaml", file=sys.stderr)
-    return PROOF_FAILED
-
-
-def publish(staging: Path, folder: Path, record: dict[str, Any], card: str) -> None:
-    """Add proof.json and README.md to the staging folder, and give it its name. Raises OSError."""
+def publish(staging: Path, folder: Path, record: dict[str, Any]) -> None:
+    """Add proof.json to the staging folder of an export or an import, and give it its name. Raises OSError."""
     (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (staging / "README.md").write_text(card, encoding="utf-8")
     publish_folder(staging, folder)
 
 
@@ -144,3 +140,158 @@ def report(folder: Path, proof: Proof | None, reason: str) -> None:
     for line in proof.lines:
         print(f"  {line}")
     print(f"{folder} was written; its README.md has the commands to use it")
+
+
+# ------------------------------------------- the card: what the model is, how it was trained and is used, and the proof
+
+CARD = """\
+---
+pipeline_tag: text-generation
+tags: [andrea]
+---
+
+# {name}
+
+A language model with {n_parameter:,} parameters, trained with ANDREA, exported as `{what}` with weights in {dtype}: {why}.
+
+The licence of the weights is for their owner to choose: add `license:` to the head of this file.
+
+## Use
+
+{usage}
+The model was trained on texts that begin with `<|endoftext|>`, and the tokenizer puts this token in front. It sees at most
+{sequence_length} tokens.{documents}
+
+## Training
+
+| | |
+|---|---|
+{facts}
+
+## Proof
+
+{proof}
+
+## Configuration
+
+{configuration}
+"""
+ONE_DOCUMENT = """
+In training, attention did not cross documents (`attention.across_documents=false`). The export equals the model on single
+documents; in a text with several, each token also sees the documents before its own."""
+
+
+def card_of(
+    trained: Trained, target: Target, dtype: str, folder: str, hub: str | None, proof: Proof | None, reason: str
+) -> str:
+    """The card as Markdown. hub: the repository that it is uploaded to. reason: why there is no proof, if there is none."""
+    return CARD.format(
+        name=escaped(trained.name),
+        n_parameter=sum(parameter.numel() for parameter in trained.gpt.parameters()),
+        what=target.what,
+        dtype=dtype,
+        why=target.why,
+        usage=target.usage(folder, hub, prompt_of(trained)),
+        sequence_length=trained.model.sequence_length,
+        documents="" if trained.attention.across_documents else ONE_DOCUMENT,
+        facts="\n".join(f"| {name} | {value} |" for name, value in facts(trained).items()),
+        proof="\n".join(f"- {line}" for line in [f"by {proof.program}", *proof.lines])
+        if proof
+        else f"Not proven: {reason}.",
+        configuration="\n".join(f"    {line}" for line in configuration(trained)),
+    )
+
+
+def facts(trained: Trained) -> dict[str, Any]:
+    """Figures of the training. Paths of the data are left out: they say more about a machine than about a model."""
+    state = trained.checkpoint.state
+    data = state["config"].get("data") or {}
+    sources = ", ".join(data.get("sources") or {}) or data.get("kind") or "unknown"
+    return {
+        "data": escaped(sources),
+        "tokens read": f"{state['tokens']:,}",
+        "steps": f"{state['step']:,}",
+        "FLOPs": f"{state['flops']:.3g}" if state.get("flops") else "unknown",
+        "bits per byte of held-out text": f"{state['val_bpb']:.4f}" if state.get("val_bpb") else "unknown",
+        "tokenizer": trained.tokenizer.identity,
+    }
+
+
+def escaped(text: str) -> str:
+    """A name that somebody has chosen, as it is written in Markdown and HTML, in one line."""
+    return re.sub(r"([\\`*_\[\]|!#<>~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
+def prompt_of(trained: Trained) -> str:
+    """The prompt of the run's own samples, for commands; empty (a new document) if it has none that every shell reads alike."""
+    prompt = (trained.checkpoint.state["config"].get("data") or {}).get("sample_prompt") or ""
+    return prompt if re.fullmatch(r"[^\W\d_][\w .,;:()-]{0,60}", prompt) else ""
+
+
+def configuration(trained: Trained) -> list[str]:
+    """Every key of the model and of its attention, as typed."""
+    groups = {"model": trained.model, "attention": trained.attention}
+    return [
+        " ".join(f"{group}.{key}={as_typed(value)}".split())
+        for group, config in groups.items()
+        for key, value in to_plain(config).items()
+    ]
+
+
+# ---------------------------------------------------- the upload; what fails leaves the folder on this machine as it is
+
+LONGEST_REASON = 300  # characters of an error
+
+
+def upload(folder: Path, repository: str, is_private: bool, replaced: tuple[str, ...]) -> str:
+    """Upload the files of `folder` to OWNER/NAME, which is made if it does not exist. Returns a line for people.
+
+    is_private: of a new repository; the hub leaves an existing one as it is. replaced: patterns of files that an earlier
+    upload may have left; those that this folder lacks are deleted in the same commit. Raises UserError.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        reason = "huggingface_hub cannot be imported; run: pip install huggingface_hub"
+        raise not_uploaded(folder, reason, repository, is_private) from None
+    try:
+        if huggingface_hub.get_token() is None:
+            reason = "this machine has no token of the hub; run: hf auth login, or set HF_TOKEN"
+            raise not_uploaded(folder, reason, repository, is_private)
+        api = huggingface_hub.HfApi()
+        url = api.create_repo(repository, private=is_private, exist_ok=True)
+        visibility = "private" if api.model_info(repository).private else "public"
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Export by ANDREA",
+            delete_patterns=list(replaced) or None,
+        )
+    except UserError:
+        raise
+    except Exception as error:  # it has many: no network, a token that may not write, a name that is not allowed
+        raise not_uploaded(folder, reason_of(error), repository, is_private) from None
+    return f"uploaded to {url}, which is {visibility}"
+
+
+def not_uploaded(folder: Path, reason: str, repository: str, is_private: bool) -> UserError:
+    by_hand = shlex.join(["hf", "upload", repository, str(folder), *(["--private"] if is_private else [])])
+    return UserError(
+        f"{folder} was written, but not uploaded to {repository} ({reason}); to upload it later: {by_hand}"
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """What failed, in one line: the first line of the error and of what caused it, and the words of the hub if it answered."""
+    found: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        for words in (
+            str(cause).strip().partition("\n")[0] or type(cause).__name__,
+            getattr(cause, "server_message", None),
+        ):
+            line = " ".join((words or "").split()).rstrip(".")
+            if line and not any(line in each for each in found):
+                found.append(line)
+        cause = cause.__cause__
+    return ": ".join(found)[:LONGEST_REASON]

@@ -6,10 +6,14 @@ bits changes nothing of what is demanded of logits, and its cost in bits per byt
 
 from __future__ import annotations
 
+import argparse
+import functools
 import math
 import unicodedata
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +21,110 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from andrea.interop.compared_text import ComparedText
+from andrea.config import UserError
 from andrea.interop.settings import Trained
-from andrea.interop.target import OtherProgram
 from andrea.model.gpt import GPT
+from andrea.text.corpus import held_out_of_run
 from andrea.text.loader import IGNORED_TARGET, validation_batches
+from andrea.text.sources import texts_at
 from andrea.text.tokenizer import END_OF_TEXT
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+
+
+class OtherProgram(ABC):
+    """name: of the program, with its version."""
+
+    name: str
+
+    @abstractmethod
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits (T, V) fp32 for T token ids."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, with end-of-text in front."""
+
+    @abstractmethod
+    def greedy(self, tokens: Sequence[int], n_new: int) -> list[int]:
+        """At most n_new ids that follow, each the likeliest, generated with the program's own cache."""
+
+
+class Target(ABC):
+    """One model in one format and type of numbers.
+
+    what: the class or architecture that the model becomes. why: a sentence. package: of the program that proves it.
+    share, least: the tolerance of the proof, as a share of the largest logit, and at least so much.
+    replaced: patterns of files in a repository that an earlier upload may have left, and that would be loaded in place of these.
+    """
+
+    what: str
+    why: str
+    package: str
+    share: float
+    least: float = 0.0
+    replaced: tuple[str, ...] = ()
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the files to an existing folder. Raises OSError, and UserError for what the format cannot hold."""
+
+    @abstractmethod
+    def rounded_gpt(self) -> GPT:
+        """Our model in fp32, with the weights as the files hold them."""
+
+    @abstractmethod
+    def open(self, folder: Path) -> OtherProgram:
+        """Load the files by the other program. Raises ImportError if its package is missing."""
+
+    @abstractmethod
+    def usage(self, folder: str, hub: str | None, prompt: str) -> str:
+        """Commands that write text with the files in `folder`, or in the repository `hub` (OWNER/NAME): Markdown.
+
+        prompt: of the text.
+        """
+
+
+FEWEST_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class ComparedText:
+    """name: for people. ids (n,) int64: its tokens, with end-of-text in front. content: its characters."""
+
+    name: str
+    ids: np.ndarray
+    content: str
+
+
+def compared_text(trained: Trained, text: Path | None, data_dir: Path, n_token: int) -> ComparedText:
+    """The first n_token tokens of the file `text`; if it is None, of the run's held-out text, or else of a module of Python's."""
+    tokenizer = trained.tokenizer
+    if text is None and (stream := held_out_of_run(trained.checkpoint.state, data_dir)) is not None:
+        held_out = np.asarray(stream[:n_token], dtype=np.int64)
+        return ComparedText("the run's held-out text", held_out, tokenizer.decode(held_out.tolist()))
+    name = text.name if text else f"{Path(argparse.__file__).name} of Python's library"
+    content = read_text(text)
+    ids = np.array([tokenizer.end_of_text, *tokenizer.encode(content)], dtype=np.int64)[:n_token]
+    return ComparedText(name, ids, content)
+
+
+@functools.cache  # it is read once, and once is said what is left out
+def read_text(text: Path | None) -> str:
+    """The content of the file or folder, as training reads it, or of a module of Python's standard library.
+
+    Raises UserError if it is unusable.
+    """
+    path = text or Path(argparse.__file__)
+    content = "\n".join(texts_at(path, "text", None, print if text else lambda line: None))
+    if len(content) < FEWEST_CHARACTERS:
+        raise UserError(
+            f"text={path} has {len(content)} characters, too few to compare on; name a file with {FEWEST_CHARACTERS} or more"
+        )
+    return content
+
+
+# ------------------------------------------------------------------------------------------------------------ the proof
 
 MOST_TOKENS, LONGEST_WINDOW = 4096, 512  # of the text that logits are compared on
 N_FUZZ_TEXTS, N_GREEDY = 10_000, 64
@@ -90,8 +192,9 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
     rounded: our model with the weights as the export holds them. share, least: the tolerance, as a share of the largest
     logit, and at least so much.
     """
-    batches = windows_of(text.ids, min(trained.model.sequence_length, LONGEST_WINDOW))
-    measured = [measured_window(trained, rounded, other, *batch) for batch in batches]  # one window's logits at a time
+    length = min(trained.model.sequence_length, LONGEST_WINDOW)
+    windows = [(tokens[0], targets[0]) for tokens, targets in validation_batches(text.ids, length, 1)]  # each (T,)
+    measured = [measured_window(trained, rounded, other, *window) for window in windows]  # one's logits at a time
     # np.max of numbers with a nan is nan; Python's max may be another.
     largest, difference = (float(np.max([each[key] for each in measured])) for key in ("largest", "difference"))
     nats = np.sum([each["nats"] for each in measured], axis=0)
@@ -101,11 +204,11 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
     fuzz = list(fuzz_texts(text.content))
     expected = [[trained.tokenizer.end_of_text, *trained.tokenizer.encode(each)] for each in fuzz]
     wrong = sum(one != two for one, two in zip(expected, other.encode(fuzz), strict=True))
-    n_greedy, n_other = greedy_tokens(rounded, other, batches[0][0], tolerance)
+    n_greedy, n_other = greedy_tokens(rounded, other, windows[0][0], tolerance)
     return Proof(
         program=other.name,
         text=text.name,
-        n_token=sum(int((targets != IGNORED_TARGET).sum()) for _, targets in batches),
+        n_token=sum(int((targets != IGNORED_TARGET).sum()) for _, targets in windows),
         largest_logit=largest,
         largest_difference=difference,
         tolerance=tolerance,
@@ -117,11 +220,6 @@ def prove(trained: Trained, rounded: GPT, other: OtherProgram, share: float, lea
         n_greedy_tokens=n_greedy,
         n_other_greedy_tokens=n_other,
     )
-
-
-def windows_of(ids: np.ndarray, length: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets (T,) of the windows of ids (n,); a target after the end is IGNORED_TARGET."""
-    return [(tokens[0], targets[0]) for tokens, targets in validation_batches(ids, length, 1)]
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,11 @@ class Trained:
     @property
     def n_kv_head(self) -> int:
         return self.model.n_kv_head or self.model.n_head
+
+    def setting(self, key: str) -> Any:
+        """The value of a key, such as model.norm or attention.gate."""
+        group, name = key.split(".")
+        return getattr(self.model if group == "model" else self.attention, name)
 
     @property
     def windows(self) -> list[int | None]:
@@ -70,11 +75,7 @@ PLAIN: dict[str, Allowed] = {
 
 def settings_of(trained: Trained) -> dict[str, Any]:
     """The value of each key of PLAIN. A key that has no effect gets the value of a plain transformer."""
-    groups = {"model": trained.model, "attention": trained.attention}
-    values = {}
-    for key in PLAIN:
-        group, name = key.split(".")
-        values[key] = getattr(groups[group], name)
+    values = {key: trained.setting(key) for key in PLAIN}
     if trained.model.d_attended == trained.model.d_model:
         values["model.d_head"] = None
     if trained.model.d_model % trained.model.n_head == 0:
@@ -95,6 +96,13 @@ def differences(trained: Trained, allowed: dict[str, Allowed]) -> list[str]:
         if not (fits(value) if callable(fits) else value in fits):
             found.append(f"{key}={as_typed(value)}")
     return found
+
+
+def fewest_differences(trained: Trained, programs: Sequence[Any]) -> tuple[Any, list[str]]:
+    """Of classes or architectures, each with `allowed`: the first with the fewest differences, and these."""
+    found = [differences(trained, program.allowed) for program in programs]
+    fewest = min(found, key=len)
+    return programs[found.index(fewest)], fewest
 
 
 def is_one_width(window: Any) -> bool:

@@ -18,7 +18,7 @@ from exportable import BLOCKS_OF_32, NANO, make_trained, write_trained
 from andrea.config import UserError
 from andrea.evaluation.scoring import load_subject
 from andrea.interop.hugging_face.classes import choose_class
-from andrea.interop.hugging_face.folder import write_folder
+from andrea.interop.hugging_face.target import write_folder
 from andrea.runtime.program import module_environment
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

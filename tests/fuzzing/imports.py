@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 from hypothesis import strategies as st
 
-from andrea.interop import compared_text, proof
-from andrea.interop.importing import import_model, nanogpt
+from andrea.interop import proof
+from andrea.interop.importing import families, import_model
 from andrea.text.tokenizer import train_bpe
 from fuzzing.checkpoints import safetensors_files
 from fuzzing.raw_values import DEEP, NASTY, any_text, damaged, json_text, numbers, replaced, wild_json
@@ -203,8 +203,8 @@ def few_tokens() -> Iterator[None]:
         for name, value in FEW.items():
             stack.enter_context(patch.object(proof, name, value))
         stack.enter_context(patch.object(import_model, "MOST_TOKENS", 60))
-        stack.enter_context(patch.object(compared_text, "read_text", lambda text: "the fox abab don't é 12\n" * 9))
-        stack.enter_context(patch.object(nanogpt, "N_GPT2", tokenizer.n_vocab))
+        stack.enter_context(patch.object(proof, "read_text", lambda text: "the fox abab don't é 12\n" * 9))
+        stack.enter_context(patch.object(families, "N_GPT2", tokenizer.n_vocab))
         stack.enter_context(patch.object(import_model, "load_gpt2", lambda path: tokenizer))
         yield
 

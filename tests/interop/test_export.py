@@ -16,7 +16,7 @@ from andrea.__main__ import main
 from andrea.checkpoint import read_checkpoint, write_checkpoint
 from andrea.interop import export as export_module
 from andrea.interop import proof
-from andrea.interop.hugging_face.names import weights_of
+from andrea.interop.hugging_face.classes import weights_of
 from andrea.interop.hugging_face.target import HuggingFace
 from andrea.text.tokenizer import train_bpe
 
@@ -173,7 +173,7 @@ def test_an_export_that_computes_something_else_leaves_nothing(
     runs: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", minversion="5.10")
-    from andrea.interop.hugging_face import folder
+    from andrea.interop.hugging_face import target as folder
 
     def one_weight_off(place: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
         weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01

@@ -10,7 +10,7 @@ import torch
 from exportable import BLOCKS_OF_32, NANO, make_trained, tokens_of
 
 from andrea.interop.hugging_face.classes import REMOTE_CODE
-from andrea.interop.hugging_face.folder import write_folder
+from andrea.interop.hugging_face.target import write_folder
 
 transformers = pytest.importorskip("transformers", minversion="5.10")
 

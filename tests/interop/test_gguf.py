@@ -12,10 +12,8 @@ from exportable import BLOCKS_OF_32, LAYERNORM, NANO, make_trained
 
 from andrea.config import UserError
 from andrea.interop import proof
-from andrea.interop.compared_text import compared_text
-from andrea.interop.gguf.architectures import choose_architecture, neighbours_first
-from andrea.interop.gguf.file import check_file
-from andrea.interop.gguf.target import Gguf
+from andrea.interop.gguf import Gguf, check_file, choose_architecture, neighbours_first
+from andrea.interop.proof import compared_text
 from andrea.text.tokenizer import Tokenizer, train_bpe
 
 GELU = LAYERNORM | {"mlp": "gelu"}

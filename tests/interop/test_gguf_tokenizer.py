@@ -14,9 +14,8 @@ from tokenizers import Tokenizer as Library
 
 from andrea.config import UserError
 from andrea.interop import proof
-from andrea.interop.compared_text import compared_text
-from andrea.interop.gguf.target import Gguf
-from andrea.interop.gguf.tokenizer import LLAMA_3, QWEN_2, GgufTokenizer, gguf_tokenizer
+from andrea.interop.gguf import LLAMA_3, QWEN_2, Gguf, GgufTokenizer, gguf_tokenizer
+from andrea.interop.proof import compared_text
 from andrea.text.hf_tokenizer import HfTokenizer
 
 N_VOCAB = 1000
@@ -153,7 +152,7 @@ def test_a_wrong_name_is_found_by_the_proof(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     monkeypatch.setattr(proof, "N_FUZZ_TEXTS", 300)
-    monkeypatch.setattr("andrea.interop.gguf.tokenizer.pre_name", lambda plain: "llama-bpe")
+    monkeypatch.setattr("andrea.interop.gguf.pre_name", lambda plain: "llama-bpe")
     trained = make_trained(BLOCKS_OF_32, tokenizer=read(tokenizer_json(split(QWEN_2))))
     target = Gguf(trained, "f32")
     target.write(tmp_path)

@@ -15,9 +15,9 @@ from exportable import BLOCKS_OF_32, NANO, make_trained, write_trained
 from small_hub import READER, WRITER, Repository, SmallHub, small_hub
 
 from andrea.__main__ import main
-from andrea.interop import hub as uploading
+from andrea.interop import export as uploading
 from andrea.interop import proof
-from andrea.interop.hugging_face import folder as folders
+from andrea.interop.hugging_face import target as folders
 from andrea.text.tokenizer import train_bpe
 
 pytest.importorskip("transformers", minversion="5.10")

@@ -10,9 +10,7 @@ import pytest
 import torch
 from exportable import T, make_trained
 
-from andrea.interop.compared_text import ComparedText
-from andrea.interop.proof import fuzz_texts, logits_of, prove
-from andrea.interop.target import OtherProgram
+from andrea.interop.proof import ComparedText, OtherProgram, fuzz_texts, logits_of, prove
 
 
 class Same(OtherProgram):

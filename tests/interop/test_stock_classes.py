@@ -14,11 +14,10 @@ from exportable import LAYERNORM, NANO, logits_of, make_trained, tokens_of
 from andrea.api.words import configure
 from andrea.config import RunConfig, UserError
 from andrea.interop import proof
-from andrea.interop.compared_text import compared_text
-from andrea.interop.gguf.architectures import choose_architecture
+from andrea.interop.gguf import choose_architecture
 from andrea.interop.hugging_face.classes import STOCK, choose_class
-from andrea.interop.hugging_face.folder import write_folder
-from andrea.interop.hugging_face.target import HuggingFace
+from andrea.interop.hugging_face.target import HuggingFace, write_folder
+from andrea.interop.proof import compared_text
 from andrea.interop.settings import Trained
 from andrea.text.tokenizer import RankTokenizer
 
@@ -126,7 +125,7 @@ def test_additive_scores_are_refused() -> None:
 
 def test_large_weights_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.10")
-    monkeypatch.setattr("andrea.interop.hugging_face.folder.LARGEST_SHARD_BYTES", 50_000)
+    monkeypatch.setattr("andrea.interop.hugging_face.target.LARGEST_SHARD_BYTES", 50_000)
     trained = make_trained(NANO)
     write_folder(tmp_path, trained, choose_class(trained)[0], "f32")
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3 and not (tmp_path / "model.safetensors").exists()

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.tokenizer_files import write_tokenizer
-from andrea.interop.merges import merges_of, visible_tokens
+from andrea.interop.hugging_face.tokenizer_files import merges_of, visible_tokens, write_tokenizer
 from andrea.text.tokenizer import END_OF_TEXT, ByteTokenizer, RankTokenizer, Tokenizer, train_bpe
 
 transformers = pytest.importorskip("transformers", minversion="5.10")

@@ -12,7 +12,7 @@ from exportable import BLOCKS_OF_32, LAYERNORM, NANO, Trained, logits_of, make_t
 
 from andrea.insight.lens.trace import trace_layers
 from andrea.interop.hugging_face.classes import choose_class
-from andrea.interop.hugging_face.folder import write_folder
+from andrea.interop.hugging_face.target import write_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformer_lens")

@@ -1,7 +1,7 @@
-"""The class of transformers that a model is exported as, and its configuration.
+"""The class of transformers that a model is exported as, its configuration, and the names of its weights.
 
 A stock class is chosen where it computes the same function. Otherwise the export has a class of its own, in the file
-modeling_andrea.py.
+modeling_andrea.py, with Llama's names. V vocabulary, D width of a head.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face import names
-from andrea.interop.settings import Allowed, Trained, anything, differences, is_one_width, settings_of
+from andrea.interop.settings import Allowed, Trained, anything, fewest_differences, is_one_width
 
 NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
 TOLERANCE = 1e-5  # the largest difference of logits, as a share of the largest logit
@@ -40,26 +40,118 @@ class HuggingFaceClass:
 
 def choose_class(trained: Trained) -> tuple[HuggingFaceClass, str]:
     """The class that holds the model, and why. Raises UserError if none does."""
-    missing = [differences(trained, stock.allowed) for stock in STOCK]
-    for stock, different in zip(STOCK, missing, strict=True):
-        if not different:
-            return stock, f"{stock.name} of transformers computes the same function"
-    check_remote(trained)
-    fewest = min(missing, key=len)
-    nearest = STOCK[missing.index(fewest)].name
-    return (
-        REMOTE_CODE,
-        f"no class of transformers computes this function; the nearest, {nearest}, lacks {', '.join(fewest)}",
-    )
-
-
-def check_remote(trained: Trained) -> None:
-    """Raise UserError for a model that modeling_andrea.py does not hold."""
+    nearest, lacking = fewest_differences(trained, STOCK)
+    if not lacking:
+        return nearest, f"{nearest.name} of transformers computes the same function"
     if trained.attention.compatibility == "additive":
         raise UserError(
             "attention.compatibility=additive cannot be exported: its scores are no dot product, and other programs compute only "
             "those; train with attention=bilinear, or another of scaled_dot, dot and cosine"
         )
+    return (
+        REMOTE_CODE,
+        f"no class of transformers computes this function; the nearest, {nearest.name}, lacks {', '.join(lacking)}",
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+# The beginning or the middle of a name here, and in Llama's family.
+LLAMA_NAMES = {
+    "bigram_embedding.": "model.bigram_embedding.",
+    "embedding.": "model.embed_tokens.",
+    "position.weight": "model.embed_positions.weight",
+    "final_norm.": "model.norm.",
+    "head.": "lm_head.",
+    "blocks.": "model.layers.",
+    ".attention_norm.": ".input_layernorm.",
+    ".mlp_norm.": ".post_attention_layernorm.",
+    ".mlp.gate.": ".mlp.gate_proj.",
+    ".mlp.up.": ".mlp.up_proj.",
+    ".mlp.down.": ".mlp.down_proj.",
+    ".attention.query.": ".self_attn.q_proj.",
+    ".attention.key.": ".self_attn.k_proj.",
+    ".attention.value.": ".self_attn.v_proj.",
+    ".attention.output.": ".self_attn.o_proj.",
+    ".attention.query_norm": ".self_attn.q_norm.weight",
+    ".attention.key_norm": ".self_attn.k_norm.weight",
+    ".attention.": ".self_attn.",
+}
+GPT2_NAMES = {
+    "embedding.": "transformer.wte.",
+    "position.weight": "transformer.wpe.weight",
+    "final_norm.": "transformer.ln_f.",
+    "head.": "lm_head.",
+    "blocks.": "transformer.h.",
+    ".attention_norm.": ".ln_1.",
+    ".mlp_norm.": ".ln_2.",
+    ".mlp.up.": ".mlp.c_fc.",
+    ".mlp.down.": ".mlp.c_proj.",
+    ".attention.output.": ".attn.c_proj.",
+    ".attention.joined.": ".attn.c_attn.",
+    ".attention.": ".attn.",
+}
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    """The name of a weight in another program: every part of `names` that stands in it is replaced, in order."""
+    for ours, theirs in names.items():
+        if name.startswith(ours) or (ours.startswith(".") and ours in name):
+            name = name.replace(ours, theirs, 1)
+    return name
+
+
+def weights_of(trained: Trained) -> dict[str, Tensor]:
+    """Our weights by name."""
+    return {name: parameter.detach() for name, parameter in trained.gpt.named_parameters()}
+
+
+def llama_weights(trained: Trained) -> dict[str, Tensor]:
+    return {renamed(name, LLAMA_NAMES): weight for name, weight in weights_of(trained).items()}
+
+
+def qwen3_weights(trained: Trained) -> dict[str, Tensor]:
+    return {renamed(name, LLAMA_NAMES): weight for name, weight in normed_weights(trained).items()}
+
+
+def normed_weights(trained: Trained) -> dict[str, Tensor]:
+    """Our weights with a learned weight per channel in the norms of queries and keys, as Qwen3 has it.
+
+    Without it (model.qk_norm=true) it is one.
+    """
+    weights = weights_of(trained)
+    for layer in range(trained.model.n_layer):
+        for each in ("query_norm", "key_norm"):
+            weights.setdefault(f"blocks.{layer}.attention.{each}", torch.ones(trained.model.head_width))
+    return weights
+
+
+def gpt2_weights(trained: Trained) -> dict[str, Tensor]:
+    """GPT-2 in transformers keeps the matrices of its blocks transposed."""
+    return {
+        renamed(name, GPT2_NAMES): weight.T if name.startswith("blocks.") and weight.ndim == 2 else weight
+        for name, weight in joined_weights(trained).items()
+    }
+
+
+def joined_weights(trained: Trained) -> dict[str, Tensor]:
+    """Our weights in GPT-2's form: queries, keys and values are one matrix, `joined`, and there is a bias everywhere.
+
+    Key/value heads that several query heads share are repeated. A model without positions gets positions of zeros.
+    """
+    weights, model = weights_of(trained), trained.model
+    for name in list(weights):
+        if name.endswith(".weight") and name.startswith(("blocks.", "final_norm.")):
+            weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weights[name])))
+    weights.setdefault("position.weight", torch.zeros(model.sequence_length, model.d_model))
+    for layer in range(model.n_layer):
+        for end in ("weight", "bias"):
+            parts = [weights.pop(f"blocks.{layer}.attention.query.{end}")]
+            for each in ("key", "value"):
+                rows = weights.pop(f"blocks.{layer}.attention.{each}.{end}").unflatten(0, (trained.n_kv_head, -1))
+                parts.append(rows.repeat_interleave(model.n_head // trained.n_kv_head, dim=0).flatten(0, 1))
+            weights[f"blocks.{layer}.attention.joined.{end}"] = torch.cat(parts)
+    return weights
 
 
 # --------------------------------------------------------------------------------------------------- configurations
@@ -130,47 +222,46 @@ def gpt2_config(trained: Trained) -> dict[str, Any]:
 
 def remote_config(trained: Trained) -> dict[str, Any]:
     """Every setting, under the names of AndreaConfig in modeling_andrea.py."""
-    values = settings_of(trained)
-    return shared_config(trained) | {
-        "auto_map": {
-            "AutoConfig": "modeling_andrea.AndreaConfig",
-            "AutoModel": "modeling_andrea.AndreaModel",
-            "AutoModelForCausalLM": f"modeling_andrea.{REMOTE}",
-        },
-        "position": trained.model.position,
-        "rotary_base": trained.model.rotary_base,
-        "rotary_share": trained.model.rotary_share,
-        "rotary_scaling": values["model.rotary_scaling"],
-        "parallel_residual": trained.model.parallel_residual,
-        "norm": trained.model.norm,
-        "norm_epsilon": trained.model.norm_epsilon,
-        "windows": trained.windows,
-        "attn_logit_softcapping": trained.attention.score_softcap,
-        "final_logit_softcapping": trained.model.logit_softcap,
-        **{key.split(".")[1]: values[key] for key in REMOTE_SETTINGS},
+    classes = {
+        "AutoConfig": "modeling_andrea.AndreaConfig",
+        "AutoModel": "modeling_andrea.AndreaModel",
+        "AutoModelForCausalLM": f"modeling_andrea.{REMOTE}",
     }
+    settings = {theirs: trained.setting(ours) for theirs, ours in REMOTE_SETTINGS.items()}
+    return shared_config(trained) | {"auto_map": classes} | settings | {"windows": trained.windows}
 
 
-REMOTE_SETTINGS = (
-    "model.mlp",
-    "model.bias",
-    "model.qk_norm",
-    "model.value_residual",
-    "model.value_embedding",
-    "model.qkv_convolution",
-    "model.bigram_rows",
-    "attention.compatibility",
-    "attention.gate",
-    "attention.exclusive",
-    "attention.sink",
-)
+# The names of AndreaConfig in modeling_andrea.py, for settings that are not in `shared_config`.
+REMOTE_SETTINGS = {
+    "position": "model.position",
+    "rotary_base": "model.rotary_base",
+    "rotary_share": "model.rotary_share",
+    "rotary_scaling": "model.rotary_scaling",
+    "parallel_residual": "model.parallel_residual",
+    "norm": "model.norm",
+    "norm_epsilon": "model.norm_epsilon",
+    "windows": "attention.window",  # of each layer
+    "attn_logit_softcapping": "attention.score_softcap",
+    "final_logit_softcapping": "model.logit_softcap",
+    "mlp": "model.mlp",
+    "bias": "model.bias",
+    "qk_norm": "model.qk_norm",
+    "value_residual": "model.value_residual",
+    "value_embedding": "model.value_embedding",
+    "qkv_convolution": "model.qkv_convolution",
+    "bigram_rows": "model.bigram_rows",
+    "compatibility": "attention.compatibility",
+    "gate": "attention.gate",
+    "exclusive": "attention.exclusive",
+    "sink": "attention.sink",
+}
 BOTH = {False, True}
 STOCK = (
     HuggingFaceClass(
         "LlamaForCausalLM",
         "llama",
         {"model.bias": BOTH, "model.rotary_scaling": anything},
-        names.llama_weights,
+        llama_weights,
         llama_config,
     ),
     HuggingFaceClass(
@@ -182,7 +273,7 @@ STOCK = (
             "model.rotary_scaling": anything,
             "attention.window": is_one_width,
         },
-        names.qwen3_weights,
+        qwen3_weights,
         qwen3_config,
     ),
     HuggingFaceClass(
@@ -195,8 +286,8 @@ STOCK = (
             "model.mlp": set(ACTIVATIONS),
             "model.bias": BOTH,
         },
-        names.gpt2_weights,
+        gpt2_weights,
         gpt2_config,
     ),
 )
-REMOTE_CODE = HuggingFaceClass(REMOTE, "andrea", {}, names.llama_weights, remote_config, is_remote=True)
+REMOTE_CODE = HuggingFaceClass(REMOTE, "andrea", {}, llama_weights, remote_config, is_remote=True)

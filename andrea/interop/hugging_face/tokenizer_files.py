@@ -1,4 +1,7 @@
-"""The tokenizer's files for transformers: tokenizer.json, which the tokenizers library reads, and its configuration."""
+"""The tokenizer's files for transformers: tokenizer.json, which the tokenizers library reads, and its configuration.
+
+The merges of byte-pair encoding come from the ranks of its tokens. Tokens are written as in GPT-2's files.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from andrea.interop.merges import visible_merges, visible_tokens
-from andrea.text.hf_tokenizer import HfTokenizer
-from andrea.text.tokenizer import END_OF_TEXT, Tokenizer
+from andrea.config import UserError
+from andrea.text.hf_tokenizer import BYTE_LEVEL, HfTokenizer
+from andrea.text.tokenizer import END_OF_TEXT, RankTokenizer, Tokenizer, visible_bytes
+
+LARGEST_RANK = 1 << 62
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
@@ -25,16 +30,15 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Byte-level byte-pair encoding with GPT-2's pattern. End-of-text is put in front of a text, as before each document."""
     end, visible = tokenizer.end_of_text, visible_tokens(tokenizer)
     special = {"id": end, "content": END_OF_TEXT, "special": True, "normalized": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [special | {"single_word": False, "lstrip": False, "rstrip": False}],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": BYTE_LEVEL,
         "post_processor": in_front(END_OF_TEXT, end),
-        "decoder": byte_level,
+        "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -78,3 +82,55 @@ def tokenizer_config(sequence_length: int, end_name: str) -> dict[str, Any]:
         "split_special_tokens": True,
         "add_prefix_space": False,
     }
+
+
+def merges_of(tokenizer: Tokenizer) -> list[tuple[bytes, bytes]]:
+    """The pair that makes each token of more than one byte, in the order of the ranks. A byte tokenizer has none.
+
+    A token's pair is what remains of its bytes when all merges of lower ranks are done. Raises UserError if more than two
+    parts remain: then no text is encoded as this token, and merges cannot say so.
+    """
+    if not isinstance(tokenizer, RankTokenizer):
+        return []
+    merges = []
+    for token in tokenizer.table[:-1]:
+        if len(token) == 1:
+            continue
+        parts = merged_below(token, tokenizer.ranks)
+        if len(parts) != 2:
+            raise UserError(
+                f"the tokenizer {tokenizer.identity} cannot be exported: its token {token!r} is not made of two others; train "
+                f"one with tokenizer=bpe"
+            )
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def merged_below(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The parts of `token` after all merges whose rank is below its own, lowest rank first."""
+    parts, limit = [token[i : i + 1] for i in range(len(token))], ranks[token]
+    while len(parts) > 2:
+        pairs = [ranks.get(first + second, LARGEST_RANK) for first, second in zip(parts, parts[1:], strict=False)]
+        lowest = min(pairs)
+        if lowest >= limit:
+            break
+        place = pairs.index(lowest)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts
+
+
+def visible_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Each of the V tokens as printable characters, one per byte, as in GPT-2's vocabulary; end-of-text by its name."""
+    characters = {value: character for character, value in visible_bytes().items()}
+    tokens = ["".join(characters[value] for value in token) for token in tokenizer.token_bytes()]
+    tokens[tokenizer.end_of_text] = END_OF_TEXT
+    return tokens
+
+
+def visible_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """The pairs of `merges_of` as printable characters."""
+    characters = {value: character for character, value in visible_bytes().items()}
+    return [
+        ("".join(characters[value] for value in first), "".join(characters[value] for value in second))
+        for first, second in merges_of(tokenizer)
+    ]

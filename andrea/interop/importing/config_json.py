@@ -5,7 +5,6 @@ Every setting that changes what the model computes is either represented or refu
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
-from andrea.interop.hugging_face.classes import NO_ROTATION, SCALING
+from andrea.interop.hugging_face.classes import NO_ROTATION, SCALING, renamed
 from andrea.model.gpt import GPT
 
 RECIPE_STEPS, RECIPE_TOKENS = 1000, 1 << 16  # of fine-tuning with train.steps=auto; nothing in the file says
@@ -44,8 +43,11 @@ INERT = frozenset(
 )
 
 
-class ReadSettings(Mapping[str, Any]):
-    """The content of a config.json, which remembers the keys that were asked for."""
+class Settings(Mapping[str, Any]):
+    """The content of a config.json, which remembers the keys that were asked for.
+
+    Each method that reads settings raises UserError that names the key.
+    """
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
         self.plain, self.asked = plain, set()
@@ -68,47 +70,38 @@ class ReadSettings(Mapping[str, Any]):
         """What may change what the model computes: asked for, or unknown."""
         return {key: value for key, value in self.plain.items() if key in self.asked or key not in INERT}
 
-
-class Settings:
-    """A config.json. Each method raises UserError that names the key.
-
-    defaults: for keys that it lacks.
-    """
-
-    def __init__(self, plain: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        self.plain = ChainMap(plain, defaults or {})
-
     def demand(self, values: Mapping[str, Any]) -> None:
         """Refuse another value than these: with it the model would compute something else. A missing key is the value."""
         for key, demanded in values.items():
-            found = self.plain.get(key, demanded)
+            found = self.get(key, demanded)
             if found != demanded:
                 raise UserError(
                     f"{key}={found!r:.60} of config.json has no counterpart here; only {key}={demanded} has"
                 )
 
-    def sizes(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Our key -> the value of config.json's key."""
-        if missing := [theirs for theirs in names.values() if self.plain.get(theirs) is None]:
+    def sizes(self, names: Mapping[str, str], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Our key -> the value of config.json's key. defaults: for keys that it lacks."""
+        found = {theirs: self.get(theirs, (defaults or {}).get(theirs)) for theirs in names.values()}
+        if missing := [theirs for theirs, value in found.items() if value is None]:
             raise UserError(f"config.json lacks {', '.join(missing)}; copy it again")
-        return {ours: self.plain[theirs] for ours, theirs in names.items()}
+        return {ours: found[theirs] for ours, theirs in names.items()}
 
     def choice(self, key: str, default: Any, known: Mapping[Any, Any]) -> Any:
         """What `known` has for the key's value."""
-        found = self.plain.get(key, default)
+        found = self.get(key, default)
         if isinstance(found, (list, dict)) or found not in known:
             raise UserError(
                 f"{key}={found!r:.60} of config.json has no counterpart here; importable: {', '.join(map(str, known))}"
             )
         return known[found]
 
-    def rotary(self) -> dict[str, Any]:
+    def rotary(self, usual_base: Any = 10000.0) -> dict[str, Any]:
         """position and rotary_base. Files of transformers before version 5 have the base as `rope_theta`."""
-        rope = self.plain.get("rope_parameters") or self.plain.get("rope_scaling") or {}
+        rope = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise UserError(f"rope_parameters={rope!r:.60} of config.json is not an object; copy it again")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        base = rope.get("rope_theta", self.plain.get("rope_theta", 10000.0))
+        base = rope.get("rope_theta", self.get("rope_theta", usual_base))
         if kind in ("linear", "llama3"):
             keys = SCALING[:1] if kind == "linear" else SCALING
             if missing := [key for key in keys if not isinstance(rope.get(key), (int, float))]:
@@ -124,11 +117,11 @@ class Settings:
 
     def windows(self, n_layer: Any) -> Any:
         """attention.window by `sliding_window` and `layer_types`: one for all layers, or a list. None without windows."""
-        width, kinds, use = map(self.plain.get, ("sliding_window", "layer_types", "use_sliding_window"))
+        width, kinds, use = map(self.get, ("sliding_window", "layer_types", "use_sliding_window"))
         if width is None or use is False:
             return None
-        if kinds is None and "max_window_layers" in self.plain:  # files of Qwen before layer_types
-            first = self.plain["max_window_layers"]
+        if kinds is None and "max_window_layers" in self:  # files of Qwen before layer_types
+            first = self["max_window_layers"]
             if type(first) is not int or type(n_layer) is not int:
                 raise UserError(
                     f"max_window_layers={first!r:.60} of config.json is not a number of layers; copy it again"
@@ -183,24 +176,29 @@ def configs(model: Mapping[str, Any], attention: Mapping[str, Any]) -> tuple[Mod
 
 
 def under_our_names(
-    theirs: Mapping[str, Tensor], names: Mapping[str, str], model: ModelConfig, attention: AttentionConfig, n_vocab: int
+    theirs: Mapping[str, Tensor], names: dict[str, str], model: ModelConfig, attention: AttentionConfig, n_vocab: int
 ) -> dict[str, Tensor]:
-    """The weights by our names, the same tensors. names: ours -> theirs.
+    """The weights by our names, the same tensors. names: see `renamed`.
 
     Raises UserError if names or shapes are not those of the model. A head that is tied to the embedding may be in the file
     too, if it is equal.
     """
-    shapes, left = shapes_of(model, attention, n_vocab), dict(theirs)
+    with torch.device("meta"):  # no memory is allocated
+        gpt = GPT(model, attention, n_vocab)
+    shapes, left = {name: tuple(parameter.shape) for name, parameter in gpt.named_parameters()}, dict(theirs)
     if model.tied_head and (head := left.pop("lm_head.weight", None)) is not None:
-        if not torch.equal(head, theirs.get(names["embedding.weight"], head)):
+        if not torch.equal(head, theirs.get(renamed("embedding.weight", names), head)):
             raise UserError("tie_word_embeddings=true of config.json, but lm_head.weight differs from the embedding")
+    found = {}
     for ours, shape in shapes.items():
-        found = tuple(left.pop(names[ours]).shape) if names[ours] in left else "absent"
-        if found != shape:
-            raise UserError(f"{names[ours]} is {found} in the file, but {shape} by config.json; copy both again")
+        name = renamed(ours, names)
+        found[ours] = left.pop(name, None)
+        in_file = "absent" if found[ours] is None else tuple(found[ours].shape)
+        if in_file != shape:
+            raise UserError(f"{name} is {in_file} in the file, but {shape} by config.json; copy both again")
     if left:
         raise UserError(f"the file holds {len(left)} weights that such a model does not have, for example {min(left)}")
-    return {ours: theirs[names[ours]] for ours in shapes}
+    return found
 
 
 def with_zero_biases(theirs: Mapping[str, Tensor], unbiased: tuple[str, ...]) -> dict[str, Tensor]:
@@ -216,10 +214,3 @@ def with_zero_biases(theirs: Mapping[str, Tensor], unbiased: tuple[str, ...]) ->
                 raise UserError(f"the file holds {module}.bias, which such a model does not have by config.json")
             found[f"{module}.bias"] = torch.zeros(weight.shape[:1])
     return found
-
-
-def shapes_of(model: ModelConfig, attention: AttentionConfig, n_vocab: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of our weights. No memory is allocated."""
-    with torch.device("meta"):
-        gpt = GPT(model, attention, n_vocab)
-    return {name: tuple(parameter.shape) for name, parameter in gpt.named_parameters()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,15 +17,22 @@ from torch import Tensor
 from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
-from andrea.interop.compared_text import compared_text, read_text
-from andrea.interop.export import PROOF_FAILED, load_trained
+from andrea.interop.export import PROOF_FAILED, load_trained, publish
 from andrea.interop.hugging_face.target import LoadedByTransformers
-from andrea.interop.importing.config_json import ReadSettings, with_zero_biases
-from andrea.interop.importing.families import Configs, family_of
-from andrea.interop.importing.nanogpt import nanogpt_configs, nanogpt_weights, read_ckpt
-from andrea.interop.importing.source import CONFIG, folder_of, is_ckpt, open_weights, read_config, tensors_of
-from andrea.interop.proof import MOST_TOKENS, Proof, prove
-from andrea.runtime.files import exclusive_lock, publish_folder, staging_path, storing
+from andrea.interop.importing.config_json import Settings, with_zero_biases
+from andrea.interop.importing.families import Configs, family_of, nanogpt_configs, nanogpt_weights
+from andrea.interop.importing.source import (
+    CONFIG,
+    files_of,
+    folder_of,
+    is_ckpt,
+    open_weights,
+    read_ckpt,
+    read_config,
+    tensors_of,
+)
+from andrea.interop.proof import MOST_TOKENS, compared_text, prove, read_text
+from andrea.runtime.files import exclusive_lock, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.hf_tokenizer import HfTokenizer, foreign_library
@@ -130,8 +136,7 @@ def import_model(config: ImportConfig) -> int:
 
 def within_limits(folder: Path, function: Callable[..., Any], *given: Any) -> Any:
     """The function, which reads the folder, in a process of its own, with time and memory by the size of the folder's files."""
-    files = [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
-    n_byte = sum(path.stat().st_size for path in files)
+    n_byte = sum(path.stat().st_size for path in files_of(folder))
     busy_s, more_bytes = LEAST_BUSY_S + BUSY_S_PER_BYTE * n_byte, LEAST_MEMORY_BYTES + MEMORY_BY_FILES * n_byte
     return in_own_process(str(folder), function, *given, busy_s=busy_s, more_bytes=more_bytes)
 
@@ -153,8 +158,7 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
     folder = Path(str(named)).expanduser()
     if not is_ckpt(folder) and ((folder / "manifest.json").exists() or not (folder / CONFIG).is_file()):
         return named
-    files = [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
-    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files_of(folder))
     about = hashlib.sha256(f"{folder.resolve()} {stamps}".encode()).hexdigest()[:12]
     name = name_of(folder, str(named))
     place = Path(str(data_dir)).expanduser() / "imported"
@@ -186,16 +190,16 @@ def write_imported(
     if is_ckpt(folder):
         write_nanogpt(folder, out, named, name)
         return {}, []
-    plain = ReadSettings(read_config(folder))
-    family = family_of(plain)
-    model, attention = family.configs(plain, name)
-    n_vocab = plain.get("vocab_size")
+    settings = Settings(read_config(folder))
+    family = family_of(settings)
+    model, attention = family.configs(settings, name)
+    n_vocab = settings.get("vocab_size")
     if type(n_vocab) is not int or n_vocab < 1:
         raise UserError(f"vocab_size={n_vocab!r:.60} of config.json is not a number of tokens; copy it again")
     tokenizer = load_hf_tokenizer(folder, n_vocab)
     reader = open_weights(folder)
     check_layers(folder, model.n_layer, len(reader.names))
-    unbiased, unknown = family.unbiased(plain), plain.unknown()  # in this order: the first asks for keys
+    unbiased, unknown = family.unbiased(settings), settings.unknown()  # in this order: the first asks for keys
     if unknown and not with_unknown:
         raise UserError(
             f"{in_words(unknown)}; import the model first, which compares it with transformers: "
@@ -203,8 +207,8 @@ def write_imported(
         )
     theirs = with_zero_biases(tensors_of(reader), unbiased)
     weights = family.weights(theirs, model, attention, n_vocab)
-    write_converted(out, named, plain["model_type"], (model, attention), weights, tokenizer)
-    return plain.effective(), unknown
+    write_converted(out, named, settings["model_type"], (model, attention), weights, tokenizer)
+    return settings.effective(), unknown
 
 
 def check_layers(source: Path, n_layer: int, n_weight: int) -> None:
@@ -252,19 +256,13 @@ def proof_of(folder: Path, settings: dict[str, Any], imported: Path, text: Path 
         print(f"not proven: transformers cannot be imported ({error}); run: pip install transformers")
         return {"proven": False, "reason": f"transformers cannot be imported ({error})"}
     compared = compared_text(trained, text, Path("data"), MOST_TOKENS + 1)
-    proof: Proof = prove(trained, trained.gpt, other, TOLERANCE, LEAST_TOLERANCE, compared)
+    proof = prove(trained, trained.gpt, other, TOLERANCE, LEAST_TOLERANCE, compared)
     if proof.failures:
         return proof.as_json() | {"failures": proof.failures}
     print(f"proven by {proof.program}, with the same settings and weights:")
     for line in proof.lines:
         print(f"  {line}")
     return proof.as_json()
-
-
-def publish(staging: Path, out: Path, record: dict[str, Any]) -> None:
-    """Write proof.json beside the checkpoint's files, and give the folder its name. Raises OSError."""
-    (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    publish_folder(staging, out)
 
 
 def name_of(folder: Path, named: str) -> str:

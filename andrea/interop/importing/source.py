@@ -11,14 +11,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from andrea.checkpoint.tensors import TensorReader
+from andrea.checkpoint.tensors import MOST_DIMENSIONS, TensorReader
 from andrea.config import UserError
 from andrea.runtime.files import from_json, read_plain_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LARGEST_JSON_BYTES = 1 << 26
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+COMPILED = "_orig_mod."  # in front of the names of a compiled model of nanoGPT
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 PATTERNS = ["*.json", "*.safetensors"]  # what is fetched from a hub: no code, no pickles
@@ -41,6 +44,11 @@ def folder_of(named: str) -> Path:
 def is_ckpt(path: Path) -> bool:
     """Whether it is a file of nanoGPT."""
     return path.is_file() and path.suffix == ".pt"
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder, or the file of nanoGPT."""
+    return [folder] if is_ckpt(folder) else [path for path in folder.iterdir() if path.is_file()]
 
 
 def fetched(hub_id: str) -> Path:
@@ -111,3 +119,32 @@ def file_names(folder: Path) -> list[str]:
 def tensors_of(reader: TensorReader) -> dict[str, Tensor]:
     """Every tensor by name. They stay in the file until they are read. Raises Damaged."""
     return {name: reader.read(name) for name in reader.names}
+
+
+def read_ckpt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """model_args and weights. Raises UserError, also for a file with anything but tensors and plain containers."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        arguments, weights = dict(content["model_args"]), dict(content["model"])
+    except Exception as error:  # torch raises many kinds for a damaged file
+        if type(error).__name__ == "UnpicklingError":
+            raise UserError(
+                f"{path} holds more than tensors and plain values, so reading it could run code; it was not read"
+            ) from None
+        raise UserError(
+            f"{path} is no checkpoint of nanoGPT, or damaged ({type(error).__name__}); copy it again"
+        ) from None
+    if not all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in weights.items()):
+        raise UserError(f"{path} is no checkpoint of nanoGPT: its `model` holds more than tensors; copy it again")
+    for name, weight in weights.items():
+        if not is_plain(weight):
+            raise UserError(f"{path} is damaged: {name:.80} is not an array of finite numbers; copy it again")
+    return arguments, {name.removeprefix(COMPILED): weight for name, weight in weights.items()}
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether it is an array of finite numbers, all of which are in the file. Other kinds of tensors fail in their own ways."""
+    if weight.is_nested or weight.layout != torch.strided or weight.dtype not in FLOATS or weight.device.type != "cpu":
+        return False
+    is_whole = 0 < weight.ndim <= MOST_DIMENSIONS and weight.nbytes <= weight.untyped_storage().nbytes()
+    return is_whole and bool(weight.isfinite().all())

@@ -1,0 +1,446 @@
+"""Export to a GGUF file, which llama.cpp and the programs built on it load.
+
+D = d_head. llama.cpp turns neighbouring entries of a query in the architecture llama, and entries D/2 apart, as we do,
+in the others. The rows of the matrices of queries and keys are reordered for the first kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from andrea.config import UserError
+from andrea.interop.hugging_face.classes import NO_ROTATION, joined_weights, normed_weights, renamed, weights_of
+from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_tokens
+from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
+from andrea.interop.settings import Allowed, Trained, anything, fewest_differences
+from andrea.model.gpt import GPT, scaled
+from andrea.text.hf_tokenizer import HfTokenizer
+from andrea.text.tokenizer import Tokenizer
+
+# ---------------------------------------------------------------------------------------------------- the architectures
+
+EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
+
+NAMES = {
+    "embedding.": "token_embd.",
+    "position.weight": "position_embd.weight",
+    "final_norm.": "output_norm.",
+    "head.": "output.",
+    "blocks.": "blk.",
+    ".attention_norm.": ".attn_norm.",
+    ".mlp_norm.": ".ffn_norm.",
+    ".mlp.gate.": ".ffn_gate.",
+    ".mlp.up.": ".ffn_up.",
+    ".mlp.down.": ".ffn_down.",
+    ".attention.query.": ".attn_q.",
+    ".attention.key.": ".attn_k.",
+    ".attention.value.": ".attn_v.",
+    ".attention.output.": ".attn_output.",
+    ".attention.joined.": ".attn_qkv.",
+    ".attention.query_norm": ".attn_q_norm.weight",
+    ".attention.key_norm": ".attn_k_norm.weight",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """weights: in its form, under our names. allowed: the settings that it holds, where they differ from PLAIN.
+
+    tolerance: the largest difference of logits with weights in fp32, as a share of the largest logit.
+    """
+
+    name: str
+    weights: Callable[[Trained], dict[str, Tensor]]
+    allowed: dict[str, Allowed]
+    tolerance: float = EXACT
+
+
+def is_interpolation(scaling: tuple[float, ...] | None) -> bool:
+    """Whether rotary_scaling is none, or the factor alone."""
+    return scaling is None or len(scaling) == 1
+
+
+ARCHITECTURES = (
+    Architecture("llama", weights_of, {"model.rotary_scaling": anything}),
+    Architecture(
+        "qwen3",
+        normed_weights,
+        {
+            "model.n_head": anything,
+            "model.qk_norm": {True, "learned"},
+            "model.rotary_scaling": is_interpolation,
+        },
+    ),
+    Architecture(
+        "gpt2",
+        joined_weights,
+        {
+            "model.d_head": {None},  # llama.cpp reads matrices of d_model rows in this architecture
+            "model.norm": {"layernorm"},
+            "model.mlp": {"gelu", "gelu_exact"},  # both by the table
+            "model.bias": {False, True},
+            "model.position": {"learned", "none"},
+        },
+        tolerance=GELU,
+    ),
+)
+
+
+def choose_architecture(trained: Trained) -> Architecture:
+    """The architecture that computes the same function. Raises UserError if none does."""
+    nearest, lacking = fewest_differences(trained, ARCHITECTURES)
+    if lacking:
+        raise UserError(
+            f"to=gguf: no architecture of llama.cpp holds this model; the nearest, {nearest.name}, lacks {', '.join(lacking)}; "
+            f"train with model=nano-qwen3, which every program reads, or export with to=hf"
+        )
+    return nearest
+
+
+def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tensor]:
+    """The weights under llama.cpp's names and in its order of rows."""
+    weights = architecture.weights(trained)
+    if architecture.name == "llama":
+        for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
+            weights[name] = neighbours_first(weights[name], trained.model.head_width)
+    renamed_weights = {renamed(name, NAMES): weight for name, weight in weights.items()}
+    if trained.model.position == "rotary" and not is_interpolation(trained.model.rotary_scaling):
+        renamed_weights["rope_freqs.weight"] = slowdown(trained)
+    return renamed_weights
+
+
+def slowdown(trained: Trained) -> Tensor:
+    """How many times slower each pair of a head turns by model.rotary_scaling, (R/2,) fp32."""
+    n_rotated = trained.model.n_rotated
+    frequency = trained.model.rotary_base ** -(torch.arange(0, n_rotated, 2, dtype=torch.float64) / n_rotated)
+    return (frequency / scaled(frequency, *trained.model.rotary_scaling)).float()
+
+
+def neighbours_first(rows: Tensor, d_head: int) -> Tensor:
+    """Rows (H D, …) of each head in the order 0, D/2, 1, D/2 + 1, …: pairs that turn together become neighbours."""
+    return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
+
+
+# -------------------------------------------------------------------------------------------------------- the tokenizer
+
+# The patterns of Llama 3 and of Qwen2 and 3, as tokenizer.json writes them. They differ in how many digits stay together.
+LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Steps of a pre-tokenizer, and model.ignore_merges -> llama.cpp's name.
+PRE_TOKENIZERS: dict[tuple[tuple[tuple[str, Any], ...], bool], str] = {
+    ((("ByteLevel", True),), False): "gpt-2",
+    ((("Split", QWEN_2), ("ByteLevel", False)), False): "qwen2",
+    ((("Split", LLAMA_3), ("ByteLevel", False)), True): "llama-bpe",
+}
+NFC = {"type": "NFC"}
+HINT = "export with to=hf"
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """pre: llama.cpp's name of the pre-tokenizer. tokens: the V tokens; kinds: of each, a name of gguf.TokenType.
+
+    merges: two tokens with a space between. normalised: what must be done to a text before llama.cpp reads it.
+    """
+
+    pre: str
+    tokens: list[str]
+    kinds: list[str]
+    merges: list[str]
+    normalised: Callable[[str], str] | None = None
+
+
+def gguf_tokenizer(tokenizer: Tokenizer) -> GgufTokenizer:
+    """Raises UserError for a tokenizer that llama.cpp has no counterpart of."""
+    if isinstance(tokenizer, HfTokenizer):
+        return of_tokenizer_json(tokenizer)
+    if tokenizer.kind == "byte":
+        raise UserError(f"to=gguf: llama.cpp has no tokenizer of single bytes; train with tokenizer=bpe, or {HINT}")
+    kinds = ["NORMAL"] * tokenizer.n_vocab
+    kinds[tokenizer.end_of_text] = "CONTROL"
+    merges = [f"{first} {second}" for first, second in visible_merges(tokenizer)]
+    return GgufTokenizer("gpt-2", visible_tokens(tokenizer), kinds, merges)
+
+
+def of_tokenizer_json(tokenizer: HfTokenizer) -> GgufTokenizer:
+    """The tokens, kinds and merges of a tokenizer.json; rows of the embedding without a token are unused."""
+    plain = tokenizer.as_read()
+    model = plain["model"]
+    pre = pre_name(plain)
+    tokens, kinds = [f"[PAD{number}]" for number in range(tokenizer.n_vocab)], ["UNUSED"] * tokenizer.n_vocab
+    for token, number in model["vocab"].items():
+        tokens[number], kinds[number] = token, "NORMAL"
+    for added in plain["added_tokens"]:
+        if not added.get("special") and (
+            flags := [key for key in ("lstrip", "rstrip", "single_word") if added.get(key)]
+        ):
+            raise UserError(
+                f"to=gguf: the token {added['content']!r:.60} of tokenizer.json has {flags[0]}=true, which a GGUF file cannot say; "
+                f"{HINT}"
+            )
+        tokens[added["id"]] = added["content"]
+        kinds[added["id"]] = "CONTROL" if added.get("special") else "USER_DEFINED"
+    kinds[tokenizer.end_of_text] = "CONTROL"
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    normaliser = tokenizer.library.normalizer
+    return GgufTokenizer(pre, tokens, kinds, merges, None if normaliser is None else normaliser.normalize_str)
+
+
+def pre_name(plain: dict[str, Any]) -> str:
+    """llama.cpp's name of what a tokenizer.json does before its merges. Raises UserError if it has none."""
+    model, normalizer = plain["model"], plain.get("normalizer")
+    if unlike := [key for key in ("unk_token", "byte_fallback") if model.get(key)]:
+        raise UserError(
+            f"to=gguf: {unlike[0]}={model[unlike[0]]!r:.60} of tokenizer.json is unknown to llama.cpp; {HINT}"
+        )
+    if normalizer not in (None, NFC):
+        raise UserError(
+            f"to=gguf: llama.cpp does not normalise text, as this tokenizer.json does ({normalizer.get('type')}); {HINT}"
+        )
+    steps = tuple(map(step_of, steps_in(plain.get("pre_tokenizer"))))
+    name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
+    if name is None:
+        listed = ", ".join(f"{kind} {what}" for kind, what in steps) or "none"
+        raise UserError(
+            f"to=gguf: llama.cpp has no pre-tokenizer like that of this tokenizer.json ({listed:.200}); known are those of GPT-2, "
+            f"Llama 3 and Qwen2; {HINT}"
+        )
+    return name
+
+
+def steps_in(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    return pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+
+
+def step_of(step: dict[str, Any]) -> tuple[str, Any]:
+    """The kind of a step and what it does. A step with unusual settings gets all of them, which no known one has."""
+    kind = step.get("type")
+    if kind == "ByteLevel" and not step.get("add_prefix_space", True):
+        return kind, step.get("use_regex", True)
+    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+        return kind, step.get("pattern", {}).get("Regex")
+    return str(kind), repr({key: value for key, value in step.items() if key != "type"})
+
+
+# ------------------------------------------------------------------------------------------------------------- the file
+
+BLOCK = 32  # numbers that share a factor in q8_0
+
+
+def check_file(trained: Trained, dtype: str) -> None:
+    """Raise UserError for a type that a GGUF file cannot hold."""
+    model = trained.model
+    odd = [f"model.{key}={n}" for key in ("d_model", "d_mlp") if (n := getattr(model, key)) % BLOCK]
+    if model.d_head is not None and model.d_attended % BLOCK:
+        odd.append(f"model.n_head={model.n_head} times model.d_head={model.d_head}")
+    if dtype == "q8_0" and odd:
+        raise UserError(f"dtype=q8_0 needs multiples of {BLOCK}, got {', '.join(odd)}; export with dtype=f16")
+
+
+def write_file(path: Path, trained: Trained, architecture: Architecture, tokenizer: GgufTokenizer, dtype: str) -> None:
+    """Write the file. dtype: f32, f16, bf16 or q8_0, of the matrices; vectors and learned positions stay fp32."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture.name)
+    add_model(writer, trained)
+    add_tokenizer(writer, tokenizer, trained.tokenizer.end_of_text)
+    writer.add_file_type(file_type(gguf, dtype))
+    for name, weight in weights_for(trained, architecture).items():
+        kind = kind_of(gguf, name, weight.ndim, dtype)
+        data = gguf.quants.quantize(weight.float().contiguous().numpy(), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def file_type(gguf: Any, dtype: str) -> Any:
+    kinds = gguf.LlamaFileType
+    return {"f32": kinds.ALL_F32, "f16": kinds.MOSTLY_F16, "bf16": kinds.MOSTLY_BF16, "q8_0": kinds.MOSTLY_Q8_0}[dtype]
+
+
+def kind_of(gguf: Any, name: str, n_dimension: int, dtype: str) -> Any:
+    """The type in which a weight is stored."""
+    is_rounded = n_dimension == 2 and not name.startswith("position")
+    return getattr(gguf.GGMLQuantizationType, dtype.upper() if is_rounded else "F32")
+
+
+def add_model(writer: Any, trained: Trained) -> None:
+    import gguf
+
+    model = trained.model
+    writer.add_name(trained.name)
+    writer.add_context_length(model.sequence_length)
+    writer.add_embedding_length(model.d_model)
+    writer.add_block_count(model.n_layer)
+    writer.add_feed_forward_length(model.d_mlp)
+    writer.add_head_count(model.n_head)
+    writer.add_head_count_kv(model.n_head if writer.arch == "gpt2" else trained.n_kv_head)
+    writer.add_vocab_size(trained.tokenizer.n_vocab)
+    if model.norm == "rmsnorm":
+        writer.add_layer_norm_rms_eps(model.norm_epsilon)
+    else:
+        writer.add_layer_norm_eps(model.norm_epsilon)
+    if writer.arch == "gpt2":
+        return
+    writer.add_key_length(model.head_width)
+    writer.add_value_length(model.head_width)
+    writer.add_rope_dimension_count(model.n_rotated)
+    writer.add_rope_freq_base(model.rotary_base)
+    factor = NO_ROTATION if model.position == "none" else None
+    if model.position == "rotary" and model.rotary_scaling is not None and len(model.rotary_scaling) == 1:
+        (factor,) = model.rotary_scaling
+    if factor is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(factor)
+
+
+def add_tokenizer(writer: Any, written: GgufTokenizer, end_of_text: int) -> None:
+    """GPT-2's kind of tokenizer, with the pattern of its pre-tokenizer, and end-of-text in front of a text."""
+    import gguf
+
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(written.pre)
+    writer.add_token_list(written.tokens)
+    writer.add_token_types([gguf.TokenType[kind] for kind in written.kinds])
+    writer.add_token_merges(written.merges)
+    for add_id in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add_id(end_of_text)
+    writer.add_add_bos_token(True)
+
+
+@torch.no_grad()
+def rounded_gpt(gpt: GPT, dtype: str) -> GPT:
+    """The model in fp32 with the weights as a file of this type holds them."""
+    if dtype == "f32":
+        return gpt
+    import gguf
+
+    found = copy.deepcopy(gpt)
+    for name, weight in found.named_parameters():
+        kind = kind_of(gguf, name, weight.ndim, dtype)
+        stored = gguf.quants.quantize(weight.numpy(), kind)
+        weight.copy_(torch.from_numpy(gguf.quants.dequantize(stored, kind).reshape(weight.shape)))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- program
+# llama.cpp as the other program of a proof, through llama-cpp-python.
+
+GGML_F32 = 0  # ggml's number of the type of fp32
+
+
+@final
+class LlamaCpp(OtherProgram):
+    """The model of a GGUF file, with a cache in fp32. Raises ImportError without llama-cpp-python."""
+
+    def __init__(self, path: Path, n_token: int, normalised: Callable[[str], str] | None = None) -> None:
+        """n_token: the largest number of tokens that it is asked to read. normalised: what is done to a text before."""
+        import llama_cpp
+
+        self.normalised = normalised
+        self.name = f"llama-cpp-python {llama_cpp.__version__}"
+        self.model = llama_cpp.Llama(
+            str(path),
+            n_ctx=n_token,
+            n_batch=n_token,
+            n_threads=torch.get_num_threads(),
+            n_threads_batch=torch.get_num_threads(),
+            logits_all=True,
+            type_k=GGML_F32,
+            type_v=GGML_F32,
+            verbose=False,
+        )
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        self.model.reset()
+        self.model.eval(list(tokens))
+        return torch.from_numpy(self.model.scores[: len(tokens)].copy())
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        prepared = texts if self.normalised is None else map(self.normalised, texts)
+        return [self.model.tokenize(text.encode(), add_bos=True, special=False) for text in prepared]
+
+    def greedy(self, tokens: Sequence[int], n_new: int) -> list[int]:
+        chosen: list[int] = []
+        self.model.reset()
+        self.model.eval(list(tokens))
+        while len(chosen) < n_new:
+            chosen.append(int(self.model.scores[self.model.n_tokens - 1].argmax()))
+            if chosen[-1] == self.model.token_eos():
+                break
+            self.model.eval(chosen[-1:])
+        return chosen
+
+
+# ----------------------------------------------------------------------------------------------------------- the target
+
+# Tolerances as shares of the largest logit, about five times what was measured: llama.cpp rounds activations too.
+ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2}
+LEAST = 1e-4
+NOT_NORMALISED = (
+    "; llama.cpp does not bring text into Unicode's form NFC, as the model's tokenizer does, so token ids are compared on texts "
+    "in this form"
+)
+
+USAGE = """\
+    llama-cli -m {folder}/model.gguf -p "{prompt}" -n 64            # a program of llama.cpp
+    llama-server -m {folder}/model.gguf                              # the same, with a web page
+
+    from llama_cpp import Llama                                      # pip install llama-cpp-python
+    print(Llama("{folder}/model.gguf")("{prompt}", max_tokens=64)["choices"][0]["text"])
+"""
+
+HUB_USAGE = """\
+    llama-cli -hf {hub} -p "{prompt}" -n 64                         # a program of llama.cpp
+    llama-server -hf {hub}                                           # the same, with a web page
+
+    from llama_cpp import Llama                                      # pip install llama-cpp-python huggingface_hub
+    model = Llama.from_pretrained("{hub}", "model.gguf")
+    print(model("{prompt}", max_tokens=64)["choices"][0]["text"])
+"""
+
+
+@final
+class Gguf(Target):
+    package = "llama-cpp-python"
+    least = LEAST
+
+    def __init__(self, trained: Trained, dtype: str) -> None:
+        """Raises UserError for a model, a tokenizer or a type that the file cannot hold, and without the package gguf."""
+        self.trained, self.dtype = trained, dtype
+        self.architecture = choose_architecture(trained)
+        self.tokenizer = gguf_tokenizer(trained.tokenizer)
+        check_file(trained, dtype)
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError('to=gguf needs the package gguf; run: pip install gguf (or pip install -e ".[interop]")')
+        self.what = self.architecture.name
+        self.why = f"llama.cpp's architecture {self.what} computes the same function"
+        if self.tokenizer.normalised is not None:
+            self.why += NOT_NORMALISED
+        self.share = max(self.architecture.tolerance, ROUNDED.get(dtype, 0.0))
+
+    def write(self, folder: Path) -> None:
+        write_file(folder / "model.gguf", self.trained, self.architecture, self.tokenizer, self.dtype)
+
+    def rounded_gpt(self) -> GPT:
+        return rounded_gpt(self.trained.gpt, self.dtype)
+
+    def open(self, folder: Path) -> LlamaCpp:
+        return LlamaCpp(
+            folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW), self.tokenizer.normalised
+        )
+
+    def usage(self, folder: str, hub: str | None, prompt: str) -> str:
+        return HUB_USAGE.format(hub=hub, prompt=prompt) if hub else USAGE.format(folder=folder, prompt=prompt)

@@ -1,1 +1,0 @@
-"""Exports for llama.cpp and the programs built on it: GGUF files."""
