@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import re
@@ -40,13 +39,7 @@ MODES = {
 # Bytes of shared memory that programs may take on a multiprocessor, and warps that it holds, by compute capability.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
-# For the prediction: operations of 16-bit products in a cycle of one multiprocessor (vendor's datasheets), the products of
-# each kernel, and the number of tokens.
-FLOPS_A_CYCLE = {80: 2048, 86: 512, 89: 512, 90: 4096, 100: 8192, 120: 512}
-PEAK_TFLOPS = {80: 312, 86: 71, 89: 165, 90: 989, 100: 2250, 120: 209}  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
 AMD = "gfx942"
-PRODUCTS = {"forward": 2, "keys": 4, "queries": 3}
-MODEL_LENGTH = 1024
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
 IN_INT32 = {"first", "stop", "query_low", "query_high"}
@@ -204,33 +197,6 @@ def special_beside_products(names: list[str]) -> int:
     return count
 
 
-def predicted_share(
-    name: str, blocks: Blocks, width: int, row: dict, target: int, length: int = MODEL_LENGTH
-) -> float | None:
-    """The predicted share of the tensor cores' peak, for causal attention over `length` tokens: too high (an H200 reaches 0.4
-    of it in the forward pass at 1,024 tokens), and of use to rank tiles.
-
-    Per block of m × n scores, in cycles of a multiprocessor: the products, the issue of all instructions (four a cycle)
-    and the special functions (sixteen a cycle). Within a program, the compiler waits for a product before it goes on, so
-    these times add up, but for the smaller of the last two, and for special functions that the machine code has beside one
-    of the products. Programs on one multiprocessor overlap: of k programs, the
-    longest of the three times is needed in full, and of the rest a k-th. Blocks on the diagonal are computed whole.
-    """
-    unmasked = min(
-        (loop for loop in row["loops"] if loop["products"]), key=lambda loop: loop["instructions"], default=None
-    )
-    products = next(count for kernel, count in PRODUCTS.items() if name.startswith(kernel))
-    if unmasked is None or target not in FLOPS_A_CYCLE:
-        return None
-    tensor = products * 2 * blocks.m * blocks.n * padded(width) / FLOPS_A_CYCLE[target]
-    issue = unmasked["instructions"] * blocks.warps / 4
-    special = unmasked["special"] * blocks.warps * 32 / 16
-    hidden = min(tensor / products, special * unmasked["beside_products"] / max(1, unmasked["special"]))
-    longest, one_after_another = max(tensor, issue, special), tensor + max(issue, special) - hidden
-    cycles = longest + (one_after_another - longest) / row["occupancy"]
-    return round(tensor / cycles / (1 + (blocks.m + blocks.n) / 2 / length), 3)
-
-
 def measure(widths, types, targets, modes, modified: bool, statistics=(True, False)) -> list[dict]:
     rows = []
     for width in widths:
@@ -244,41 +210,17 @@ def measure(widths, types, targets, modes, modified: bool, statistics=(True, Fal
                             if name != "forward" and with_statistics:
                                 continue  # the backward pass knows nothing of them
                             kernel = compiled(function, blocks, own, width, dtype, target)
-                            found, share = amd_resources(kernel) if target == AMD else None, None
-                            if found is None:
+                            if target == AMD:
+                                found = amd_resources(kernel)
+                            else:
                                 found = resources(kernel, target, blocks.warps)
-                                share = predicted_share(name, blocks, width, found, target)
                             rows.append({
                                 "kernel": name + " + statistics" * with_statistics + ", modified" * modified,
                                 "width": width, "dtype": dtype, "target": AMD if target == AMD else f"sm_{target}", "mode": mode,
                                 "m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages,
-                                **found, "predicted_share": share,
-                                "predicted_tflops": share and round(share * PEAK_TFLOPS[target]),
+                                **found,
                             })  # fmt: skip
                             print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-    return rows
-
-
-def measure_grid(width: int, dtype: str, target: int, kernels_of_grid: list[str]) -> list[dict]:
-    """Every tile of the grid without spills, for causal attention, the best prediction first."""
-    rows = []
-    for name, (function, _, own) in kernels(width, dtype, target, "causal", True, False).items():
-        if name not in kernels_of_grid:
-            continue
-        for blocks in (Blocks(*tile, 2) for tile in itertools.product((32, 64, 128), (32, 64, 128), (4, 8))):
-            try:
-                kernel = compiled(function, blocks, own, width, dtype, target)
-            except (RuntimeError, triton.errors.TritonError):  # a tile that the compiler cannot lay out
-                continue
-            found = resources(kernel, target, blocks.warps)
-            if found["spilled_bytes"] or not found["occupancy"]:
-                continue
-            tile = {"m": blocks.m, "n": blocks.n, "warps": blocks.warps, "stages": blocks.stages}
-            about = {"kernel": name, "width": width, "dtype": dtype, "target": f"sm_{target}", **tile, **found}
-            rows.append(about | {"predicted_share": predicted_share(name, blocks, width, found, target)})
-        rows.sort(key=lambda row: (row["kernel"], -(row["predicted_share"] or 0)))
-    for row in rows:
-        print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     return rows
 
 
@@ -301,15 +243,8 @@ def main() -> None:
     parser.add_argument("--targets", type=target_of, nargs="+", default=[80, 90, 100])
     parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
     parser.add_argument("--modified", action="store_true", help="with a cap on scores, ALiBi and sinks")
-    parser.add_argument(
-        "--tune", nargs="*", metavar="KERNEL", help="instead: the grid of tiles of these kernels, or of all"
-    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    if chosen.tune is not None:
-        for width, dtype, target in itertools.product(chosen.widths, chosen.types, chosen.targets):
-            measure_grid(width, dtype, target, chosen.tune or ["forward", "keys", "queries"])
-        return
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes, chosen.modified)
     rows += measure_loss(chosen.types, [target for target in chosen.targets if target != AMD])
     write(chosen.json, triton.__version__, rows)

@@ -44,7 +44,6 @@ def test_tuned_kernels_spill_nothing(width, dtype, tmp_path):
             continue
         products = [loop["instructions"] for loop in row["loops"] if loop["products"]]
         assert len(products) == 2 and all(loop["special"] for loop in row["loops"] if loop["products"]), row
-        assert 0 < row["predicted_share"] < 1, row
     if width == 64:  # on Hopper, programs share a multiprocessor
         assert all(row["occupancy"] >= 2 for row in rows if row["target"] == "sm_90")
 
@@ -116,5 +115,5 @@ def shown_as(row: dict) -> str:
     if row["target"].startswith("sm_"):
         loop = min((loop for loop in row["loops"] if loop["products"]), key=lambda loop: loop["instructions"])
         beside = f" ({loop['beside_products']})" if loop["beside_products"] else ""
-        fields += [row["occupancy"], f"{loop['instructions']}/{loop['special']}{beside}", row["predicted_tflops"]]
+        fields += [row["occupancy"], f"{loop['instructions']}/{loop['special']}{beside}"]
     return " · ".join(map(str, fields))
