@@ -469,7 +469,7 @@ def settings(disk: Path, only: list[str]) -> Iterator[Setting]:
     export = ["export", "runs_dir=runs", "data_dir=data", "checkpoint=a", "out=exported"]
     others = [
         Setting("resume", RUN, killed),
-        Setting("run-2-ranks", [*RUN, "parallel=fsdp", "precision=fp32", "train.micro_batch=1"], text_state(), ranks=2),
+        Setting("run-2-ranks", [*RUN, "parallel=fsdp", "precision=fp32"], text_state(), ranks=2),
         Setting("prepare", ["prepare", *TEXT], text_state(), andrea_main),
         Setting("export", export, finished, andrea_main, done="exists"),
         Setting("import", ["import", "from=exported", "runs_dir=runs", "out=imported"], {}, andrea_main, done="exists"),
