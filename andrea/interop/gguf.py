@@ -22,7 +22,6 @@ from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_
 from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
 from andrea.interop.settings import Allowed, Trained, anything, fewest_differences
 from andrea.model.gpt import GPT, scaled
-from andrea.text.hf_tokenizer import HfTokenizer
 from andrea.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------- the architectures
@@ -129,145 +128,25 @@ def neighbours_first(rows: Tensor, d_head: int) -> Tensor:
     return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
 
 
-# -------------------------------------------------------------------------------------------------------- the tokenizer
-
-# The patterns of Llama 3 and of Qwen2 and 3, as tokenizer.json writes them. They differ in how many digits stay together.
-LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
-# Steps of a pre-tokenizer, and model.ignore_merges -> llama.cpp's name.
-PRE_TOKENIZERS: dict[tuple[tuple[tuple[str, Any], ...], bool], str] = {
-    ((("ByteLevel", True),), False): "gpt-2",
-    ((("Split", QWEN_2), ("ByteLevel", False)), False): "qwen2",
-    ((("Split", LLAMA_3), ("ByteLevel", False)), True): "llama-bpe",
-}
-NFC = {"type": "NFC"}
-HINT = "export with to=hf"
-
-
-@dataclass(frozen=True)
-class GgufTokenizer:
-    """pre: llama.cpp's name of the pre-tokenizer. tokens: the V tokens; kinds: of each, a name of gguf.TokenType.
-
-    merges: two tokens with a space between. normalised: what must be done to a text before llama.cpp reads it.
-    """
-
-    pre: str
-    tokens: list[str]
-    kinds: list[str]
-    merges: list[str]
-    normalised: Callable[[str], str] | None = None
-
-
-def gguf_tokenizer(tokenizer: Tokenizer) -> GgufTokenizer:
-    """Raises UserError for a tokenizer that llama.cpp has no counterpart of."""
-    if isinstance(tokenizer, HfTokenizer):
-        return of_tokenizer_json(tokenizer)
-    if tokenizer.kind == "byte":
-        raise UserError(f"to=gguf: llama.cpp has no tokenizer of single bytes; train with tokenizer=bpe, or {HINT}")
-    kinds = ["NORMAL"] * tokenizer.n_vocab
-    kinds[tokenizer.end_of_text] = "CONTROL"
-    merges = [f"{first} {second}" for first, second in visible_merges(tokenizer)]
-    return GgufTokenizer("gpt-2", visible_tokens(tokenizer), kinds, merges)
-
-
-def of_tokenizer_json(tokenizer: HfTokenizer) -> GgufTokenizer:
-    """The tokens, kinds and merges of a tokenizer.json; rows of the embedding without a token are unused."""
-    plain = tokenizer.as_read()
-    model = plain["model"]
-    pre = pre_name(plain)
-    tokens, kinds = [f"[PAD{number}]" for number in range(tokenizer.n_vocab)], ["UNUSED"] * tokenizer.n_vocab
-    for token, number in model["vocab"].items():
-        tokens[number], kinds[number] = token, "NORMAL"
-    for added in plain["added_tokens"]:
-        if not added.get("special") and (
-            flags := [key for key in ("lstrip", "rstrip", "single_word") if added.get(key)]
-        ):
-            raise UserError(
-                f"to=gguf: the token {added['content']!r:.60} of tokenizer.json has {flags[0]}=true, which a GGUF file cannot say; "
-                f"{HINT}"
-            )
-        tokens[added["id"]] = added["content"]
-        kinds[added["id"]] = "CONTROL" if added.get("special") else "USER_DEFINED"
-    kinds[tokenizer.end_of_text] = "CONTROL"
-    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-    normaliser = tokenizer.library.normalizer
-    return GgufTokenizer(pre, tokens, kinds, merges, None if normaliser is None else normaliser.normalize_str)
-
-
-def pre_name(plain: dict[str, Any]) -> str:
-    """llama.cpp's name of what a tokenizer.json does before its merges. Raises UserError if it has none."""
-    model, normalizer = plain["model"], plain.get("normalizer")
-    if unlike := [key for key in ("unk_token", "byte_fallback") if model.get(key)]:
-        raise UserError(
-            f"to=gguf: {unlike[0]}={model[unlike[0]]!r:.60} of tokenizer.json is unknown to llama.cpp; {HINT}"
-        )
-    if normalizer not in (None, NFC):
-        raise UserError(
-            f"to=gguf: llama.cpp does not normalise text, as this tokenizer.json does ({normalizer.get('type')}); {HINT}"
-        )
-    steps = tuple(map(step_of, steps_in(plain.get("pre_tokenizer"))))
-    name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
-    if name is None:
-        listed = ", ".join(f"{kind} {what}" for kind, what in steps) or "none"
-        raise UserError(
-            f"to=gguf: llama.cpp has no pre-tokenizer like that of this tokenizer.json ({listed:.200}); known are those of GPT-2, "
-            f"Llama 3 and Qwen2; {HINT}"
-        )
-    return name
-
-
-def steps_in(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if pre_tokenizer is None:
-        return []
-    return pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
-
-
-def step_of(step: dict[str, Any]) -> tuple[str, Any]:
-    """The kind of a step and what it does. A step with unusual settings gets all of them, which no known one has."""
-    kind = step.get("type")
-    if kind == "ByteLevel" and not step.get("add_prefix_space", True):
-        return kind, step.get("use_regex", True)
-    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
-        return kind, step.get("pattern", {}).get("Regex")
-    return str(kind), repr({key: value for key, value in step.items() if key != "type"})
-
-
 # ------------------------------------------------------------------------------------------------------------- the file
 
 BLOCK = 32  # numbers that share a factor in q8_0
 
 
 def check_file(trained: Trained, dtype: str) -> None:
-    """Raise UserError for a type that a GGUF file cannot hold."""
-    model = trained.model
+    """Raise UserError for a tokenizer or a type that a GGUF file cannot hold."""
+    model, kind = trained.model, trained.tokenizer.kind
+    if kind == "byte":
+        raise UserError(
+            "to=gguf: llama.cpp has no tokenizer of single bytes; train with tokenizer=bpe, or export with to=hf"
+        )
+    if kind == "hf":
+        raise UserError("to=gguf: the tokenizer of another model is not written to a GGUF file; export with to=hf")
     odd = [f"model.{key}={n}" for key in ("d_model", "d_mlp") if (n := getattr(model, key)) % BLOCK]
     if model.d_head is not None and model.d_attended % BLOCK:
         odd.append(f"model.n_head={model.n_head} times model.d_head={model.d_head}")
     if dtype == "q8_0" and odd:
         raise UserError(f"dtype=q8_0 needs multiples of {BLOCK}, got {', '.join(odd)}; export with dtype=f16")
-
-
-def write_file(path: Path, trained: Trained, architecture: Architecture, tokenizer: GgufTokenizer, dtype: str) -> None:
-    """Write the file. dtype: f32, f16, bf16 or q8_0, of the matrices; vectors and learned positions stay fp32."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, architecture.name)
-    add_model(writer, trained)
-    add_tokenizer(writer, tokenizer, trained.tokenizer.end_of_text)
-    writer.add_file_type(file_type(gguf, dtype))
-    for name, weight in weights_for(trained, architecture).items():
-        kind = kind_of(gguf, name, weight.ndim, dtype)
-        data = gguf.quants.quantize(weight.float().contiguous().numpy(), kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def file_type(gguf: Any, dtype: str) -> Any:
-    kinds = gguf.LlamaFileType
-    return {"f32": kinds.ALL_F32, "f16": kinds.MOSTLY_F16, "bf16": kinds.MOSTLY_BF16, "q8_0": kinds.MOSTLY_Q8_0}[dtype]
 
 
 def kind_of(gguf: Any, name: str, n_dimension: int, dtype: str) -> Any:
@@ -306,33 +185,24 @@ def add_model(writer: Any, trained: Trained) -> None:
         writer.add_rope_scaling_factor(factor)
 
 
-def add_tokenizer(writer: Any, written: GgufTokenizer, end_of_text: int) -> None:
-    """GPT-2's kind of tokenizer, with the pattern of its pre-tokenizer, and end-of-text in front of a text."""
+def add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
+    """GPT-2's kind of tokenizer, with GPT-2's pattern, and end-of-text in front of a text.
+
+    llama.cpp does not read patterns from the file: it knows some by name.
+    """
     import gguf
 
+    end = tokenizer.end_of_text
+    kinds = [gguf.TokenType.NORMAL] * tokenizer.n_vocab
+    kinds[end] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(written.pre)
-    writer.add_token_list(written.tokens)
-    writer.add_token_types([gguf.TokenType[kind] for kind in written.kinds])
-    writer.add_token_merges(written.merges)
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(visible_tokens(tokenizer))
+    writer.add_token_types(kinds)
+    writer.add_token_merges([f"{first} {second}" for first, second in visible_merges(tokenizer)])
     for add_id in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
-        add_id(end_of_text)
+        add_id(end)
     writer.add_add_bos_token(True)
-
-
-@torch.no_grad()
-def rounded_gpt(gpt: GPT, dtype: str) -> GPT:
-    """The model in fp32 with the weights as a file of this type holds them."""
-    if dtype == "f32":
-        return gpt
-    import gguf
-
-    found = copy.deepcopy(gpt)
-    for name, weight in found.named_parameters():
-        kind = kind_of(gguf, name, weight.ndim, dtype)
-        stored = gguf.quants.quantize(weight.numpy(), kind)
-        weight.copy_(torch.from_numpy(gguf.quants.dequantize(stored, kind).reshape(weight.shape)))
-    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- program
@@ -345,11 +215,10 @@ GGML_F32 = 0  # ggml's number of the type of fp32
 class LlamaCpp(OtherProgram):
     """The model of a GGUF file, with a cache in fp32. Raises ImportError without llama-cpp-python."""
 
-    def __init__(self, path: Path, n_token: int, normalised: Callable[[str], str] | None = None) -> None:
-        """n_token: the largest number of tokens that it is asked to read. normalised: what is done to a text before."""
+    def __init__(self, path: Path, n_token: int) -> None:
+        """n_token: the largest number of tokens that it is asked to read."""
         import llama_cpp
 
-        self.normalised = normalised
         self.name = f"llama-cpp-python {llama_cpp.__version__}"
         self.model = llama_cpp.Llama(
             str(path),
@@ -369,8 +238,7 @@ class LlamaCpp(OtherProgram):
         return torch.from_numpy(self.model.scores[: len(tokens)].copy())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        prepared = texts if self.normalised is None else map(self.normalised, texts)
-        return [self.model.tokenize(text.encode(), add_bos=True, special=False) for text in prepared]
+        return [self.model.tokenize(text.encode(), add_bos=True, special=False) for text in texts]
 
     def greedy(self, tokens: Sequence[int], n_new: int) -> list[int]:
         chosen: list[int] = []
@@ -389,10 +257,6 @@ class LlamaCpp(OtherProgram):
 # Tolerances as shares of the largest logit, about five times what was measured: llama.cpp rounds activations too.
 ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2}
 LEAST = 1e-4
-NOT_NORMALISED = (
-    "; llama.cpp does not bring text into Unicode's form NFC, as the model's tokenizer does, so token ids are compared on texts "
-    "in this form"
-)
 
 USAGE = """\
     llama-cli -m {folder}/model.gguf -p "{prompt}" -n 64            # a program of llama.cpp
@@ -418,29 +282,50 @@ class Gguf(Target):
     least = LEAST
 
     def __init__(self, trained: Trained, dtype: str) -> None:
-        """Raises UserError for a model, a tokenizer or a type that the file cannot hold, and without the package gguf."""
+        """dtype: f32, f16, bf16 or q8_0, of the matrices; vectors and learned positions stay fp32.
+
+        Raises UserError for a model, a tokenizer or a type that the file cannot hold, and without the package gguf.
+        """
         self.trained, self.dtype = trained, dtype
         self.architecture = choose_architecture(trained)
-        self.tokenizer = gguf_tokenizer(trained.tokenizer)
         check_file(trained, dtype)
         if importlib.util.find_spec("gguf") is None:
             raise UserError('to=gguf needs the package gguf; run: pip install gguf (or pip install -e ".[interop]")')
         self.what = self.architecture.name
         self.why = f"llama.cpp's architecture {self.what} computes the same function"
-        if self.tokenizer.normalised is not None:
-            self.why += NOT_NORMALISED
         self.share = max(self.architecture.tolerance, ROUNDED.get(dtype, 0.0))
 
     def write(self, folder: Path) -> None:
-        write_file(folder / "model.gguf", self.trained, self.architecture, self.tokenizer, self.dtype)
+        import gguf
 
+        writer = gguf.GGUFWriter(folder / "model.gguf", self.architecture.name)
+        add_model(writer, self.trained)
+        add_tokenizer(writer, self.trained.tokenizer)
+        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if self.dtype == "f32" else f"MOSTLY_{self.dtype.upper()}"])
+        for name, weight in weights_for(self.trained, self.architecture).items():
+            kind = kind_of(gguf, name, weight.ndim, self.dtype)
+            data = gguf.quants.quantize(weight.float().contiguous().numpy(), kind)
+            writer.add_tensor(name, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    @torch.no_grad()
     def rounded_gpt(self) -> GPT:
-        return rounded_gpt(self.trained.gpt, self.dtype)
+        if self.dtype == "f32":
+            return self.trained.gpt
+        import gguf
+
+        found = copy.deepcopy(self.trained.gpt)
+        for name, weight in found.named_parameters():
+            kind = kind_of(gguf, name, weight.ndim, self.dtype)
+            stored = gguf.quants.quantize(weight.numpy(), kind)
+            weight.copy_(torch.from_numpy(gguf.quants.dequantize(stored, kind).reshape(weight.shape)))
+        return found
 
     def open(self, folder: Path) -> LlamaCpp:
-        return LlamaCpp(
-            folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW), self.tokenizer.normalised
-        )
+        return LlamaCpp(folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW))
 
     def usage(self, folder: str, hub: str | None, prompt: str) -> str:
         return HUB_USAGE.format(hub=hub, prompt=prompt) if hub else USAGE.format(folder=folder, prompt=prompt)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from exportable import BLOCKS_OF_32, LAYERNORM, NANO, make_trained
+from importable import write_tokenizer
 
 from andrea.config import UserError
 from andrea.interop import proof
 from andrea.interop.gguf import Gguf, check_file, choose_architecture, neighbours_first
 from andrea.interop.proof import compared_text
+from andrea.text.load_tokenizer import load_hf_tokenizer
 from andrea.text.tokenizer import Tokenizer, train_bpe
 
 GELU = LAYERNORM | {"mlp": "gelu"}
@@ -81,9 +83,12 @@ def test_what_no_architecture_holds_is_refused_with_the_nearest_option() -> None
             choose_architecture(make_trained(model, attention))
 
 
-def test_tokenizers_and_types_that_a_file_cannot_hold_are_refused(bpe: Tokenizer) -> None:
+def test_tokenizers_and_types_that_a_file_cannot_hold_are_refused(bpe: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tokenizer of single bytes; train with tokenizer=bpe"):
         Gguf(make_trained(), "f32")
+    write_tokenizer(tmp_path, 300)
+    with pytest.raises(UserError, match="the tokenizer of another model is not written to a GGUF file"):
+        Gguf(make_trained(tokenizer=load_hf_tokenizer(tmp_path)), "f32")
     with pytest.raises(UserError, match="multiples of 32, got model.d_model=60, model.d_mlp=77; export with dtype=f16"):
         check_file(make_trained(tokenizer=bpe), "q8_0")
     with pytest.raises(UserError, match="multiples of 32, got model.n_head=4 times model.d_head=14; export"):

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import tempfile
-from abc import ABC
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -35,7 +34,7 @@ def code_cache() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="andrea-export-", ignore_cleanup_errors=True)
 
 
-class LoadedByTransformers(OtherProgram, ABC):
+class LoadedByTransformers(OtherProgram):
     """A model in fp32 with eager attention, which a subclass loads. Raises ImportError without transformers."""
 
     LOADING: ClassVar[dict[str, Any]] = {"dtype": torch.float32, "attn_implementation": "eager"}
