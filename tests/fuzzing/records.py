@@ -16,7 +16,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from andrea.checkpoint.keep import mark_and_prune
+from andrea.checkpoint.find import mark_and_prune
 from andrea.cli.command_line import compose, read
 from andrea.config import RunConfig, RunsConfig, UserError, parse
 from andrea.insight.compare.command import terminal_lines

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from andrea.checkpoint import Checkpoint, checkpoints_of
-from andrea.checkpoint.keep import set_aside_after
+from andrea.checkpoint.find import set_aside_after
 from andrea.config import RunConfig, UserError, to_plain
 from andrea.runtime import torchrun
 from andrea.runtime.files import (
