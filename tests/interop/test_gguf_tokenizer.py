@@ -17,7 +17,7 @@ from andrea.interop import proof
 from andrea.interop.compared_text import compared_text
 from andrea.interop.gguf.target import Gguf
 from andrea.interop.gguf.tokenizer import LLAMA_3, QWEN_2, GgufTokenizer, gguf_tokenizer
-from andrea.text.hf_tokenizer import HfTokenizer
+from andrea.text.load_tokenizer import HfTokenizer
 
 N_VOCAB = 1000
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from andrea.config import UserError
 from andrea.interop.merges import visible_merges, visible_tokens
-from andrea.text.hf_tokenizer import HfTokenizer
+from andrea.text.load_tokenizer import HfTokenizer
 from andrea.text.tokenizer import Tokenizer
 
 # The patterns of Llama 3 and of Qwen2 and 3, as tokenizer.json writes them. They differ in how many digits stay together.

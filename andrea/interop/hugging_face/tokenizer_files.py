@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.interop.merges import visible_merges, visible_tokens
-from andrea.text.hf_tokenizer import HfTokenizer
+from andrea.text.load_tokenizer import HfTokenizer
 from andrea.text.tokenizer import END_OF_TEXT, Tokenizer
 
 
