@@ -30,9 +30,8 @@ from typing import Any
 
 from torch import Tensor
 
-from andrea.checkpoint.errors import Damaged, opening
 from andrea.checkpoint.state import check_state
-from andrea.checkpoint.tensors import TensorReader, write_tensors
+from andrea.checkpoint.tensors import Damaged, TensorReader, opening, write_tensors
 from andrea.config import UserError
 from andrea.runtime.files import (
     file_sha256,
@@ -41,6 +40,7 @@ from andrea.runtime.files import (
     read_plain_file,
     remove_unfinished,
     replace_text,
+    replacing,
     staging_path,
     storing,
 )
@@ -71,11 +71,6 @@ class Checkpoint:
         """Weights by parameter name, as training goes on from them, on the CPU. Raises Damaged."""
         reader = self.open_tensors(with_optimizer=False)
         return {name: reader.read(name) for name in reader.names if "/" not in name}
-
-    def result_tensors(self) -> dict[str, Tensor]:
-        """The weights that are the result of the run: their running average if the run kept one, else `model_tensors`."""
-        reader, stored = self.open_results()
-        return {name: reader.read(place) for name, place in stored.items()}
 
     def open_results(self) -> tuple[TensorReader, dict[str, str]]:
         """A reader, and the name under which the files hold the result of each weight. Raises Damaged."""
@@ -291,3 +286,31 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
         raise Damaged(
             f"{folder} is damaged: the sha256 of {name} differs from that in manifest.json; use an older checkpoint"
         )
+
+
+# ------------------------------------------------------------------------------------------------ from shards to files
+
+
+def consolidate(path: Path) -> None:
+    """Replace a checkpoint's shards by `model.safetensors` and `optimizer.safetensors`. Without shards, do nothing.
+
+    The change takes effect when the new manifest is renamed: before it the shards are valid, after it the two files.
+    The conversion needs memory for the larger of the two files. Raises Damaged and StorageFailed.
+    """
+    checkpoint = read_checkpoint(path)
+    if not checkpoint.is_sharded:
+        shutil.rmtree(path / SHARDS, ignore_errors=True)  # left by a crash after the new manifest
+        return
+    remove_unfinished(path)
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    other_files = {name: about for name, about in manifest["files"].items() if not name.startswith(f"{SHARDS}/")}
+    with storing(path):
+        for name, read in (
+            ("optimizer.safetensors", checkpoint.optimizer_tensors),
+            ("model.safetensors", checkpoint.model_tensors),
+        ):
+            with replacing(path / name) as staging:
+                write_tensors(staging, read())
+        write_manifest(path, other_files | flushed_files(path, path.glob("*.safetensors")))
+        flush_to_disk(path)
+        shutil.rmtree(path / SHARDS)

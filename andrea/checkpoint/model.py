@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from andrea.checkpoint.errors import Damaged
 from andrea.checkpoint.find import locate
 from andrea.checkpoint.folder import Checkpoint
+from andrea.checkpoint.tensors import Damaged
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
 from andrea.model.gpt import GPT
 from andrea.runtime.own_parts import allowing, is_own, source_sha256
@@ -64,30 +63,23 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
 
 
 def load_results(model: GPT, checkpoint: Checkpoint) -> None:
-    """Copy the weights that are the result of the checkpoint's run into the model, a portion at a time.
+    """Copy the weights that are the result of the checkpoint's run into the model.
 
     Raises Damaged, or RuntimeError if names or shapes are not the model's.
     """
     reader, stored = checkpoint.open_results()
-    if stored.keys() != (expected := model.state_dict().keys()):
-        raise RuntimeError(f"the weights of {checkpoint.path} differ from the model's: {stored.keys() ^ expected}")
-    shapes = {name: reader.shapes[place] for name, place in stored.items()}
-    for names in portions(shapes):
-        reader, _ = checkpoint.open_results()
-        model.load_state_dict({name: reader.read(stored[name]) for name in names}, strict=False)
-
-
-def portions(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
-    """The names in N_PORTION lists or a few more, of about as many numbers each."""
-    most = sum(map(math.prod, shapes.values())) / N_PORTION
-    portion, filled = [], 0
-    for name, shape in shapes.items():
-        if portion and filled + math.prod(shape) > most:
-            yield portion
-            portion, filled = [], 0
-        portion.append(name)
-        filled += math.prod(shape)
-    yield portion
+    in_files, weights = reader.shapes, model.state_dict()
+    found = {name: in_files[place] for name, place in stored.items()}
+    expected = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if found != expected:
+        differ = found.items() ^ expected.items()
+        raise RuntimeError(f"the weights of {checkpoint.path} differ from the model's: {differ}")
+    most, n_read = sum(map(torch.numel, weights.values())) / N_PORTION, 0
+    for name, place in stored.items():
+        n_read += weights[name].numel()
+        if n_read > most:
+            (reader, _), n_read = checkpoint.open_results(), weights[name].numel()
+        weights[name].copy_(reader.read(place))
 
 
 def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from andrea.checkpoint.errors import Damaged
+from andrea.checkpoint.tensors import Damaged
 from andrea.config import UserError
 from andrea.config.keys import key_types
 from andrea.config.limits import Between
@@ -124,7 +124,7 @@ class SavedConfig:
 
 @dataclass(frozen=True)
 class State:
-    """The fields of state.json that are read. A field without a default is needed to resume; a file may hold others.
+    """The fields of state.json that are read. A resumed run needs all of them; a file may hold others.
 
     The class is only the schema of a file format; no object of this class is ever made.
     """
@@ -173,7 +173,7 @@ def check_state(path: Path, state: Any) -> None:
 
 def check_resumable(path: Path, state: dict[str, Any]) -> None:
     """Raises Damaged if state.json, which `check_state` has accepted, lacks a field that a resumed run needs."""
-    check_fields(path, state, [field.name for field in dataclasses.fields(State) if is_needed(field)])
+    check_fields(path, state, list(key_types(State)))
 
 
 def check_fields(path: Path, state: dict[str, Any], names: list[str]) -> None:
@@ -185,10 +185,6 @@ def check_fields(path: Path, state: dict[str, Any], names: list[str]) -> None:
             check_type(hints[name], state[name], name)
         except UserError as error:
             raise Damaged(f"{path} is damaged: its state.json has an impossible {name}: {str(error)[:200]}") from None
-
-
-def is_needed(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def check_type(hint: Any, value: Any, where: str) -> None:
@@ -223,7 +219,7 @@ def check_object(kind: type, value: Any, where: str) -> None:
     for field in dataclasses.fields(kind):
         if field.name in value:
             check_type(key_types(kind)[field.name], value[field.name], f"{where}.{field.name}")
-        elif is_needed(field):
+        elif field.default is dataclasses.MISSING:
             raise UserError(f"{where}.{field.name} is missing")
 
 

@@ -1,10 +1,22 @@
-"""Reads and writes a checkpoint's safetensors files. In a sharded run, each file holds some rows of a tensor."""
+"""Reads and writes a checkpoint's safetensors files, and defines the error of a checkpoint that cannot be used.
+
+In a sharded run each rank writes its own rows, in two files:
+
+    shards/shard-00001-model-00001-of-00002.safetensors     the rows of the weights that rank 0 keeps
+    shards/shard-00001-model-00002-of-00002.safetensors     the optimizer's state of these rows
+
+A file's header gives, for each tensor, the row of the whole tensor at which the file's part begins. This is the layout
+of torch.distributed.checkpoint, whose HuggingFaceStorageReader can read the files too.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,13 +24,44 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from andrea.checkpoint.errors import Damaged, opening
+from andrea.config import UserError
+from andrea.runtime.files import reading
 
+OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # with these errors every checkpoint looks damaged
 OFFSETS = "DCP_SHARDING_INFO"  # entry of a file's header: tensor name -> offset of the file's part
 MOST_DIMENSIONS = 8
 OS_ERROR = re.compile(r"\(os error (\d+)\)|unable to .*\((\d+)\)$")  # of safetensors, or of torch
 # The errors of reading a file with a malformed header. RecursionError is a RuntimeError.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
+class Damaged(UserError):
+    """The folder is not a complete checkpoint of this project. The message names the folder or file and the fault."""
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether it could only not be read now: it may be readable the next time."""
+        cause = self.__cause__
+        return isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Context in which the checkpoint at `path` is read: an OSError becomes Damaged, with its reason.
+
+    Raises StorageFailed if this process can open no more files, which is not a fault of the checkpoint.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in OF_THE_PROCESS:
+            with reading(path):
+                raise
+        name = f"{Path(error.filename).name}: " if error.filename else ""
+        raise Damaged(
+            f"{path} is not a complete checkpoint of this project, or cannot be read: {name}{error.strerror or error}; "
+            f"name another with checkpoint=…"
+        ) from error
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -37,6 +80,21 @@ def of_system(error: Exception) -> OSError:
     found = OS_ERROR.search(str(error))
     number = int(found[1] or found[2]) if found else None
     return OSError(str(error)) if number is None else OSError(number, os.strerror(number))
+
+
+def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor], first_rows: dict[str, int]) -> list[Path]:
+    """Write the rows of one rank in two files: weights, and optimizer state (names with a "/"). Returns both paths.
+
+    first_rows: tensor name -> first row of this rank in the whole tensor. Raises OSError.
+    """
+    paths = []
+    for number, of_optimizer in ((1, False), (2, True)):
+        chosen = {name: tensor for name, tensor in tensors.items() if ("/" in name) == of_optimizer}
+        offsets = {name: [first_rows[name], *[0] * tensor.ndim][: tensor.ndim] for name, tensor in chosen.items()}
+        info = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
+        paths.append(folder / f"shard-{rank + 1:05d}-model-{number:05d}-of-00002.safetensors")
+        write_tensors(paths[-1], chosen, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: info})
+    return paths
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,18 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
     check_weights(configs)
     tokenizer = with_vocabulary_size(tokenizer, sources, data_dir, report)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
-    weights = [config.weight for config in configs.values()]
-    folders = folders_of(sources, weights, tokenizer, existing, data_dir)
+    origin = tokenizer_origin(tokenizer, existing, sources)
+    folders = [
+        SourceFolder(source, config.weight, folder_of(source, tokenizer, origin, data_dir))
+        for source, config in zip(sources, configs.values(), strict=True)
+    ]
     if not all(folder.path.exists() for folder in folders):
         prepare(folders, tokenizer, existing, data_dir, report)
-    return read_corpus(folders)
+    loaded = load_tokenizer(folders[0].path)
+    prepared = [read_folder(folder, loaded) for folder in folders]
+    fingerprints = [[source.name, source.weight, fingerprint] for source, fingerprint in prepared]
+    fingerprint = corpus_fingerprint(loaded.identity, fingerprints)
+    return Corpus(loaded, tuple(source for source, _ in prepared), fingerprint)
 
 
 # ----------------------------------------------------------------------------------------------- the folders of a run
@@ -131,17 +138,27 @@ def bytes_of_text(source: Source, data_dir: Path, report: Report) -> int:
     if source.kind == "pystdlib":
         return source.bytes  # all of each file
     file, name = data_dir / TEXT_BYTES, hash_of([FORMAT_VERSION, str(source.root.resolve()), source.hashed])
+    known = remembered(file)
+    if type(known.get(name)) is not int:
+        known[name] = source.check(report)
+        remember(file, known)
+    return known[name]
+
+
+def remembered(file: Path) -> dict[str, Any]:
+    """What `remember` has written; nothing if the file is missing or incomplete."""
     try:
         known = from_json(read_plain_file(file, LARGEST_JSON_BYTES))
     except (OSError, ValueError):
-        known = None
-    known = known if isinstance(known, dict) else {}
-    if type(known.get(name)) is not int:
-        known[name] = source.check(report)
-        with contextlib.suppress(OSError):  # in a read-only folder each start reads the text again
-            data_dir.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(known, indent=1))  # half of it, after a crash, is like none
-    return known[name]
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def remember(file: Path, known: dict[str, Any]) -> None:
+    """Write what the next start need not read again. In a read-only folder each start reads it again."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(known, indent=1))  # half of it, after a crash, is like none
 
 
 def check_weights(configs: dict[str, SourceConfig]) -> None:
@@ -176,24 +193,6 @@ def tokenizer_origin(
     return [config.kind, config.vocab_size, [source.hashed for source in sources]]
 
 
-def folders_of(
-    sources: list[Source | ShardSource],
-    weights: list[float | None],
-    tokenizer: TokenizerConfig,
-    existing: Tokenizer | None,
-    data_dir: Path,
-) -> list[SourceFolder]:
-    """The prepared folders of all sources of a run. They need not exist yet."""
-    origin = tokenizer_origin(tokenizer, existing, sources)
-    paths: list[Path] = []
-    for source in sources:
-        path = folder_of(source, tokenizer, origin, data_dir)
-        if path in paths:  # another source whose name differs only in characters that a folder's name lacks
-            path = folder_of(source, tokenizer, [*origin, source.name], data_dir)
-        paths.append(path)
-    return [SourceFolder(*each) for each in zip(sources, weights, paths, strict=True)]
-
-
 def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: list[Any], data_dir: Path) -> Path:
     """The path of the prepared folder of `source`. The folder's name ends with a hash of a list of facts on its input.
 
@@ -210,16 +209,6 @@ def hash_of(facts: list[Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- reading the folders
-
-
-def read_corpus(folders: list[SourceFolder]) -> Corpus:
-    sources, fingerprints = [], []
-    tokenizer = load_tokenizer(folders[0].path)
-    for folder in folders:
-        source, fingerprint = read_folder(folder, tokenizer)
-        sources.append(source)
-        fingerprints.append([source.name, source.weight, fingerprint])
-    return Corpus(tokenizer, tuple(sources), corpus_fingerprint(tokenizer.identity, fingerprints))
 
 
 def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSource, str]:
@@ -261,7 +250,10 @@ def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | 
 
     name: of the source. Nothing is prepared or downloaded. Raises UserError if the folder is damaged.
     """
-    for path in paths_named(data_dir.expanduser(), f"{name}-"):
+    data_dir, names = data_dir.expanduser(), []
+    with reading(data_dir), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = sorted(os.listdir(data_dir))
+    for path in (data_dir / each for each in names if each.startswith(f"{name}-")):
         with reading(path):  # else another text would be taken in silence
             try:
                 meta, digests = read_meta(path)
@@ -275,20 +267,10 @@ def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | 
     return None
 
 
-def paths_named(folder: Path, prefix: str) -> list[Path]:
-    """What is in `folder` with names that begin so; nothing where there is no such folder."""
-    with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return [folder / name for name in sorted(os.listdir(folder)) if name.startswith(prefix)]
-    return []
-
-
 def held_out_of_run(state: dict[str, Any], data_dir: Path) -> TokenStream | None:
     """The held-out tokens of a run, by its checkpoint's state; None if they are not in data_dir, or of several sources."""
-    data, fingerprint = state["config"].get("data"), state.get("data")
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or not re.fullmatch("[a-z_]+", kind) or not isinstance(fingerprint, str):
-        return None
-    return find_held_out(data_dir, fingerprint, kind)
+    data = state["config"].get("data") or {}
+    return find_held_out(data_dir, state.get("data", ""), data.get("kind") or "")
 
 
 def corpus_fingerprint(identity: str, sources: list[list[Any]]) -> str:
@@ -298,27 +280,19 @@ def corpus_fingerprint(identity: str, sources: list[list[Any]]) -> str:
 
 def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
     """Compare the sha256 of each shard that has changed since its last check. Raises UserError if one differs."""
-    verified_file = folder / VERIFIED
-    try:
-        known = from_json(read_plain_file(verified_file, LARGEST_JSON_BYTES))
-    except (OSError, ValueError):
-        known = None  # the file is missing or incomplete
-    known = known if isinstance(known, dict) else {}
+    known = remembered(folder / VERIFIED)
     stamps = {}
     for name, digest in digests.items():
         path = folder / name
-        stamps[name] = stamp_of(path)
+        try:
+            stamps[name] = stamp(path.stat())
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}); delete its folder to prepare it again"
+            ) from error
         if known.get(name) != stamps[name] and digest_of(path, n_vocab) != digest:
             raise UserError(
                 f"{path} was changed: its sha256 is not the one in meta.json; delete {folder} to prepare it again"
             )
     if stamps != known:
-        with contextlib.suppress(OSError):  # in a read-only folder every start verifies the shards again
-            verified_file.write_text(json.dumps(stamps, indent=1))  # half of it, after a crash, is like none
-
-
-def stamp_of(path: Path) -> list[int]:
-    try:
-        return stamp(path.stat())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); delete its folder to prepare it again") from error
+        remember(folder / VERIFIED, stamps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,35 +38,24 @@ class Form:
 
 
 def whole_blocks(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
-    """Bytes start … stop in blocks of at most about PIECE_BYTES. A block ends after a line, or else after a character.
-
-    Raises UnicodeDecodeError if a block is not UTF-8.
-    """
+    """Bytes start … stop in blocks of at most about PIECE_BYTES. A block ends after a line, or else after a character."""
     file.seek(start)
     left, rest = stop - start, b""
-    while left:
-        read = file.read(min(left, PIECE_BYTES))
-        if not read:
-            break
+    while left and (read := file.read(min(left, PIECE_BYTES))):
         left -= len(read)
         block = rest + read
         end = len(block) if not left else block.rfind(b"\n") + 1 or last_character_end(block)
-        block, rest = block[:end], block[end:]
-        block.decode()
-        yield block
-    if rest:
-        rest.decode()
+        yield block[:end]
+        rest = block[end:]
+    if rest:  # the file has become shorter
         yield rest
 
 
 def last_character_end(block: bytes) -> int:
     """The index after the last whole UTF-8 character of `block`."""
-    for back in range(1, min(4, len(block)) + 1):
-        byte = block[-back]
-        if byte & 0xC0 != 0x80:  # the first byte of a character; its high bits give the length
-            length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(block) if back >= length else len(block) - back
-    return len(block)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(block)
+    return len(block) - len(decoder.getstate()[0])
 
 
 def cut_at(file: IO[bytes], size: int) -> int:
@@ -135,7 +125,7 @@ def recognise(open_file: OpenFile) -> Form:
     if encoding != "utf-8":
         return converted_form(open_file, encoding)
     decoder, size, n_line = codecs.getincrementaldecoder("utf-8")(), 0, 0
-    for block in blocks_of(open_file, ends_with=b""):
+    for block in itertools.chain(blocks_of(open_file), [b""]):
         size += len(block)
         try:
             if b"\0" in block:
@@ -189,13 +179,10 @@ def converted_form(open_file: OpenFile, encoding: str) -> Form:
     return Form(encoding, size)
 
 
-def blocks_of(open_file: OpenFile, ends_with: bytes | None = None) -> Iterator[bytes]:
-    """The file in blocks of PIECE_BYTES; after them `ends_with`, if it is not None."""
+def blocks_of(open_file: OpenFile) -> Iterator[bytes]:
     with open_file() as file:
         while block := file.read(PIECE_BYTES):
             yield block
-    if ends_with is not None:
-        yield ends_with
 
 
 def converted_blocks(open_file: OpenFile, encoding: str) -> Iterator[bytes]:

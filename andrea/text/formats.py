@@ -1,4 +1,15 @@
-"""Documents of a file: plain text in several encodings, compressed text, notebooks, and records, each a document."""
+"""Documents of a file: plain text in several encodings, compressed text, notebooks, and records, each a document.
+
+A record is a line of JSON, an object of a JSON array, a row of a table or of a parquet file. Its text:
+
+    {"text": …}                                            as it stands
+    {"messages": [{"role": …, "content": …}, …]}           "role: content", with an empty line between two messages
+    {"conversations": [{"from": "human", "value": …}, …]}  ShareGPT: the same; human is user, gpt is assistant
+    {"instruction": …, "input": …, "output": …}            alpaca: "user: …", "assistant: …", as in a conversation
+    {"prompt": …, "completion": …}                         the completion follows the prompt without a space
+
+The names stand for others, too (SINGLE, PAIRS). A field that the user names is read instead.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +21,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, final
@@ -29,8 +40,7 @@ from andrea.text.encodings import (
     open_converted,
     recognise,
 )
-from andrea.text.findings import Findings
-from andrea.text.records import fields_of, text_of
+from andrea.text.listing import Findings
 
 NOT_TEXT = "unreadable or not valid UTF-8"
 ENCODING_NAMES = {
@@ -45,6 +55,15 @@ LARGEST_NOTEBOOK_BYTES = 1 << 28  # a notebook, a record or a table's cell is he
 JSON_LINES, TABLES = (".jsonl", ".ndjson"), (".csv", ".tsv")
 BETWEEN = re.compile(r"[\s,]*")  # what stands between two values of a JSON array
 DAMAGED_REST = "the rest of a damaged list of records"
+SINGLE = ("text", "messages", "conversations", "conversation")
+PAIRS = (
+    ("instruction", "output"), ("instruction", "response"), ("prompt", "completion"), ("prompt", "response"),
+    ("question", "answer"), ("question", "response"), ("input", "output"),
+)  # fmt: skip
+SYSTEM, CONTEXT = ("system", "system_prompt"), ("input", "context")  # read with a pair, if they are there
+CONTINUED = ("prompt", "completion")
+USER, ASSISTANT = "user", "assistant"
+ROLES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
 
 
 @dataclass(frozen=True)
@@ -180,12 +199,7 @@ def cells_of_notebook(open_file: OpenFile) -> bytes | None:
 
 def documents_of_jsonl(open_file: OpenFile, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
     """One document for each line of JSON."""
-    try:
-        file = open_file()
-    except OSError as error:
-        findings.leave_out_unreadable(error, name)
-        return
-    with file:
+    with open_file() as file:
         for index, line in enumerate(file):
             if not line.strip():
                 continue
@@ -202,11 +216,10 @@ def documents_of_json(whole: Document, field: str | None, findings: Findings) ->
     first = next(values, None)
     if not isinstance(first, dict):
         yield whole
+    elif not fields_of(first, field) and field is not None:
+        findings.lacks_field(field, first, whole.key, is_file=True)
     elif not fields_of(first, field):
-        if field is not None:
-            findings.lacks_field(field, first, whole.key, is_file=True)
-            return
-        findings.reads_whole("lists of records", first, whole.key)
+        findings.add("read {} lists of records as they stand", whole.key, first)
         yield whole
     else:
         for index, value in enumerate(itertools.chain([first], values)):
@@ -262,7 +275,7 @@ def documents_of_table(
             findings.lacks_field(field, columns, whole.key, is_file=True)
         elif not fields:
             if len(columns) > 1:
-                findings.reads_whole("tables", columns, whole.key)
+                findings.add("read {} tables as they stand", whole.key, columns)
             yield whole
         elif has_one_of_each(columns, fields, whole.key, findings):
             for index, (row, place) in enumerate(rows_of(rows)):
@@ -334,17 +347,66 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
         findings.lacks_field(field, record, key, is_file=False)
         return
     text = text_of(record, fields)
-    try:
-        data = text.encode() if isinstance(text, str) else text
-    except UnicodeEncodeError:  # half of a surrogate pair
-        data = b"\0"
-    data = data.removeprefix(UTF_8_MARK) if isinstance(data, bytes) else None
-    if data is None:
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if not isinstance(data, bytes):
         findings.leave_out(f'the field "{" + ".join(fields)}" is not text', key)
-    elif not data:
+    elif not (data := data.removeprefix(UTF_8_MARK)):
         findings.leave_out("empty", key)
-    elif not is_utf8(data):
+    elif not is_utf8(data):  # also half of a surrogate pair
         findings.leave_out(NOT_TEXT, key)
     else:
         findings.read_by[fields] += 1
         yield in_memory(key, data)
+
+
+# ----------------------------------------------------------------------------------------------- the text of a record
+
+
+def fields_of(names: Collection[str], wanted: str | None) -> tuple[str, ...]:
+    """The fields to read of a record with the fields `names`, in order. Empty: none is known to be the record's text.
+
+    wanted: the field that the user names, which is then the only one.
+    """
+    if wanted is not None:
+        return (wanted,) if wanted in names else ()
+    for single in SINGLE:
+        if single in names:
+            return (single,)
+    for question, answer in PAIRS:
+        if question in names and answer in names:
+            return tuple(dict.fromkeys(name for name in (*SYSTEM, question, *CONTEXT, answer) if name in names))
+    return ()
+
+
+def text_of(record: dict[str, Any], fields: tuple[str, ...]) -> Any:
+    """The text of a record, of the fields that `fields_of` has found; None, or another value, if they are not text."""
+    values = [record[field] if record[field] is not None else "" for field in fields]
+    if len(fields) == 1:
+        return conversation(values[0]) if isinstance(values[0], list) else values[0]
+    if all(isinstance(value, list) for value in values):  # TRL's: prompt and completion are messages
+        return conversation([message for value in values for message in value])
+    if not all(isinstance(value, str) for value in values):
+        return None
+    if fields == CONTINUED:
+        return "".join(values)
+    roles = ["system" if field in SYSTEM else ASSISTANT if field == fields[-1] else USER for field in fields]
+    turns = []
+    for role, entries in itertools.groupby(zip(roles, values, strict=True), key=lambda entry: entry[0]):
+        content = "\n\n".join(value for _, value in entries if value)  # a question and its context are one message
+        turns.append({"role": role, "content": content})
+    return conversation(turns)
+
+
+def conversation(messages: list[Any]) -> str | None:
+    """A list of messages as text; None if an entry is no message."""
+    turns = []
+    for message in messages:
+        role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            return None
+        content = message["content"] if message.get("content") is not None else message.get("value")
+        if isinstance(content, list):  # parts, of which some may be images
+            content = "".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+        if isinstance(content, str) and content:  # a call of a tool may have none
+            turns.append(f"{ROLES.get(role, role)}: {content}")
+    return "\n\n".join(turns) + "\n" if turns else ""

@@ -1,38 +1,115 @@
-"""Chooses the files of a folder to read: all text files but hidden ones, those that Git ignores, and what we wrote ourselves."""
+"""Chooses the files of a folder to read: all text files but hidden ones, those that Git ignores, and what we wrote ourselves.
+
+`Findings` counts and names what is not read.
+"""
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import re
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from andrea.runtime.files import lines_of, read_plain_file
+from andrea.runtime.streams import printable
 from andrea.text.encodings import HEAD_BYTES, begins_binary
-from andrea.text.findings import Findings
 
 LARGEST_IGNORE_BYTES = 1 << 20  # of a .gitignore file
+COMPRESSED = (b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # bzip2, xz, zstd, 7-Zip
 OTHER_FORMATS = (  # first bytes of formats that hold text, but are none; the endings, if they tell; what is said
     (b"%PDF-", (), "PDF; convert it to text, as with pdftotext"),
     (b"{\\rtf", (), "RTF; convert it to text, as with pandoc -t plain"),
     (b"PK\3\4", (".docx", ".odt", ".epub"), "office documents; convert them to text, as with pandoc -t plain"),
     (b"PK\3\4", (), "zip archives and office documents; unpack or convert them to text"),
     (b"\xd0\xcf\x11\xe0", (), "old office documents; save them as text"),
-    (b"BZh", (), "compressed; unpack it, or compress it with gzip"),
-    (b"\xfd7zXZ\0", (), "compressed; unpack it, or compress it with gzip"),
-    (b"\x28\xb5\x2f\xfd", (), "compressed; unpack it, or compress it with gzip"),
-    (b"7z\xbc\xaf", (), "compressed; unpack it, or compress it with gzip"),
+    (COMPRESSED, (), "compressed; unpack it, or compress it with gzip"),
     (b"version https://git-lfs", (), "pointers of Git LFS; fetch the files with git lfs pull"),
 )
 OWN = "written by ANDREA"
 OWN_PAGE = b'<meta name="generator" content="ANDREA">'  # in the pages that compare and lens write
 LINKED = "link to a file or folder that is listed already"
 TOKEN = re.compile(r"\\.|\[[!^]?[^]]+\]|.", re.DOTALL)  # of a glob: an escaped character, a class, or a character
+NAMED_AT_MOST = 3
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE)  # a run without such a file would have other data
+FIELDS_NAMED_AT_MOST, FIELD_CHARACTERS = 12, 40
+NUMBERED = re.compile(r"(\.\d+)+$")  # libm.so.6 ends in .so
 FoundFile = tuple[str, Path, os.stat_result]  # relative posix path, path, stat
+
+
+@dataclass
+class Findings:
+    """Files and documents that were left out or converted, by reason. n_file_left_out: the number of files that are not read."""
+
+    names: dict[str, list[str]] = field(default_factory=dict)  # the first of each kind of event
+    counts: Counter[str] = field(default_factory=Counter)
+    binary_endings: Counter[str] = field(default_factory=Counter)
+    other_fields: dict[str, dict[str, None]] = field(default_factory=dict)  # fields of records whose text is not known
+    read_by: Counter[tuple[str, ...]] = field(default_factory=Counter)  # records by the fields that are their text
+    n_file_left_out: int = 0
+
+    def leave_out(self, reason: str, name: str, fields: Iterable[str] = ()) -> None:
+        """Count a document as left out."""
+        self.add(f"left out {{}} ({reason})", name, fields)
+
+    def leave_out_file(self, reason: str, name: str, fields: Iterable[str] = ()) -> None:
+        self.n_file_left_out += 1
+        self.leave_out(reason, name, fields)
+
+    def leave_out_unreadable(self, error: Exception, name: str, reason: str = "unreadable") -> None:
+        """Count a file or folder that cannot be read. Raises the error if it may be another one the next time."""
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise error
+        self.leave_out_file(reason, name)
+
+    def leave_out_binary(self, name: str) -> None:
+        """Count a file as left out. Binary files are named by their endings, because there may be many."""
+        self.n_file_left_out += 1
+        self.binary_endings[PurePosixPath(NUMBERED.sub("", name)).suffix.lower() or "without an ending"] += 1
+
+    def lacks_field(self, wanted: str | None, fields: Iterable[str], name: str, is_file: bool) -> None:
+        """Count a record, or a whole file, as left out because it lacks the field `wanted`. fields: its fields."""
+        reason = f'without the field "{wanted}"' if wanted else "without a field whose name says that it is text"
+        (self.leave_out_file if is_file else self.leave_out)(reason, name, fields)
+
+    def add(self, words: str, name: str, fields: Iterable[str] = ()) -> None:
+        """Count one file or document. words: the event, such as 'left out {} (binary)', with {} in place of the count.
+
+        fields: of records, from which the user may choose one.
+        """
+        self.counts[words] += 1
+        named = self.names.setdefault(words, [])
+        if len(named) < NAMED_AT_MOST:
+            named.append(printable(name))
+        self.other_fields.setdefault(words, {}).update(dict.fromkeys(fields))
+
+    def copy(self) -> Findings:
+        return copy.deepcopy(self)
+
+    def lines(self, field_key: str = "data.field") -> list[str]:
+        """One line for each kind of event. field_key: the key that chooses a field."""
+        lines = [
+            f"the text of {count:,} records is {' + '.join(map(printable, fields))}"
+            for fields, count in self.read_by.items()
+            if fields != ("text",)
+        ]
+        for words, count in self.counts.items():
+            line = f"{words.format(f'{count:,}')}: {', '.join(self.names[words])}{', …' * (count > NAMED_AT_MOST)}"
+            if fields := [printable(name)[:FIELD_CHARACTERS] for name in self.other_fields[words]]:
+                shown = ", ".join(fields[:FIELDS_NAMED_AT_MOST]) + ", …" * (len(fields) > FIELDS_NAMED_AT_MOST)
+                line += f" (fields found: {shown}; choose one with {field_key}=…)"
+            lines.append(line)
+        if self.binary_endings:
+            ordered = sorted(self.binary_endings.items(), key=lambda item: (-item[1], item[0]))
+            endings = ", ".join(f"{count:,} {printable(ending)}" for ending, count in ordered)
+            lines.append(f"left out {self.binary_endings.total():,} (binary): {endings}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -55,16 +132,11 @@ class Listing:
 
 def list_python(root: Path, folders_left_out: set[str]) -> Listing:
     """The file `root`, or the Python files under it. Links to folders are not followed. Raises OSError."""
-    found: list[tuple[str, Path]] = []
-    if root.is_file():
-        found = [(root.name, root)]
-    else:
-        for folder, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name not in folders_left_out and not name.startswith(".")]
-            here = Path(folder)
-            paths = [here / name for name in files if name.endswith(".py") and not name.startswith(".")]
-            found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
-    found.sort()
+    base, paths = (root.parent, [root]) if root.is_file() else (root, [])
+    for folder, folders, files in os.walk(root):  # nothing, if it is a file
+        folders[:] = [name for name in folders if name not in folders_left_out and not name.startswith(".")]
+        paths += [Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(".")]
+    found = sorted((path.relative_to(base).as_posix(), path) for path in paths if path.is_file())
     stats = [path.stat() for _, path in found]
     entries = [[name, stat.st_size, stat.st_mtime_ns] for (name, _), stat in zip(found, stats, strict=True)]
     return Listing([path for _, path in found], entries, Findings())
@@ -115,22 +187,21 @@ class Walk:
     def __init__(self, root: Path, findings: Findings) -> None:
         self.root, self.findings = root, findings
         self.around = {identity(folder.stat()) for folder in [root.resolve(), *root.resolve().parents]}
-        self.folders: set[tuple[int, int]] = set()  # identities of the folders walked
-        self.found_files: set[tuple[int, int]] = set()  # identities of the files found
+        self.listed: set[tuple[int, int]] = set()  # identities of the folders walked and of the files found
+        self.files: list[FoundFile] = []
         self.links: list[tuple[str, Path]] = []
 
     def found(self) -> list[FoundFile]:
         """The files that are found, each once. Raises OSError if the root cannot be read."""
         os.scandir(self.root).close()
-        files = self.walk("", self.root)
+        self.walk("", self.root)
         while self.links:
             links, self.links = sorted(self.links), []
             for name, path in links:
-                files += self.follow(name, path)
-        return files
+                self.take(name, path, is_link=True)
+        return self.files
 
-    def walk(self, prefix: str, folder: Path, ignore: Ignore = ()) -> list[FoundFile]:
-        files: list[FoundFile] = []
+    def walk(self, prefix: str, folder: Path, ignore: Ignore = ()) -> None:
         waiting = [(prefix, folder, "", ignore)]  # and why the folder is left out, if it is
         while waiting:
             prefix, folder, reason, ignore = waiting.pop()
@@ -139,12 +210,12 @@ class Walk:
             except OSError as error:
                 self.findings.leave_out_unreadable(error, prefix)
                 continue
-            if here in self.folders:
+            if here in self.listed:
                 continue
             names = {entry.name for entry in entries}
             reason = reason or reason_to_skip(folder, names, is_root=not prefix)
             if not reason:
-                self.folders.add(here)
+                self.listed.add(here)
             if ".gitignore" in names and not reason:
                 ignore = (*ignore, *read_ignore(folder / ".gitignore", prefix))
             for entry in entries:
@@ -157,40 +228,27 @@ class Walk:
                 elif entry.is_symlink():
                     self.links.append((name, path))
                 else:
-                    files += self.take(name, path)
-        return files
+                    self.take(name, path)
 
-    def take(self, name: str, path: Path) -> list[FoundFile]:
+    def take(self, name: str, path: Path, is_link: bool = False) -> None:
+        """Add the file at `path`, or the files that a link there leads to, if they are not listed yet."""
         try:
             stat = path.stat()
-        except OSError as error:
-            self.findings.leave_out_unreadable(error, name)
-            return []
-        if not S_ISREG(stat.st_mode):
-            self.findings.leave_out_file("neither file nor folder", name)
-        elif identity(stat) in self.found_files and stat.st_nlink == 1:
-            self.findings.leave_out_file(LINKED, name)
-        else:
-            self.found_files.add(identity(stat))
-            return [(name, path, stat)]
-        return []
-
-    def follow(self, name: str, path: Path) -> list[FoundFile]:
-        """The files that the link at `path` leads to and that are not listed yet."""
-        try:
-            stat = path.stat()
-        except OSError as error:  # the target is gone, or a link to itself
-            self.findings.leave_out_unreadable(error, name, "broken link")
-            return []
-        if identity(stat) in self.around:
+        except OSError as error:  # of a link: the target is gone, or is the link itself
+            self.findings.leave_out_unreadable(error, name, "broken link" if is_link else "unreadable")
+            return
+        here = identity(stat)
+        if here in self.around:
             self.findings.leave_out_file("link to a folder that contains it", name)
-        elif identity(stat) in self.folders or identity(stat) in self.found_files:
+        elif here in self.listed and (is_link or stat.st_nlink == 1):
             self.findings.leave_out_file(LINKED, name)
         elif S_ISDIR(stat.st_mode):
-            return self.walk(name + "/", path)
+            self.walk(name + "/", path)
+        elif S_ISREG(stat.st_mode):
+            self.listed.add(here)
+            self.files.append((name, path, stat))
         else:
-            return self.take(name, path)
-        return []
+            self.findings.leave_out_file("neither file nor folder", name)
 
 
 def identity(stat: os.stat_result) -> tuple[int, int]:

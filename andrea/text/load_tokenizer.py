@@ -1,18 +1,26 @@
-"""Tokenizers from files: of a checkpoint or prepared data, of GPT-2, and of other models (tokenizer.json)."""
+"""Tokenizers from files: of a checkpoint or prepared data, of GPT-2, and of other models (tokenizer.json).
+
+Of other models only byte-level tokenizers are taken: those of GPT-2, Llama 3, Qwen, SmolLM, Pythia and their descendants.
+Their tokens have known bytes, so bits per byte and text that is written token by token are exact.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
+import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+
+import numpy as np
 
 from andrea.config import LARGEST_VOCABULARY, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file
-from andrea.text.hf_tokenizer import HF_FILE, HfTokenizer, what_is_read
+from andrea.text.shards import token_type
 from andrea.text.tokenizer import (
     DESCRIPTION,
     END_OF_TEXT,
@@ -22,20 +30,21 @@ from andrea.text.tokenizer import (
     RankTokenizer,
     Tokenizer,
     visible_bytes,
+    without_surrogates,
 )
 
 CONFIGS = ("tokenizer_config.json", "generation_config.json", "config.json")  # beside a tokenizer.json elsewhere
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-GPT2_FILES = {  # name: (file name in tiktoken's cache = sha1 of its address, sha256 of its content)
-    "vocab.bpe": (
-        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ),
-    "encoder.json": (
-        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    ),
-}
+NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase"))
+PRE_TOKENIZERS = frozenset(("ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"))
+MODEL_KEYS = ("type", "vocab", "merges", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+MOST_STEPS = 16
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+HF_FILE = "tokenizer.hf.json"  # the library's file in a folder of ours, whose tokenizer.json is our description
+# GPT-2's merges: the published file, its name in tiktoken's cache (the sha1 of its address), and the sha256 of its content
+GPT2_MERGES = "vocab.bpe"
+GPT2_CACHED = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
+GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -49,7 +58,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         elif kind == "byte":
             found = ByteTokenizer()
         elif kind == "hf":
-            found = saved_hf_tokenizer(folder, description)
+            content = read_plain_file(folder / HF_FILE, LARGEST_FILE_BYTES)
+            found = HfTokenizer(content, description["end_of_text"], description["n_vocab"], folder / HF_FILE)
         else:
             raise ValueError(f"unknown kind {kind}")
     except OSError as error:
@@ -95,11 +105,16 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         return ByteTokenizer()
     if config.kind == "gpt2":
         return load_gpt2(config.path)
+    path = Path(config.path or "").expanduser()
     if config.kind == "hf":
-        return hf_from_path(Path(config.path or "").expanduser())
+        if not os.path.exists(path):
+            raise UserError(
+                f"tokenizer.path={path} does not exist; name a tokenizer.json, or the folder that holds one"
+            )
+        return load_tokenizer(path) if os.path.exists(path / HF_FILE) else load_hf_tokenizer(path)
     if not config.path:
         return None
-    found = from_path(Path(config.path).expanduser(), "bpe")
+    found = from_path(path, "bpe")
     if config.vocab_size not in (None, "auto", found.n_vocab):
         raise UserError(
             f"tokenizer.path={config.path} holds {found.n_vocab} tokens, not tokenizer.vocab_size={config.vocab_size}; "
@@ -109,7 +124,10 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def from_path(path: Path, kind: str) -> Tokenizer:
-    """The tokenizer in a rank file, a checkpoint or a folder of prepared data. Raises UserError if it is unusable."""
+    """The tokenizer in a rank file, a checkpoint or a folder of prepared data; of GPT-2, also in its list of merges.
+
+    Raises UserError if it is unusable.
+    """
     if not os.path.exists(path):
         raise UserError(
             f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
@@ -117,6 +135,8 @@ def from_path(path: Path, kind: str) -> Tokenizer:
     if os.path.isfile(path):
         return RankTokenizer(kind, read_ranks(path))
     if not os.path.exists(path / DESCRIPTION):
+        if kind == "gpt2":
+            return from_merges(path)
         raise UserError(
             f"tokenizer.path={path} holds no {DESCRIPTION}; name a checkpoint, prepared data or a rank file"
         )
@@ -128,25 +148,12 @@ def from_path(path: Path, kind: str) -> Tokenizer:
     return found
 
 
-def hf_from_path(path: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json of the tokenizers library, or in a checkpoint or prepared data. Raises UserError."""
-    if not os.path.exists(path):
-        raise UserError(f"tokenizer.path={path} does not exist; name a tokenizer.json, or the folder that holds one")
-    return load_tokenizer(path) if os.path.exists(path / HF_FILE) else load_hf_tokenizer(path)
-
-
 def load_gpt2(path: str | None) -> Tokenizer:
     """GPT-2's tokenizer from `path`. If `path` is None, it comes from tiktoken's cache or the network.
 
     Raises UserError if the tokenizer cannot be read or downloaded.
     """
-    if path is None:
-        return download_gpt2()
-    folder = Path(path).expanduser()
-    if os.path.isfile(folder) or os.path.exists(folder / DESCRIPTION) or not os.path.exists(folder):
-        found = from_path(folder, "gpt2")
-    else:
-        found = from_pair(folder)
+    found = download_gpt2() if path is None else from_path(Path(path).expanduser(), "gpt2")
     if found.n_vocab != 50257:
         raise UserError(
             f"tokenizer.path={path} holds {found.n_vocab} tokens, but GPT-2 has 50257; choose tokenizer=bpe for it"
@@ -154,39 +161,151 @@ def load_gpt2(path: str | None) -> Tokenizer:
     return found
 
 
-def from_pair(folder: Path) -> Tokenizer:
-    """GPT-2's tokenizer from its two files, which have their published names or their names in tiktoken's cache."""
-    contents = {}
-    for name, (cached_name, sha256) in GPT2_FILES.items():
-        found = [folder / choice for choice in (cached_name, name) if os.path.isfile(folder / choice)]
-        if not found:
-            raise UserError(f"tokenizer.path={folder} lacks {name} (or {cached_name}, its name in tiktoken's cache)")
-        contents[name] = found[0].read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != sha256:
-            raise UserError(f"{found[0]} is damaged: its sha256 differs from that of GPT-2's {name}; copy it again")
+def from_merges(folder: Path) -> Tokenizer:
+    """GPT-2's tokenizer from its list of merges, which has its published name or its name in tiktoken's cache."""
+    found = next((folder / name for name in (GPT2_CACHED, GPT2_MERGES) if os.path.isfile(folder / name)), None)
+    if found is None:
+        raise UserError(f"tokenizer.path={folder} lacks {GPT2_MERGES} (or {GPT2_CACHED}, its name in tiktoken's cache)")
+    content = found.read_bytes()
+    if hashlib.sha256(content).hexdigest() != GPT2_SHA256:
+        raise UserError(f"{found} is damaged: its sha256 differs from that of GPT-2's {GPT2_MERGES}; copy it again")
     byte_of = visible_bytes()
-    merges = [line.split() for line in contents["vocab.bpe"].decode().split("\n")[1:-1]]
+    merges = [line.split() for line in content.decode().split("\n")[1:-1]]
     tokens = [*byte_of, *(first + second for first, second in merges)]
     return RankTokenizer("gpt2", {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(tokens)})
 
 
 def download_gpt2() -> Tokenizer:
-    import requests
     import tiktoken
 
     try:
         ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except (OSError, ValueError, requests.RequestException) as error:
-        names = " and ".join(cached for cached, _ in GPT2_FILES.values())
+    except (OSError, ValueError) as error:  # of requests, too
         raise UserError(
             f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); copy "
-            f"vocab.bpe and encoder.json into a folder, under these names or under those of the cache ({names}), and set "
+            f"{GPT2_MERGES} into a folder, under this name or under that of the cache ({GPT2_CACHED}), and set "
             f"tokenizer.path=FOLDER"
         ) from error
     return RankTokenizer("gpt2", ranks)
 
 
-# ------------------------------------------------------------------------- of other models
+# ------------------------------------------------------------------------------------------------- of other models
+
+
+@final
+class HfTokenizer(Tokenizer):
+    """content: of a tokenizer.json. n_vocab: rows of the model's embedding; rows without a token have no bytes.
+
+    end_of_text: the id that stands in front of every document. Raises UserError for a tokenizer whose tokens have no known
+    bytes, or that does not fit n_vocab.
+    """
+
+    def __init__(self, content: bytes, end_of_text: int, n_vocab: int, path: Path) -> None:
+        import tokenizers
+
+        plain = what_is_read(content, path)
+        with foreign_library(f"{path} cannot be read by the tokenizers library"):
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(plain))
+        self.library.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+        ids = self.library.get_vocab(with_added_tokens=True).values()
+        largest = max(ids, default=-1)
+        if end_of_text not in ids or not largest < n_vocab <= LARGEST_VOCABULARY:
+            raise UserError(
+                f"{path} has token ids up to {largest}, and end-of-text is {end_of_text}, but the model has {n_vocab} tokens (at "
+                f"most {LARGEST_VOCABULARY} are possible); name the tokenizer that belongs to the model"
+            )
+        self.kind, self.content, self.end_of_text, self.n_vocab = "hf", content, end_of_text, n_vocab
+        self.digest = hashlib.sha256(content).hexdigest()
+        about = hashlib.sha256(f"{self.digest} {end_of_text}".encode()).hexdigest()
+        self.identity = f"hf-{n_vocab}-{about[:8]}"
+        self.table = [b""] * n_vocab
+        byte_of, added = visible_bytes(), set(self.library.get_added_tokens_decoder())
+        for token, number in self.library.get_vocab(with_added_tokens=True).items():
+            self.table[number] = token.encode() if number in added else bytes(byte_of[each] for each in token)
+        self.table[end_of_text] = b""
+        self.end_name = self.library.id_to_token(end_of_text) or ""
+
+    def encode_array(self, text: str) -> np.ndarray:
+        with foreign_library("the tokenizer of the model cannot encode a text"):
+            found = self.library.encode(without_surrogates(text), add_special_tokens=False)
+        return np.array(found.ids, dtype=token_type(self.n_vocab))
+
+    def token_bytes(self) -> list[bytes]:
+        return self.table
+
+    def save(self, folder: Path) -> None:
+        (folder / HF_FILE).write_bytes(self.content)
+        super().save(folder)
+
+    def description(self) -> dict[str, str | int]:
+        return super().description() | {"sha256": self.digest}
+
+    def as_read(self) -> dict[str, Any]:
+        """The parts of the tokenizer.json that decide a text's ids, for an export."""
+        return what_is_read(self.content, Path(HF_FILE))
+
+
+@contextmanager
+def foreign_library(what_fails: str) -> Iterator[None]:
+    """Where another program's library reads somebody's file: whatever it raises becomes one line, a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, ImportError):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        line = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        raise UserError(f"{what_fails} ({line:.200}); copy it again") from None
+
+
+def what_is_read(content: bytes, path: Path) -> dict[str, Any]:
+    """The parts of a tokenizer.json that decide a text's ids. Only kinds and settings listed here reach the library.
+
+    Others can fill the memory (padding to 10^9 tokens, a normalizer that lets texts grow), abort the process, or differ at
+    each call (dropout). Raises UserError.
+    """
+    try:
+        plain = from_json(content)
+        model, added = plain["model"], plain["added_tokens"]
+        if not (plain["decoder"]["type"] == "ByteLevel" and is_visible(model["vocab"], added)):
+            raise UserError(
+                f"{path} has tokens whose bytes are not known: its decoder is not ByteLevel; only byte-level tokenizers, such as "
+                f"those of GPT-2, Llama 3, Qwen and SmolLM, can be read"
+            )
+        unlike = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
+        if model.get("type", "BPE") != "BPE" or unlike:
+            raise UserError(f"{path} has a model with {(*unlike, 'type')[0]}, which cannot be read; only plain BPE can")
+        normalizer, pre_tokenizer = plain.get("normalizer"), plain.get("pre_tokenizer")
+        kinds = [check_steps(normalizer, NORMALIZERS, path), check_steps(pre_tokenizer, PRE_TOKENIZERS, path)]
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is not a tokenizer.json of the tokenizers library ({error!s:.200}); copy it again"
+        ) from None
+    if kinds[1].count("ByteLevel") > 1 or max(map(len, kinds)) > MOST_STEPS:  # each ByteLevel doubles a text
+        raise UserError(f"{path} has too many steps before its model: {', '.join(kinds[1]):.200}; copy it again")
+    kept = {"version": "1.0", "added_tokens": added, "decoder": BYTE_LEVEL, "normalizer": normalizer}
+    return kept | {"pre_tokenizer": pre_tokenizer, "model": {key: model[key] for key in MODEL_KEYS if key in model}}
+
+
+def is_visible(vocabulary: dict[str, int], added: list[dict[str, Any]]) -> bool:
+    """Whether each token of the vocabulary is written with one visible character per byte."""
+    known = visible_bytes().keys()
+    return all(known >= set(token) for token in vocabulary.keys() - {each["content"] for each in added})
+
+
+def check_steps(step: Any, known: frozenset[str], path: Path) -> list[str]:
+    """The kinds of steps in a normalizer or a pre-tokenizer. Raises UserError for one that is not known."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        inner = [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+        return [kind for each in inner for kind in check_steps(each, known, path)]
+    if step["type"] not in known:
+        raise UserError(
+            f"{path} has the step {step['type']!r:.60}, which byte-level tokenizers do not have; known: {', '.join(sorted(known))}"
+        )
+    return [step["type"]]
 
 
 def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer:
@@ -240,12 +359,3 @@ def named_end(folder: Path, ids: dict[str, int]) -> int | None:
         if type(end) is int and end in ids.values():  # config.json may have the default of another vocabulary
             return end
     return next((ids[name] for name in USUAL_ENDS if name in ids), None)
-
-
-def saved_hf_tokenizer(folder: Path, description: dict[str, Any]) -> HfTokenizer:
-    """The tokenizer that `HfTokenizer.save` wrote. Raises OSError, UserError, KeyError or TypeError."""
-    content = read_plain_file(folder / HF_FILE, LARGEST_FILE_BYTES)
-    end, n_vocab = description["end_of_text"], description["n_vocab"]
-    if type(end) is not int or type(n_vocab) is not int or not 0 <= end < n_vocab <= LARGEST_VOCABULARY:
-        raise UserError(f"{folder / DESCRIPTION} is damaged (end_of_text={end}, n_vocab={n_vocab}); copy it again")
-    return HfTokenizer(content, end, n_vocab, folder / HF_FILE)

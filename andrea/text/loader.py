@@ -9,29 +9,18 @@ the documents from which they are cut, so that windows begin at other places whe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from andrea.text.shards import READ_TOKENS, TokenStream
+from andrea.text.corpus import PreparedSource
+from andrea.text.shards import TokenStream, in_blocks
 
 IGNORED_TARGET = -100  # target of the padding after a stream's end; torch's default ignore_index
 BLOCK = 1024  # in each block of this many samples the sources have exactly their shares, rounded to 1/BLOCK
 ROUNDS = 8  # rounds of the Feistel network
-
-
-class TrainingSource(Protocol):
-    """The part of `corpus.PreparedSource` that the loader needs."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def weight(self) -> float | None: ...
-    @property
-    def train(self) -> TokenStream: ...
 
 
 class Loader:
@@ -46,7 +35,7 @@ class Loader:
     """
 
     def __init__(
-        self, sources: Sequence[TrainingSource], sequence_length: int, seed: int, end_of_text: int | None = None
+        self, sources: Sequence[PreparedSource], sequence_length: int, seed: int, end_of_text: int | None = None
     ) -> None:
         self.streams = [source.train for source in sources]
         self.sequence_length, self.seed, self.end_of_text = sequence_length, seed, end_of_text
@@ -60,16 +49,9 @@ class Loader:
 
     def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets, (count, T) int64 each, of samples first_sample … first_sample + count - 1."""
-        if not count:
-            empty = torch.empty(0, self.sequence_length, dtype=torch.int64)
-            return empty, empty.clone()
-        samples = np.arange(first_sample, first_sample + count)
-        rows = [
-            read_window(self.stream_in(epoch, source), window, self.sequence_length)
-            for source, window, epoch in zip(*self.locate(samples), strict=True)
-        ]
-        tokens, targets = (np.stack(column) for column in zip(*rows, strict=True))
-        return torch.from_numpy(tokens), torch.from_numpy(targets)
+        places = zip(*self.locate(np.arange(first_sample, first_sample + count)), strict=True)
+        windows = ((self.stream_in(epoch, source), window) for source, window, epoch in places)
+        return read_windows(windows, count, self.sequence_length)
 
     def count_targets(self, first_sample: int, count: int) -> int:
         """The number of targets in samples first_sample … first_sample + count - 1. No token is read."""
@@ -171,11 +153,11 @@ class ReorderedStream:
 
 def document_begins(stream: TokenStream, end_of_text: int) -> np.ndarray:
     """(documents,) int64: the first token of each document. What precedes the first end_of_text counts as a document."""
-    found = [
-        start + np.flatnonzero(stream[start : start + READ_TOKENS] == end_of_text)
-        for start in range(0, len(stream), READ_TOKENS)
-    ]
-    return np.union1d([0], np.concatenate(found))
+    n_read, found = 0, [np.zeros(1, np.int64)]
+    for tokens in in_blocks(stream):
+        found.append(n_read + np.flatnonzero(tokens == end_of_text))
+        n_read += len(tokens)
+    return np.unique(np.concatenate(found))
 
 
 def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
@@ -236,15 +218,20 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
     return -(-max(0, len(stream) - 1) // sequence_length)
 
 
-def read_window(
-    stream: TokenStream | ReorderedStream, window: int, sequence_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets of one window, (T,) int64 each. After the stream's end they are 0 and IGNORED_TARGET."""
-    start = int(window) * sequence_length
-    read = stream[start : start + sequence_length + 1]
-    tokens, targets = np.zeros(sequence_length, np.int64), np.full(sequence_length, IGNORED_TARGET, np.int64)
-    tokens[: len(read) - 1], targets[: len(read) - 1] = read[:-1], read[1:]
-    return tokens, targets
+def read_windows(
+    windows: Iterable[tuple[TokenStream | ReorderedStream, int]], count: int, sequence_length: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, (count, T) int64 each, of windows, each the T tokens at a place in its stream.
+
+    After a stream's end, and in rows without a window, tokens are 0 and targets IGNORED_TARGET.
+    """
+    tokens = np.zeros((count, sequence_length), np.int64)
+    targets = np.full((count, sequence_length), IGNORED_TARGET, np.int64)
+    for row, (stream, window) in enumerate(windows):
+        start = int(window) * sequence_length
+        read = stream[start : start + sequence_length + 1]
+        tokens[row, : len(read) - 1], targets[row, : len(read) - 1] = read[:-1], read[1:]
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 def validation_batches(
@@ -266,8 +253,5 @@ def validation_batches(
         windows = min(windows, -(-most_tokens // sequence_length))
     rounds = -(-windows // (batch * parts))
     for first in range(part * batch, rounds * batch * parts, batch * parts):
-        tokens = np.zeros((batch, sequence_length), np.int64)
-        targets = np.full((batch, sequence_length), IGNORED_TARGET, np.int64)
-        for row, window in enumerate(range(first, min(first + batch, windows))):
-            tokens[row], targets[row] = read_window(stream, window, sequence_length)
-        yield torch.from_numpy(tokens), torch.from_numpy(targets)
+        chosen = range(first, min(first + batch, windows))
+        yield read_windows(((stream, window) for window in chosen), batch, sequence_length)

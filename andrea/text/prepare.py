@@ -29,7 +29,7 @@ from andrea.runtime.files import (
     size_words,
 )
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
-from andrea.text.shards import ShardSource, ShardWriter, open_shard, split_shards
+from andrea.text.shards import ShardSource, ShardWriter, in_blocks, open_shard, split_shards
 from andrea.text.sources import Piece, Report, Source, Split
 from andrea.text.tokenizer import Tokenizer, train_bpe
 
@@ -66,23 +66,23 @@ def prepare(
     """
     if existing is None and config.kind == "gpt2":
         existing = configured_tokenizer(config)
-    usable_bytes, meta_of_shards = {}, {}
+    meta_of_shards = {}
     for folder in folders:
-        source = folder.source
-        if isinstance(source, ShardSource):
+        if isinstance(folder.source, ShardSource):
             assert existing is not None, "tokenizer_origin refuses to train a vocabulary on shards"
-            meta_of_shards[folder.path] = verify_shards(source, existing, report)
+            meta_of_shards[folder.path] = verify_shards(folder.source, existing, report)
         elif not folder.path.exists():
-            usable_bytes[folder.path] = source.check(report)
+            folder.source.check(report)
     with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
-        missing = [folder for folder in folders if not folder.path.exists()]  # another process may have made some
         tokenizer = existing or find_or_train(folders, config, report)
-        for folder in missing:
+        for folder in folders:
+            if folder.path.exists():  # another process has made it, or it is that of another source of the same files
+                continue
             folder.partial.mkdir(exist_ok=True)
             remove_unfinished(folder.partial)
             tokenizer.save(folder.partial)
             if isinstance(folder.source, Source):
-                meta = encode_source(folder.source, tokenizer, folder.partial, usable_bytes[folder.path], report)
+                meta = encode_source(folder.source, tokenizer, folder.partial, report)
             else:
                 meta = meta_of_shards[folder.path]
             finish(folder, tokenizer, meta, report)
@@ -133,21 +133,21 @@ def vocabulary_sample(sources: list[Source], total_bytes: int, characters: set[s
 # --------------------------------------------------------------------------------------------------------- encoding
 
 
-def encode_source(
-    source: Source, tokenizer: Tokenizer, folder: Path, total_bytes: int, report: Report
-) -> dict[str, Any]:
+def encode_source(source: Source, tokenizer: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
     """Write both splits into `folder` as shards, after the shards in its progress.json. Returns their part of meta.json."""
-    progress_file = folder / "progress.json"
-    empty = {"pieces": 0, "documents": 0, "bytes": 0, "shards": [], "done": False}
-    splits = json.loads(progress_file.read_bytes()) if progress_file.exists() else {s: dict(empty) for s in SPLITS}
+    progress_file, total_bytes = folder / "progress.json", source.check(report)
+    if progress_file.exists():
+        splits = json.loads(progress_file.read_bytes())
+    else:
+        splits = {s: {"pieces": 0, "documents": 0, "bytes": 0, "shards": [], "done": False} for s in SPLITS}
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     last_report = time.monotonic()
     for split in SPLITS:
         while not splits[split]["done"]:
-            for shard_bytes in write_shard(source.pieces(split), splits[split], tokenizer, folder, split, threads):
+            for _ in write_shard(source.pieces(split), splits[split], tokenizer, folder, split, threads):
                 if time.monotonic() - last_report >= REPORT_SECONDS:
                     last_report = time.monotonic()
-                    encoded_bytes = shard_bytes + sum(splits[other]["bytes"] for other in SPLITS)
+                    encoded_bytes = sum(splits[each]["bytes"] for each in SPLITS)
                     report(f"{source.name}: encoded {size_words(encoded_bytes)} of {size_words(total_bytes)}")
             flush_files_of(folder)  # first: what progress.json lists must survive a loss of power
             replace_text(progress_file, json.dumps(splits, indent=1))
@@ -161,41 +161,33 @@ def encode_source(
 
 def write_shard(
     pieces: Iterator[Piece], progress: dict[str, Any], tokenizer: Tokenizer, folder: Path, split: Split, threads: int
-) -> Iterator[int]:
-    """Encode one shard, beginning with piece number progress["pieces"]. Yields the bytes of text encoded so far.
+) -> Iterator[None]:
+    """Encode one shard, beginning with piece number progress["pieces"]. Yields after each group of pieces.
 
-    At the end the shard is added to `progress`, the split's entry in progress.json. The end of a shard depends on the
-    text alone, not on the number of threads or on an earlier interruption.
+    The shard is added to `progress`, the split's entry in progress.json. The end of a shard depends on the text alone,
+    not on the number of threads or on an earlier interruption.
     """
     for _ in range(progress["pieces"]):
         next(pieces)
     name = f"{split}-{len(progress['shards']):06d}.bin"
     writer = ShardWriter(folder / name, tokenizer.n_vocab)
-    n_piece = n_document = n_byte = 0
-    is_done = False
     end_of_text = np.array([tokenizer.end_of_text])
-    while writer.count < SHARD_TOKENS:
+    while writer.count < SHARD_TOKENS and not progress["done"]:
         group = take(pieces, GROUP_BYTES)
-        if not group:
-            is_done = True
-            break
         for piece, tokens in zip(group, tokenizer.encode_batch([piece.text for piece in group], threads), strict=True):
             if piece.begins_document:
                 writer.append(end_of_text)
             writer.append(tokens)
-        n_piece += len(group)
-        n_document += sum(piece.begins_document for piece in group)
-        n_byte += sum(len(piece.text.encode()) for piece in group)
-        yield n_byte
+        progress["pieces"] += len(group)
+        progress["documents"] += sum(piece.begins_document for piece in group)
+        progress["bytes"] += sum(len(piece.text.encode()) for piece in group)
+        progress["done"] = not group
+        yield
     n_token, digest = writer.close()
     if n_token:
-        progress["shards"] = [*progress["shards"], {"file": name, "tokens": n_token, "sha256": digest}]
+        progress["shards"].append({"file": name, "tokens": n_token, "sha256": digest})
     else:
         writer.path.unlink()
-    progress["pieces"] += n_piece
-    progress["documents"] += n_document
-    progress["bytes"] += n_byte
-    progress["done"] = is_done
 
 
 def take(pieces: Iterator[Piece], size: int) -> list[Piece]:
@@ -223,9 +215,7 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
     report(f"{source.name}: checking {shards}, {size_words(total_bytes)}")
     bytes_of_token, digest = tokenizer.byte_lengths(), hashlib.sha256()
     for file in source.files:
-        shard = open_shard(file)
-        for start in range(0, len(shard), SHARD_TOKENS):
-            tokens = shard[start : start + SHARD_TOKENS]
+        for tokens in in_blocks(open_shard(file)):
             digest.update(tokens.tobytes())
             if (largest := int(tokens.max())) >= tokenizer.n_vocab:
                 raise UserError(
@@ -237,8 +227,8 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
         if len(stream) < 2:
             raise UserError(f"{source.key}={source.root} holds too few tokens to train and to validate on")
         counts = np.zeros(tokenizer.n_vocab, dtype=np.int64)  # (V,) occurrences of each token
-        for start in range(0, len(stream), SHARD_TOKENS):
-            counts += np.bincount(stream[start : start + SHARD_TOKENS], minlength=tokenizer.n_vocab)
+        for tokens in in_blocks(stream):
+            counts += np.bincount(tokens, minlength=tokenizer.n_vocab)
         n_document = int(counts[tokenizer.end_of_text])
         splits[split] = {"bytes": int(counts @ bytes_of_token), "documents": n_document, "shards": []}
     return {"splits": splits, "tokens_sha256": digest.hexdigest()}

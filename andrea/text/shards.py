@@ -11,7 +11,7 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,8 @@ def stamp(stat: os.stat_result) -> list[int]:
 
 def digest_of(path: Path, n_vocab: int) -> str:
     """sha256 of all tokens of a shard. Raises UserError if a token is not in the vocabulary."""
-    shard, digest = open_shard(path), hashlib.sha256()
-    for start in range(0, len(shard), READ_TOKENS):
-        tokens = shard[start : start + READ_TOKENS]
+    digest = hashlib.sha256()
+    for tokens in in_blocks(open_shard(path)):
         digest.update(tokens.tobytes())
         if (largest := int(tokens.max())) >= n_vocab:
             raise UserError(f"{path} is damaged: it holds the token {largest}, but its tokenizer has {n_vocab} tokens")
@@ -192,6 +191,12 @@ class TokenStream:
         """Tokens start … stop - 1 as a stream, without a copy."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         return TokenStream(self.shards, self.start + start, self.start + stop)
+
+
+def in_blocks(tokens: Shard | TokenStream) -> Iterator[np.ndarray]:
+    """All tokens in order, at most READ_TOKENS at a time."""
+    for start in range(0, len(tokens), READ_TOKENS):
+        yield tokens[start : start + READ_TOKENS]
 
 
 # --------------------------------------------------------------------------------------------------- existing shards

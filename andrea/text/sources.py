@@ -20,9 +20,8 @@ from typing import Any, Literal
 from andrea.config import UserError
 from andrea.runtime.files import size_words
 from andrea.text.encodings import cut_at, whole_blocks
-from andrea.text.findings import PASSING, Findings
 from andrea.text.formats import Document, documents_of
-from andrea.text.listing import Selection, list_python, list_text, selected
+from andrea.text.listing import PASSING, Findings, Selection, list_python, list_text, selected
 
 Split = Literal["train", "val"]
 Report = Callable[[str], None]  # shows one line to the user
@@ -97,7 +96,8 @@ class Source:
         """
         if self.usable_bytes is not None:
             return self.usable_bytes
-        report(f"{self.name}: reading {self.summary()}")
+        n_file = len(self.files)
+        report(f"{self.name}: reading {n_file:,} file{'s' * (n_file != 1)}, {size_words(self.bytes)}")
         if self.reads_only_python:
             report(f"{self.name}: only Python files are read; data=text reads all text files of {self.root}")
         findings = self.unread.copy()
@@ -116,7 +116,7 @@ class Source:
         for line in lines:
             report(f"{self.name}: {line}")
         if findings.n_file_left_out:
-            found = len(self.files) + self.unread.n_file_left_out
+            found = n_file + self.unread.n_file_left_out
             report(f"{self.name}: {found - findings.n_file_left_out:,} of {found:,} files are read")
         if self.copies and not self.cuts_documents:
             report(
@@ -125,10 +125,6 @@ class Source:
             )
         self.usable_bytes = usable
         return usable
-
-    def summary(self) -> str:
-        """The number and the size of the files to read: '3 files, 20 kB'."""
-        return f"{len(self.files):,} file{'s' * (len(self.files) != 1)}, {size_words(self.bytes)}"
 
     def documents(self, split: Split) -> Iterator[str]:
         """The split's documents as whole texts. Each document must fit in memory."""
@@ -172,7 +168,7 @@ class Source:
 
     def is_held_out(self, document: Document) -> bool:
         """Whether a whole document is held out: by its name's hash, or, of copies on both sides, by their text's hash."""
-        text = (document.size, digest_of(document)) if document.size in self.copied_sizes else None
+        text = size_and_digest(document) if document.size in self.copied_sizes else None
         return text[1][0] < HELD_OUT_BELOW if text in self.copies else is_held_out(document.key)
 
     @cached_property
@@ -188,13 +184,11 @@ class Source:
         """
         if self.kind == "pystdlib":
             return Counter()
-        held_out = Counter(
-            (document.size, digest_of(document)) for document in self.documents_again() if is_held_out(document.key)
-        )
+        held_out = Counter(size_and_digest(each) for each in self.documents_again() if is_held_out(each.key))
         sizes, others = {size for size, _ in held_out}, Counter[tuple[int, bytes]]()
         for document in self.documents_again() if sizes else ():
             if document.size in sizes and not is_held_out(document.key):
-                text = (document.size, digest_of(document))
+                text = size_and_digest(document)
                 others.update([text] if text in held_out else [])
         return Counter({text: count + held_out[text] for text, count in others.items()})
 
@@ -235,9 +229,8 @@ def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
             yield block.decode()
 
 
-def digest_of(document: Document) -> bytes:
+def size_and_digest(document: Document) -> tuple[int, bytes]:
     digest = hashlib.blake2b(digest_size=16)
-    with document.open() as file:
-        for block in whole_blocks(file, 0, document.size):
-            digest.update(block)
-    return digest.digest()
+    for text in read_pieces(document, 0, document.size):
+        digest.update(text.encode())
+    return document.size, digest.digest()

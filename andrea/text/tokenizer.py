@@ -1,7 +1,7 @@
 """Text to token ids and back. V = n_vocab. The special token end_of_text precedes every document and has no bytes.
 
 `ByteTokenizer` has one token for each byte. `RankTokenizer` is byte-pair encoding by tiktoken. The rank of a token is
-its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` loads GPT-2's; hf_tokenizer.py reads those of
+its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` loads GPT-2's; load_tokenizer.py reads those of
 other models. A tokenizer is saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
 """
 

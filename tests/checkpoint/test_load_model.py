@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from tiny_checkpoint import CONFIG, make_model, write_model
 
 from andrea.checkpoint import read_checkpoint
-from andrea.checkpoint.model import load_model, portions
+from andrea.checkpoint.model import load_model
 from andrea.config import UserError, to_plain
 from andrea.text.tokenizer import ByteTokenizer
 
@@ -28,13 +27,6 @@ def test_a_loaded_model_computes_what_the_saved_one_computes(tmp_path):
     with torch.no_grad():
         assert torch.equal(saved.logits(saved(tokens)), loaded.logits(loaded(tokens)))
     assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
-
-
-def test_weights_are_read_in_portions_of_about_an_eighth():
-    """Each reader keeps what it has read in memory. Sizes: 800 numbers in all, so at most 100 unless one weight is larger."""
-    shapes = {"a": (7, 11), "b": (23,), "c": (13,), "d": (300,), "e": (87,), "f": (), "g": (299,)}
-    assert sum(map(math.prod, shapes.values())) == 800
-    assert list(portions(shapes)) == [["a", "b"], ["c"], ["d"], ["e", "f"], ["g"]]
 
 
 def test_weights_of_a_type_that_no_weight_has_are_refused(tmp_path):

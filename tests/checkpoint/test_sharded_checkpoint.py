@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from andrea.checkpoint import Damaged, consolidate, folder, read_checkpoint, shards
+from andrea.checkpoint import Damaged, consolidate, folder, read_checkpoint
 from andrea.checkpoint.folder import flushed_files, make_staging_folder, publish
-from andrea.checkpoint.shards import write_shard
-from andrea.checkpoint.tensors import OFFSETS, TensorReader, write_tensors
+from andrea.checkpoint.tensors import OFFSETS, TensorReader, write_shard, write_tensors
 from andrea.runtime import files
 from andrea.text.tokenizer import ByteTokenizer
 
@@ -177,7 +176,7 @@ def test_a_crash_while_consolidating_leaves_valid_shards_or_valid_files(tmp_path
         return cut_off
 
     with pytest.MonkeyPatch.context() as patch:
-        flushes = [(module, "flush_to_disk") for module in (shards, folder, files)]
+        flushes = [(module, "flush_to_disk") for module in (folder, files)]
         for place, name in ((os, "replace"), *flushes, (shutil, "rmtree")):
             patch.setattr(place, name, counted(getattr(place, name)))
         try:

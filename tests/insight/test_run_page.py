@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare.run_folders import make_run
 
-from andrea.checkpoint.shards import write_shard
+from andrea.checkpoint.tensors import write_shard
 from andrea.insight.compare.page import RunPage
 from andrea.insight.compare.runs import LeftOut, read_run
 

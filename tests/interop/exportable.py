@@ -12,7 +12,7 @@ from head_options import draw_what_starts_alike
 
 from andrea.checkpoint import Checkpoint, write_checkpoint
 from andrea.checkpoint.folder import flushed_files, make_staging_folder, publish
-from andrea.checkpoint.shards import write_shard
+from andrea.checkpoint.tensors import write_shard
 from andrea.config import AttentionConfig, ModelConfig, to_plain
 from andrea.interop.hugging_face.classes import weights_of
 from andrea.interop.hugging_face.target import code_cache

@@ -205,7 +205,7 @@ def test_what_precedes_the_first_document_is_kept_and_long_streams_are_searched_
 ) -> None:
     tokens = np.array([7, 8, END, 1, 2, END, END, 5], dtype=np.uint16)
     for at_once in (1, 3, 100):
-        monkeypatch.setattr("andrea.text.loader.READ_TOKENS", at_once)
+        monkeypatch.setattr("andrea.text.shards.READ_TOKENS", at_once)
         assert document_begins(TokenStream([tokens]), END).tolist() == [0, 2, 5, 6]
         assert document_begins(TokenStream([tokens]), 9).tolist() == [0]
     loader = Loader([Made("cut", None, TokenStream([tokens]))], 3, seed=1, end_of_text=END)

@@ -21,7 +21,7 @@ from andrea.config import DataConfig, TokenizerConfig, UserError
 from andrea.text import encodings
 from andrea.text.corpus import open_corpus
 from andrea.text.encodings import whole_blocks
-from andrea.text.findings import Findings
+from andrea.text.listing import Findings
 from andrea.text.sources import Source, is_held_out
 
 

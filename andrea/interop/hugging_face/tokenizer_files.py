@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.config import UserError
-from andrea.text.hf_tokenizer import BYTE_LEVEL, HfTokenizer
+from andrea.text.load_tokenizer import BYTE_LEVEL, HfTokenizer
 from andrea.text.tokenizer import END_OF_TEXT, RankTokenizer, Tokenizer, visible_bytes
 
 LARGEST_RANK = 1 << 62

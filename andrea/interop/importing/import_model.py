@@ -35,8 +35,7 @@ from andrea.interop.proof import MOST_TOKENS, compared_text, prove, read_text
 from andrea.runtime.files import exclusive_lock, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
-from andrea.text.hf_tokenizer import HfTokenizer, foreign_library
-from andrea.text.load_tokenizer import load_gpt2, load_hf_tokenizer
+from andrea.text.load_tokenizer import HfTokenizer, foreign_library, load_gpt2, load_hf_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
 # -------------------------------------------------------------------------------------------------------------- program

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andrea.checkpoint import Checkpoint, Damaged, best_of, checkpoints_of, consolidate, write_checkpoint
+from andrea.checkpoint.find import mark_and_prune
 from andrea.checkpoint.folder import SHARDS, Files, flushed_files, make_staging_folder, publish
-from andrea.checkpoint.keep import mark_and_prune
-from andrea.checkpoint.shards import write_shard
-from andrea.checkpoint.tensors import TensorReader
+from andrea.checkpoint.tensors import TensorReader, write_shard
 from andrea.runtime.files import RESUME, StorageFailed, storing
 from andrea.runtime.host_copy import empty_pinned
 from andrea.text.tokenizer import Tokenizer
