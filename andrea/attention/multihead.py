@@ -18,7 +18,7 @@ from andrea.attention.attend import MEASURING, attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
 from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD
-from andrea.attention.kernels import convolve_cpp
+from andrea.attention.kernels import attend_cpp
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.shapes import shared_by_group
@@ -37,8 +37,8 @@ from andrea.attention.statistics import HeadStatistics, head_statistics
 
 def convolve(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
     """`convolve_readable`, or our kernel where it serves: bf16 on a CPU, from the first token on, in one document."""
-    if before is None and place is None and convolve_cpp.serves(x, taps.shape[-1]):
-        return convolve_cpp.native_convolution(x, taps.float())
+    if before is None and place is None and attend_cpp.serves(x, taps.shape[-1]):
+        return attend_cpp.native_convolution(x, taps.float())
     return convolve_readable(x, taps, before, place)
 
 
