@@ -8,6 +8,7 @@ from andrea.config.keys import lay_over, nearest, with_current_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, folder_name, readable_path
 from andrea.config.parse import as_typed, check_combinations, parse, parse_values, to_plain
 from andrea.config.schema import (
+    MEASURES_HEADS,
     ON_LARGE_TEXT,
     AttentionConfig,
     CompareConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "CONFIGS",
     "LARGEST_INTEGER",
     "LARGEST_VOCABULARY",
+    "MEASURES_HEADS",
     "MOST_SAMPLED_TOKENS",
     "ON_LARGE_TEXT",
     "AttentionConfig",

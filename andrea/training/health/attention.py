@@ -17,7 +17,7 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics, MultiHeadAttention
 from andrea.attention.implementations.triton import kernel_errors
-from andrea.config import AttentionConfig
+from andrea.config import MEASURES_HEADS, AttentionConfig
 from andrea.model.gpt import GPT
 from andrea.runtime.files import lines_of
 from andrea.text.corpus import Corpus
@@ -144,7 +144,6 @@ UNIFORM_ENTROPY = 0.995  # a head attends uniformly above this share of the larg
 LARGEST_LOGIT = 1000.0  # nats: bf16 has steps of 4 there, so that softmax sees only 1 or 55 times as much
 CLOSED_GATE = 0.05  # a head is closed if its gate, which starts at 1, has a mean below this
 MOST_NAMED = 8  # closed heads that a message names
-MEASURES_LOGITS = ("auto", "reference", "triton")  # implementations that attention.qk_clip accepts
 
 
 def share_of(flags: Tensor) -> float:
@@ -236,5 +235,5 @@ class AttentionCheck(Check):
             return optimizer_remedy(self.run.optimizer)  # their logits are bounded, or unknown to QK-clip
         words = ["model.qk_norm=false", "attention.qk_clip=100"]
         return remedy_settings(
-            *words, *["attention.implementation=auto"] * (attention.implementation not in MEASURES_LOGITS)
+            *words, *["attention.implementation=auto"] * (attention.implementation not in MEASURES_HEADS)
         )
