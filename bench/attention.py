@@ -32,7 +32,7 @@ from andrea.attention import DotProduct, attend, causal
 from andrea.attention.implementations import triton as triton_path
 from andrea.attention.implementations.fastest import attend_and_reduce, median_milliseconds
 from andrea.attention.implementations.sdpa import SDPA_BACKENDS
-from andrea.attention.kernels import tiles
+from andrea.attention.kernels import attend_triton as tiles
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 PUBLIC_FORWARD = {  # TFLOP/s on H100, causal, fp16, head width 64: figure of the FlashAttention-3 repository
@@ -222,7 +222,7 @@ def tune(width: int, length: int, chosen: argparse.Namespace, save: Save) -> lis
     """Time tiles of each of the three kernels alone; then the best ones together against the kernel's own.
 
     The tiles nearest to the kernel's own come first, and a fifth of the time is kept for the comparison. What is fastest, and
-    as exact, belongs into andrea/attention/kernels/tiles.py.
+    as exact, belongs into andrea/attention/kernels/attend_triton.py.
     """
     leaves = leaves_of(width, length, chosen)
     own, rows = own_tiles(leaves[0]), []

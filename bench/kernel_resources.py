@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from andrea.attention.kernels import attend_triton
-from andrea.attention.kernels.tiles import Blocks, padded, tiles_of
+from andrea.attention.kernels.attend_triton import Blocks, padded, tiles_of
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss.kernels import cross_entropy
 

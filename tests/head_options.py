@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from andrea.model.initialise import FIRST_VALUES
+from andrea.model.gpt import FIRST_VALUES
 
 HEAD_OPTIONS: dict[str, tuple[dict, dict]] = {
     "scalar gates, fixed exclusion": ({}, {"gate": "scalar", "exclusive": "fixed"}),

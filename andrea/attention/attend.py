@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,34 +54,21 @@ IMPLEMENTATIONS = {
     "flex": Implementation(flex.refusal, flex.run),
     "triton": Implementation(triton.refusal, triton.run),
 }
-MEASURING = ("reference", "chunked", "triton")  # the implementations that return statistics
 
 
-@overload
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, compatibility: Compatibility = ..., mask: Mask | None = ...,
-    start: int | Tensor | None = ..., modifiers: ScoreModifiers | None = ..., sink: Tensor | None = ...,
-    implementation: str = ..., statistics: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, compatibility: Compatibility = ..., mask: Mask | None = ...,
-    start: int | Tensor | None = ..., modifiers: ScoreModifiers | None = ..., sink: Tensor | None = ...,
-    implementation: str = ..., statistics: Literal[True],
-) -> tuple[Tensor, AttentionStatistics]: ...  # fmt: skip
-def attend(
-    query,
-    key,
-    value,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    compatibility=SCALED_DOT_PRODUCT,
-    mask=None,
-    start=None,
-    modifiers=None,
-    sink=None,
-    implementation="auto",
-    statistics=False,
-):
+    compatibility: Compatibility = SCALED_DOT_PRODUCT,
+    mask: Mask | None = None,
+    start: int | Tensor | None = None,
+    modifiers: ScoreModifiers | None = None,
+    sink: Tensor | None = None,
+    implementation: str = "auto",
+    statistics: bool = False,
+) -> Tensor | tuple[Tensor, AttentionStatistics]:
     """query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v) -> output (..., H, T, d_v).
 
     The output is the mean of the values, weighted by the softmax of the scores (Vaswani et al. 2017, arXiv 1706.03762,
@@ -141,12 +128,12 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
         if device == "cuda" and triton.refusal(case) is None:
             return "triton", "our kernel computes the statistics in the same pass"
         return "reference", "only the reference implementation computes statistics for this case"
-    if (reason := sdpa.refusal(case)) is not None and native.refusal(case) is not None:
+    if native.refusal(case) is None:
+        return "native", "our kernel for CPUs with bf16 instructions"
+    if (reason := sdpa.refusal(case)) is not None:
         if device == "cuda" and triton.refusal(case) is None:
             return "triton", f"our kernel; {reason}"
         return "reference", reason
-    if native.refusal(case) is None:
-        return "native", "our kernel for CPUs with bf16 instructions"
     compiled = torch.compiler.is_compiling() if case.compiled is None else case.compiled
     if compiled and device == "cpu" and case.query.requires_grad and case.key.shape[-2] <= WRITTEN_OUT_KEYS:
         return "reference", f"the fastest for compiled training on a CPU with at most {WRITTEN_OUT_KEYS} keys"

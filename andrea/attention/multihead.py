@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 
-from andrea.attention.attend import MEASURING, attend
+from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, shared_by_group
 from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD
-from andrea.attention.kernels import convolve_cpp
+from andrea.attention.kernels import attend_cpp
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
-from andrea.attention.shapes import shared_by_group
 from andrea.attention.statistics import HeadStatistics, head_statistics
+from andrea.config import MEASURES_HEADS
 
 # ---------------------------------------------------------------------------------------------------------- convolution
 # A short convolution over the tokens, for the queries, keys and values of each head.
@@ -37,8 +37,8 @@ from andrea.attention.statistics import HeadStatistics, head_statistics
 
 def convolve(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
     """`convolve_readable`, or our kernel where it serves: bf16 on a CPU, from the first token on, in one document."""
-    if before is None and place is None and convolve_cpp.serves(x, taps.shape[-1]):
-        return convolve_cpp.native_convolution(x, taps.float())
+    if before is None and place is None and attend_cpp.serves(x, taps.shape[-1]):
+        return attend_cpp.native_convolution(x, taps.float())
     return convolve_readable(x, taps, before, place)
 
 
@@ -145,16 +145,6 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
-def check_heads(d_model: int, n_head: int, n_kv_head: int, d_head: int | None) -> None:
-    """Raises ValueError for numbers of heads that are impossible."""
-    if d_head is None and d_model % n_head:
-        raise ValueError(
-            f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole; or give d_head"
-        )
-    if n_head % n_kv_head:
-        raise ValueError(f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally")
-
-
 class SharedInputs(NamedTuple):
     """The inputs besides x that all layers of one forward pass share. A model makes them once per pass.
 
@@ -222,7 +212,14 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
-        check_heads(d_model, n_head, n_kv_head, d_head)
+        if d_head is None and d_model % n_head:
+            raise ValueError(
+                f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole; or give d_head"
+            )
+        if n_head % n_kv_head:
+            raise ValueError(
+                f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally"
+            )
         for option, name, known in (("gate", gate, GATES), ("exclusive", exclusive, EXCLUSIVE)):
             if name not in (None, *known):
                 raise ValueError(f"{option}={name!r} is unknown; allowed: None, {', '.join(known)}")
@@ -305,7 +302,7 @@ class MultiHeadAttention(nn.Module):
             if isinstance(start, Tensor) and start.ndim == 1:
                 start = start[:, None, None]  # (B, 1, 1), for heads and queries
             implementation = "reference" if implementation == "reference" else "auto"
-        if statistics and implementation not in MEASURING:
+        if statistics and implementation not in MEASURES_HEADS:
             implementation = "auto"
         how = {"compatibility": compatibility, "mask": mask, "start": start, "implementation": implementation}
         how |= {"modifiers": self.modifiers, "sink": self.sink}

@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from andrea.attention.mask import Mask, positions, visible_interval, visible_keys
-from andrea.attention.modifiers import ScoreModifiers
-from andrea.attention.shapes import shared_by_group
+from andrea.attention.mask import Mask, positions
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,11 @@ def statistics_of_scores(
     shifted = torch.where(visible, scores - torch.where(blind, 0, largest)[..., None], 0)
     exponential = torch.where(visible, shifted.exp(), 0)
     total = torch.where(blind, 1, exponential.sum(-1))
-    log_sum_exp, sink_mass = with_sink(largest + total.log(), sink)
+    log_sum_exp, sink_mass = largest + total.log(), None
+    if sink is not None:
+        both = torch.logaddexp(log_sum_exp, sink.detach().to(log_sum_exp.dtype)[..., None])
+        log_sum_exp = torch.where(blind, -torch.inf, both)
+        sink_mass = sink_mass_of(log_sum_exp, sink)
     return AttentionStatistics(
         log_sum_exp=log_sum_exp,
         largest_logit=largest,
@@ -79,69 +81,10 @@ def statistics_of_scores(
     )
 
 
-def with_sink(log_sum_exp: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The log-sum-exp (..., H, T) of the keys -> that of keys and sink (H,), and the sink's weight (None without a sink)."""
-    if sink is None:
-        return log_sum_exp, None
-    logit = sink.detach().to(log_sum_exp.dtype)[..., None]
-    both = torch.where(log_sum_exp == -torch.inf, -torch.inf, torch.logaddexp(log_sum_exp, logit))
-    return both, sink_mass_of(both, sink)
-
-
 def sink_mass_of(log_sum_exp: Tensor, sink: Tensor) -> Tensor:
     """The weight of the sink (H,), from the log-sum-exp (..., H, T) of keys and sink; 0 for a query that sees no key."""
     weight = (sink.detach().to(log_sum_exp.dtype)[..., None] - log_sum_exp).exp()
     return torch.where(log_sum_exp == -torch.inf, 0, weight)
-
-
-class FusedPass(NamedTuple):
-    """What a fused kernel measured, (..., H, T) each, and how its scores were modified."""
-
-    log_sum_exp: Tensor  # of keys and sink
-    largest_logit: Tensor
-    entropy_nats: Tensor
-    modifiers: ScoreModifiers | None = None
-    sink: Tensor | None = None
-
-
-def statistics_of_pass(
-    query: Tensor, key: Tensor, mask: Mask | None, start: int | Tensor, measured: FusedPass
-) -> AttentionStatistics:
-    """The statistics of a fused pass: the kernel's values, and the weights of the first and previous key.
-
-    query (..., H, T, d) and key (..., G, S, d) are lowered.
-    """
-    query, key = query.detach(), shared_by_group(key.detach(), query)
-    n_query, n_key = query.shape[-2], key.shape[-2]
-    position = positions(n_query, start, query.device)
-    previous = (position - 1).clamp(0, n_key - 1)
-
-    def mass(of_key: Tensor, key_position: Tensor) -> Tensor:
-        """The weight p = e^(score - log-sum-exp) of one key for each query. key_position (T,)."""
-        scores = (query.float() * of_key.float()).sum(-1, keepdim=True)
-        if measured.modifiers is not None:
-            scores = measured.modifiers.modified(scores, position[..., None], key_position[..., None])
-        weight = (scores[..., 0] - measured.log_sum_exp).exp()
-        return torch.where(sees(mask, key_position, position, n_key), weight, 0)
-
-    return AttentionStatistics(
-        measured.log_sum_exp,
-        measured.largest_logit,
-        measured.entropy_nats,
-        first_token_mass=mass(key[..., :1, :], torch.zeros_like(position)),
-        previous_token_mass=mass(key.index_select(-2, previous), position - 1),
-        visible_keys=count_visible(mask, n_query, n_key, start, query.device),
-        sink_mass=None if measured.sink is None else sink_mass_of(measured.log_sum_exp, measured.sink),
-    )
-
-
-def count_visible(mask: Mask | None, n_query: int, n_key: int, start: int | Tensor, device: torch.device) -> Tensor:
-    """Number of keys that each query sees, (..., T) int64."""
-    interval = visible_interval(mask, n_query, n_key, start, device)
-    if interval is not None:
-        return (interval[1] - interval[0]).clamp(min=0)
-    assert mask is not None
-    return visible_keys(mask, n_query, n_key, start, device).sum(-1)
 
 
 class HeadStatistics(NamedTuple):

@@ -7,6 +7,7 @@ from andrea.config.keys import lay_over, nearest, with_current_keys
 from andrea.config.limits import LARGEST_INTEGER, PathText, Text, UserError, folder_name, readable_path
 from andrea.config.parse import as_typed, check_combinations, parse, parse_values, to_plain
 from andrea.config.schema import (
+    MEASURES_HEADS,
     ON_LARGE_TEXT,
     AttentionConfig,
     CompareConfig,

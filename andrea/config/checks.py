@@ -11,6 +11,7 @@ from typing import Any
 
 from andrea.config.limits import Between, UserError
 from andrea.config.schema import (
+    MEASURES_HEADS,
     AttentionConfig,
     CompareConfig,
     DataConfig,
@@ -106,7 +107,7 @@ def check_attention(attention: AttentionConfig, path: str) -> None:
             f"{path}.qk_clip={attention.qk_clip:g} rescales queries and keys; this may not bound the logits of a class of "
             f"your own, {path}.compatibility={attention.compatibility}; set {path}.qk_clip=null"
         )
-    if attention.qk_clip is not None and attention.implementation not in ("auto", "reference", "triton"):
+    if attention.qk_clip is not None and attention.implementation not in MEASURES_HEADS:
         raise UserError(
             f"{path}.qk_clip={attention.qk_clip:g} needs each step's largest logits, which "
             f"{path}.implementation={attention.implementation} does not return; use auto, triton or reference"

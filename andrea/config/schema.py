@@ -100,6 +100,10 @@ class ModelConfig:
         return self.dropout > 0
 
 
+# Values of `AttentionConfig.implementation` with which statistics of the heads are returned; auto then chooses one of the rest.
+MEASURES_HEADS = ("auto", "reference", "chunked", "triton")
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     compatibility: Literal["scaled_dot", "dot", "bilinear", "cosine", "additive"] | DottedPath

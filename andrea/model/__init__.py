@@ -1,7 +1,6 @@
 """The GPT model, its initial weights and its size."""
 
-from andrea.model.gpt import GPT
-from andrea.model.initialise import initialise
+from andrea.model.gpt import GPT, initialise
 from andrea.model.size import (
     Parameters,
     count_parameters,

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: tokens to hidden vectors, and hidden vectors to logits.
+"""A decoder-only transformer: tokens to hidden vectors, and hidden vectors to logits. `initialise` sets its first weights.
 
 B batch, T tokens, H heads, G key/value heads, D = d_head, V vocabulary.
 Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)), then x + mlp(norm(x)). With
@@ -9,7 +9,7 @@ model.parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +36,9 @@ from andrea.attention import (
     places_in_documents,
     sliding_window,
 )
+from andrea.attention.multihead import FIRST_SHARE
 from andrea.config import AttentionConfig, ModelConfig, UserError
+from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 from andrea.runtime.own_parts import is_own, own_class
 
 # -------------------------------------------------------------------------------------------------------------- dropout
@@ -73,14 +75,9 @@ def block_dropouts(seeds: Tensor, config: ModelConfig) -> list[BlockDropout]:
     n_layer, device, drops = config.n_layer, seeds.device, seeds >= 0
     streams = torch.arange(2 * n_layer, dtype=torch.int32, device=device).view(n_layer, 2, 1)
     keys = mixed(mixed(streams) ^ seeds.clamp(min=0).to(torch.int32))  # (L, 2, B)
-    limit = torch.where(drops, limit_of(config.dropout), 0).to(torch.int32)
+    limit = torch.where(drops, int(config.dropout * 2**30), 0).to(torch.int32)  # of numbers of 30 bits
     scale = torch.where(drops, 1 / (1 - config.dropout), 1.0)
     return [BlockDropout(layer_keys, limit, scale) for layer_keys in keys]
-
-
-def limit_of(share: float) -> int:
-    """The limit below which `share` of all numbers of 30 bits are."""
-    return int(share * 2**30)
 
 
 def mixed(x: Tensor) -> Tensor:
@@ -208,25 +205,18 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 # `start` is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
 
 
-class Position(nn.Module, ABC):
-    """A position encoding. It is added to token vectors (`add`), or applied to queries and keys (`placer`)."""
+class Position(nn.Module):
+    """No encoding: the model infers order from the causal mask (Haviv et al. 2022, arXiv 2203.16634) or ALiBi.
 
-    @abstractmethod
+    A subclass is an encoding. It is added to token vectors (`add`), or applied to queries and keys (`placer`).
+    """
+
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         """Add position encodings to the token vectors x (B, T, d_model). Only learned positions change x."""
-
-    @abstractmethod
-    def placer(self, n_token: int, start: int | Tensor) -> Rotation | None:
-        """What encodes positions in queries and keys (B, H, T, D); None if the encoding is not rotary."""
-
-
-class NoPosition(Position):
-    """No encoding of vectors. The model infers order from the causal mask (Haviv et al. 2022, arXiv 2203.16634) or ALiBi."""
-
-    def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x
 
-    def placer(self, n_token: int, start: int | Tensor) -> None:
+    def placer(self, n_token: int, start: int | Tensor) -> Rotation | None:
+        """What encodes positions in queries and keys (B, H, T, D); None if the encoding is not rotary."""
         return None
 
 
@@ -239,9 +229,6 @@ class LearnedPosition(Position):
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x + rows(self.weight, start, x.shape[1])
-
-    def placer(self, n_token: int, start: int | Tensor) -> None:
-        return None
 
 
 class RotaryPosition(Position):
@@ -274,9 +261,6 @@ class RotaryPosition(Position):
         # Stored as the bits of the fp32 numbers, because Module.to(bfloat16) would round a buffer of floats.
         self.register_buffer("table_bits", table.view(torch.int32), persistent=False)
 
-    def add(self, x: Tensor, start: int | Tensor) -> Tensor:
-        return x
-
     def placer(self, n_token: int, start: int | Tensor) -> Rotation:
         cosine, sine = rows(self.table_bits.view(torch.float32), start, n_token).unbind(-2)  # (T, D) each, or (B, T, D)
         if cosine.ndim == 3:
@@ -307,7 +291,7 @@ def make_position(config: ModelConfig) -> Position:
         )
     if config.position == "learned":
         return LearnedPosition(config.sequence_length, config.d_model)
-    return NoPosition()
+    return Position()
 
 
 def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
@@ -599,3 +583,69 @@ class GPT(nn.Module):
             n_projected=self.config.n_head + 2 * n_kv_head if self.config.qkv_convolution else 0,
             keeps_tokens=self.bigram_embedding is not None,
         )
+
+
+# ------------------------------------------------------------------------------------------------------- initial values
+
+# Parameters that begin with one number, by the end of their names.
+FIRST_VALUES = {
+    ".attention.gate.weight": 0.0,
+    ".attention.sink": 0.0,
+    ".attention.query_norm": 1.0,
+    ".attention.key_norm": 1.0,
+    ".exclusive_share": FIRST_SHARE,
+    ".taps": 0.0,
+    ".value_embedding.projection.weight": 0.0,
+    ".value_embedding.table.weight": 0.0,
+    ".value_embedding.mix": 1.0,
+    "bigram_embedding.table.weight": 0.0,
+}
+
+
+@torch.no_grad()
+def initialise(model: GPT, generator: torch.Generator, transfer: Transfer | None = None) -> None:
+    """Set the initial value of every weight, in the order of `named_parameters`.
+
+    | parameter                                | value                                                             |
+    |------------------------------------------|-------------------------------------------------------------------|
+    | embedding of a model with an untied head | normal, deviation 0.1, the best in tests on the default data      |
+    | tied embedding, learned position, head   | normal, deviation 0.02, as in GPT-2                               |
+    | matrices                                 | normal, deviation 0.5 / sqrt(d_in): GPT-2's 0.02 at width 768     |
+    | matrices that write into the residual    | the same / sqrt(2 n_layer), so that x does not grow with depth    |
+    | norm weights (QK-norm's too), biases     | one, zero                                                         |
+    | share of the first layer's values        | zero: the logistic function makes it one half                     |
+    | logits of attention sinks                | zero: a 1 + in the softmax's denominator (softmax-off-by-one)     |
+    | taps of a convolution                    | zero: queries, keys and values begin unmixed                      |
+    | head gates                               | zero: every gate is one                                           |
+    | shares of exclusive attention            | one half, the best in tests on the default data                   |
+    | value embeddings, their factor           | zero, one: nothing is added; better than drawn weights and zero   |
+    | bigrams                                  | zero: nothing is added                                            |
+    | compatibility function                   | by its own `Compatibility.initialise`                             |
+    | MLP of the user's own                    | by its `initialise(generator)` if it has one, else as above       |
+
+    Each value is multiplied by the factor in `transfer` for another width or depth (andrea/model/transfer.py). The
+    numbers are drawn in fp32 on the CPU, so that a seed gives the same model on every device.
+    """
+    transfer = transfer or Transfer()
+    draws_itself = hasattr(model.blocks[0].mlp, "initialise")
+    for block in model.blocks:
+        block.attention.compatibility.initialise(generator)
+        if draws_itself:
+            block.mlp.initialise(generator)
+    for name, parameter in model.named_parameters():
+        if ".compatibility." in name or (draws_itself and ".mlp." in name):
+            continue
+        first = next((value for end, value in FIRST_VALUES.items() if name.endswith(end)), None)
+        if first is not None:
+            parameter.fill_(first)
+            continue
+        if parameter.dim() <= 1:
+            parameter.fill_(transfer.factors(name).initial if name.endswith("norm.weight") else 0.0)
+            continue
+        deviation = 0.1 if name == "embedding.weight" and model.head is not None else 0.02
+        if name.startswith("blocks."):
+            deviation = 0.5 / math.sqrt(parameter.shape[1])
+        if name.endswith(WRITES_RESIDUAL):
+            deviation /= math.sqrt(2 * model.config.n_layer)
+        deviation *= transfer.factors(name).initial
+        parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))

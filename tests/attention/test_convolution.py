@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import conv1d, pad
 
 from andrea.attention import KeyValueCache, MultiHeadAttention, ScaledDotProduct, SharedInputs, causal
-from andrea.attention.kernels import convolve_cpp
+from andrea.attention.kernels import attend_cpp as convolve_cpp
 from andrea.attention.mask import documents_of, packed_documents, places_in_documents
 from andrea.attention.multihead import convolve, convolve_readable
 

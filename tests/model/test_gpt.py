@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
-from andrea.model.gpt import call_block
-from andrea.model.initialise import FIRST_VALUES
+from andrea.model.gpt import FIRST_VALUES, call_block
 
 ATTENTION = AttentionConfig("scaled_dot", "auto")
 B, V = 2, 37

@@ -13,8 +13,7 @@ from head_options import draw_what_starts_alike
 from andrea.api.words import configure
 from andrea.config import RunConfig
 from andrea.insight.lens.trace import trace_layers
-from andrea.model.gpt import GPT
-from andrea.model.initialise import initialise
+from andrea.model.gpt import GPT, initialise
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TINY = "model.d_model=24 model.n_layer=4 model.n_head=3 model.d_mlp=32 model.sequence_length=160 train.tokens_per_step=1600".split()

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from andrea.attention.compatibility import Additive
+from andrea.attention.implementations import reference
 from andrea.attention.implementations.case import Case, Result
-from andrea.attention.implementations.reference import Intermediates, attend_reference, result_of
-from andrea.attention.mask import Mask
-from andrea.attention.modifiers import ScoreModifiers
 
 HIDDEN_AT_A_TIME = 2**22  # entries in the (..., rows, S, n) tensor of one chunk: 16 MiB in fp32
 
@@ -27,24 +25,7 @@ def refusal(case: Case) -> str | None:
 
 
 def run(case: Case) -> Result:
-    how = {"modifiers": case.modifiers, "sink": case.sink}
-    made = attend_chunked(case.query, case.key, case.value, case.compatibility, case.mask, case.first_position, **how)
-    return result_of(made, case)
-
-
-def attend_chunked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    compatibility: Additive,
-    mask: Mask | None,
-    start: int | Tensor,
-    modifiers: ScoreModifiers | None = None,
-    sink: Tensor | None = None,
-) -> Intermediates:
-    """`attend_reference` with the scores of the additive function computed in chunks."""
-    scores_of = functools.partial(additive_scores, compatibility)
-    return attend_reference(query, key, value, compatibility, mask, start, scores_of, modifiers, sink)
+    return reference.run(case, functools.partial(additive_scores, case.compatibility))
 
 
 def additive_scores(compatibility: Additive, query: Tensor, key: Tensor) -> Tensor:

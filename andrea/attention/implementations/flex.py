@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from andrea.attention.implementations.case import (
     Case,
@@ -38,16 +39,16 @@ def run(case: Case) -> Result:
         where = (n_query, key.shape[2], start, query.device)
         by_position = isinstance(mask, (Causal, SlidingWindow)) and isinstance(start, int)
         block_mask = block_mask_of_positions(mask, *where) if by_position else block_mask_of_batch(mask, lead, *where)
-    flex_attention = compiled_flex() if query.device.type == "cuda" else plain_flex()
+    attend_by = compiled_flex() if query.device.type == "cuda" else flex_attention
     options = {"block_mask": block_mask, "scale": 1.0, "enable_gqa": n_head != key.shape[1]}
     if n_query > 1:  # torch's kernel for up to 127 queries does not compile for all shared heads (torch 2.11, H200)
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if case.modifiers is not None:
         options["score_mod"] = score_mod_of(case.modifiers, n_head, start, query.device)
     if case.sink is None:
-        output = flex_attention(query, key, value, **options)
+        output = attend_by(query, key, value, **options)
     else:
-        output, log_sum_exp = flex_attention(query, key, value, **options, return_lse=True)
+        output, log_sum_exp = attend_by(query, key, value, **options, return_lse=True)
         # With the sink in the denominator, e^lse / (e^lse + e^sink) of the weight remains on the keys.
         kept = torch.sigmoid(log_sum_exp - case.sink.to(log_sum_exp.dtype)[..., None])
         output = (output * kept[..., None]).to(output.dtype)
@@ -69,8 +70,6 @@ def score_mod_of(modifiers: ScoreModifiers, n_head: int, start: int, device: tor
 @functools.lru_cache(maxsize=64)
 def block_mask_of_positions(mask: Mask, n_query: int, n_key: int, start: int, device: torch.device):
     """The BlockMask of a mask that depends on positions alone: the same for all sequences and heads, and cached."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     return create_block_mask(
         lambda b, h, i, j: mask.visible(i + start, j), None, None, n_query, n_key, device=str(device)
     )
@@ -80,8 +79,6 @@ def block_mask_of_batch(
     mask: Mask, lead: torch.Size, n_query: int, n_key: int, start: int | torch.Tensor, device: torch.device
 ):
     """The BlockMask of a mask that may differ between sequences and heads. lead: (..., H) of the query."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     interval = visible_interval(mask, n_query, n_key, start, device)
     if interval is None:  # the mask may leave gaps, so FlexAttention reads the full mask (B, H, T, S)
         table = as_batch_of_heads(visible_keys(mask, n_query, n_key, start, device).expand(*lead, n_query, n_key))
@@ -100,12 +97,6 @@ def block_mask_of_batch(
     return create_block_mask(sees, n_batch, n_head, n_query, n_key, device=str(device))
 
 
-def plain_flex():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
 @functools.cache
 def compiled_flex():
-    return compile_graph(plain_flex(), fullgraph=False)
+    return compile_graph(flex_attention, fullgraph=False)

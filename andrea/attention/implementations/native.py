@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 
 from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
-from andrea.attention.kernels.attend_cpp import SOURCE, library, native_attention
+from andrea.attention.kernels.attend_cpp import D_STEP, native_attention, reason_without_library
 from andrea.attention.mask import Causal
 from andrea.attention.modifiers import alibi_slopes
-from andrea.runtime.native import REASONS
-
-D_STEP = 16  # the width of a head must be a multiple of this number
 
 
 def refusal(case: Case) -> str | None:
@@ -34,13 +31,6 @@ def refusal(case: Case) -> str | None:
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % D_STEP:
         return f"it needs keys and values of equal width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
     return reason_without_library()
-
-
-@torch.compiler.assume_constant_result
-def reason_without_library() -> str | None:
-    if library() is not None:
-        return None
-    return REASONS.get(SOURCE, "it needs a processor with bf16 instructions (AVX512-BF16)")
 
 
 def run(case: Case) -> Result:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Compatibility
+from andrea.attention.compatibility import Compatibility, shared_by_group
 from andrea.attention.implementations.case import Case, Result
 from andrea.attention.mask import Mask, positions, visible_keys
 from andrea.attention.modifiers import ScoreModifiers
-from andrea.attention.shapes import shared_by_group
 from andrea.attention.statistics import statistics_of_scores
 
 Scores = Callable[[Tensor, Tensor], Tensor]  # query (..., T, d_q), key (..., S, d_k) -> (..., T, S)
@@ -36,18 +35,12 @@ def refusal(case: Case) -> None:
     return None
 
 
-def run(case: Case) -> Result:
-    position = case.first_position
-    how = {"modifiers": case.modifiers, "sink": case.sink}
-    made = attend_reference(case.query, case.key, case.value, case.compatibility, case.mask, position, **how)
-    return result_of(made, case)
-
-
-def result_of(made: Intermediates, case: Case) -> Result:
-    """The output, and the statistics of the scores if the case requires statistics."""
+def run(case: Case, scores_of: Scores | None = None) -> Result:
+    start, tensors = case.first_position, (case.query, case.key, case.value)
+    made = attend_reference(*tensors, case.compatibility, case.mask, start, scores_of, case.modifiers, case.sink)
     if not case.statistics:
         return made.output, None
-    return made.output, statistics_of_scores(made.scores, made.weights, case.first_position, case.sink)
+    return made.output, statistics_of_scores(made.scores, made.weights, start, case.sink)
 
 
 def attend_reference(

@@ -5,7 +5,7 @@ H query heads, G key/value heads (G divides H), T queries, S keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -25,11 +25,14 @@ SDPA_BACKENDS = {
 
 def refusal(case: Case, backend: str | None = None) -> str | None:
     """Why torch's kernels cannot serve the case, or None. backend: one of SDPA_BACKENDS; None for torch's own choice."""
-    reason = refusal_of_kernels(case) or refusal_of_scores(case)
+    reason = refusal_of_kernels(case)
+    if reason is None and case.softcap is not None:
+        reason = "torch's kernels do not cap scores"
+    if reason is None and case.sink is not None:
+        reason = "torch's kernels have no sink in the softmax"
+    if reason is None and backend is not None:
+        reason = refusal_without_cuda(case)
     if reason is not None or backend is None:
-        return reason
-    reason = refusal_without_cuda(case)
-    if reason is not None:
         return reason
     if backend == "sdpa_flash" and case.alibi:
         return "torch's flash kernel adds no bias to the scores, which ALiBi needs"
@@ -39,41 +42,25 @@ def refusal(case: Case, backend: str | None = None) -> str | None:
     return None
 
 
-def refusal_of_scores(case: Case) -> str | None:
-    """Why torch's kernels cannot compute the case's scores and softmax, or None. They can add ALiBi's bias."""
-    if case.softcap is not None:
-        return "torch's kernels do not cap scores"
-    return None if case.sink is None else "torch's kernels have no sink in the softmax"
-
-
 def run(case: Case, backend: str | None = None) -> Result:
     query, key = case.lowered()
     mask, start = case.mask, case.first_position
     n_query, n_key = query.shape[-2], key.shape[-2]
-    attend_by = kernel_of(backend)
     options = {"scale": 1.0, "enable_gqa": query.ndim > 2 and query.shape[-3] != key.shape[-3]}
+    is_causal, visible = isinstance(mask, Causal) and isinstance(start, int), None
     if case.alibi:
-        bias = bias_of(case, query).to(case.product_dtype)
-        return without_blind(
-            attend_by(query, key, case.value, attn_mask=bias, **options), bias > -torch.inf, backend
-        ), None
-    if isinstance(mask, Causal) and isinstance(start, int):
-        if start == 0 and n_query == n_key:
-            return attend_by(query, key, case.value, is_causal=True, **options), None
-        if start >= n_key - 1:  # the first query already stands at or after the last key, so every query sees all keys
-            mask = None
-    visible = None if mask is None else visible_keys(mask, n_query, n_key, start, query.device)
-    return without_blind(attend_by(query, key, case.value, attn_mask=visible, **options), visible, backend), None
-
-
-def without_blind(output: Tensor, visible: Tensor | None, backend: str | None) -> Tensor:
-    """The output (..., H, T, d_v) with zeros for queries that see no key. visible: broadcasts to (..., H, T, S).
-
-    cuDNN returns the mean of the values for them (seen on an H200, torch 2.11); torch's other kernels return zeros.
-    """
-    if visible is None or not output.is_cuda or backend not in (None, "sdpa_cudnn"):
-        return output
-    return torch.where(visible.any(-1, keepdim=True), output, 0.0)
+        options["attn_mask"] = bias = bias_of(case, query).to(case.product_dtype)
+        visible = bias > -torch.inf
+    elif is_causal and start == 0 and n_query == n_key:
+        options["is_causal"] = True
+    elif mask is not None and not (is_causal and start >= n_key - 1):  # from there on, every query sees all keys
+        options["attn_mask"] = visible = visible_keys(mask, n_query, n_key, start, query.device)
+    with nullcontext() if backend is None else sdpa_kernel(SDPA_BACKENDS[backend]):
+        output = scaled_dot_product_attention(query, key, case.value, **options)
+    if visible is not None and output.is_cuda and backend in (None, "sdpa_cudnn"):
+        # For queries that see no key, cuDNN returns the mean of the values (seen on an H200, torch 2.11), others zeros.
+        output = torch.where(visible.any(-1, keepdim=True), output, 0.0)
+    return output, None
 
 
 def bias_of(case: Case, query: Tensor) -> Tensor:
@@ -85,15 +72,3 @@ def bias_of(case: Case, query: Tensor) -> Tensor:
     if case.mask is None:
         return bias
     return bias.masked_fill(~visible_keys(case.mask, n_query, n_key, case.first_position, device), -torch.inf)
-
-
-def kernel_of(backend: str | None) -> Callable[..., Tensor]:
-    """scaled_dot_product_attention, restricted to one kernel if a backend is named."""
-    if backend is None:
-        return scaled_dot_product_attention
-
-    def by_backend(*inputs: Tensor, **options) -> Tensor:
-        with sdpa_kernel(SDPA_BACKENDS[backend]):
-            return scaled_dot_product_attention(*inputs, **options)
-
-    return by_backend

@@ -11,10 +11,11 @@ import os
 import torch
 from torch import Tensor
 
+from andrea.attention.compatibility import shared_by_group
 from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels, refusal_of_start
-from andrea.attention.mask import Causal, visible_interval
+from andrea.attention.mask import Causal, positions, visible_interval
 from andrea.attention.modifiers import alibi_slopes
-from andrea.attention.statistics import FusedPass, statistics_of_pass
+from andrea.attention.statistics import AttentionStatistics, sees, sink_mass_of
 
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -98,8 +99,38 @@ def run(case: Case) -> Result:
     if not case.statistics:
         return output, None
     log_sum_exp, largest, entropy = (row.detach().reshape(*lead, n_query) for row in rows)
-    measured = FusedPass(log_sum_exp, largest, entropy, case.modifiers, case.sink)
-    return output, statistics_of_pass(query, key, mask, start, measured)
+    return output, statistics_of(case, query.detach(), key.detach(), log_sum_exp, largest, entropy)
+
+
+def statistics_of(
+    case: Case, query: Tensor, key: Tensor, log_sum_exp: Tensor, largest_logit: Tensor, entropy_nats: Tensor
+) -> AttentionStatistics:
+    """The kernel's values, (..., H, T) each, and the weights of the first and the previous key.
+
+    query (..., H, T, d) and key (..., G, S, d) are lowered.
+    """
+    mask, start, n_query, n_key = case.mask, case.first_position, query.shape[-2], key.shape[-2]
+    key, position = shared_by_group(key, query), positions(n_query, start, query.device)
+    previous = (position - 1).clamp(0, n_key - 1)
+
+    def mass(of_key: Tensor, key_position: Tensor) -> Tensor:
+        """The weight p = e^(score - log-sum-exp) of one key for each query. key_position (T,)."""
+        scores = (query.float() * of_key.float()).sum(-1, keepdim=True)
+        if case.modifiers is not None:
+            scores = case.modifiers.modified(scores, position[..., None], key_position[..., None])
+        weight = (scores[..., 0] - log_sum_exp).exp()
+        return torch.where(sees(mask, key_position, position, n_key), weight, 0)
+
+    first, stop = visible_interval(mask, n_query, n_key, start, query.device)
+    return AttentionStatistics(
+        log_sum_exp,
+        largest_logit,
+        entropy_nats,
+        first_token_mass=mass(key[..., :1, :], torch.zeros_like(position)),
+        previous_token_mass=mass(key.index_select(-2, previous), position - 1),
+        visible_keys=(stop - first).clamp(min=0),
+        sink_mass=None if case.sink is None else sink_mass_of(log_sum_exp, case.sink),
+    )
 
 
 def of_heads(end: Tensor, lead: torch.Size) -> Tensor:

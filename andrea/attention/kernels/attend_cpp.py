@@ -1,6 +1,6 @@
-"""The functions of attend.cpp as differentiable torch operators.
+"""The functions of attend.cpp as differentiable torch operators: causal attention, and the convolution over tokens.
 
-B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head.
+B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head, K mixed tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from andrea.attention.kernels.sink import sink_gradient
-from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
+from andrea.attention.kernels import in_rows, like_heads, sink_gradient
+from andrea.runtime.native import COUNT, NUMBER, POINTER, REASONS, address, compiled_library
 
 SOURCE = Path(__file__).with_name("attend.cpp")
+D_STEP = 16  # the width of a head must be a multiple of this number
+MOST_MIXED = 8
 
 
 @functools.cache
@@ -27,7 +29,27 @@ def library() -> ctypes.CDLL | None:
     functions.attend_forward.argtypes = [POINTER] * 6 + [COUNT] * 5 + [NUMBER] + [POINTER] * 2
     functions.attend_backward.argtypes = [POINTER] * 10 + [COUNT] * 5 + [NUMBER] + [POINTER]
     functions.attend_forward.restype = functions.attend_backward.restype = None
+    functions.convolve_forward.argtypes = [POINTER] * 4 + [COUNT] * 5
+    functions.convolve_backward.argtypes = [POINTER] * 6 + [COUNT] * 5
+    functions.convolve_forward.restype = functions.convolve_backward.restype = None
     return functions
+
+
+@torch.compiler.assume_constant_result
+def reason_without_library() -> str | None:
+    """Why the functions cannot be used on this machine, or None. Compiling them takes a moment the first time."""
+    if library() is not None:
+        return None
+    return REASONS.get(SOURCE, "it needs a processor with bf16 instructions (AVX512-BF16)")
+
+
+def steps_of(*tensors: Tensor) -> ctypes.Array:
+    """The strides of batch, head and token of each tensor, in one array."""
+    steps = [step for tensor in tensors for step in tensor.stride()[:3]]
+    return (ctypes.c_int64 * len(steps))(*steps)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
 
 
 @torch.library.custom_op("andrea::native_attention", mutates_args=())
@@ -42,7 +64,7 @@ def native_attention(
     output, lse = outputs(query)
     tensors = query, key, value, output
     pointers = *map(Tensor.data_ptr, tensors), lse.data_ptr()
-    scoring = softcap, address_of(slopes), address_of(sink)
+    scoring = softcap, address(slopes), address(sink)
     library().attend_forward(*pointers, steps_of(*tensors), *shape_of(query, key), *scoring)
     return output, lse
 
@@ -64,16 +86,25 @@ def native_attention_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, output, d_output = map(in_rows, (query, key, value, output, d_output))
-    gradients = tuple(map(like, (query, key, value)))
+    gradients = tuple(map(like_heads, (query, key, value)))
     before, after = (query, key, value, output), (d_output, *gradients)
     pointers = *map(Tensor.data_ptr, before), lse.contiguous().data_ptr(), *map(Tensor.data_ptr, after)
-    library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key), softcap, address_of(slopes))
+    library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key), softcap, address(slopes))
     return gradients
 
 
 @native_attention_backward.register_fake
 def _(query, key, value, slopes, output, lse, d_output, softcap) -> tuple[Tensor, Tensor, Tensor]:
-    return like(query), like(key), like(value)
+    return like_heads(query), like_heads(key), like_heads(value)
+
+
+def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
+    return like_heads(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def shape_of(query: Tensor, key: Tensor) -> tuple[int, ...]:
+    n_batch, n_head, n_token, d_head = query.shape
+    return n_batch, n_head, key.shape[1], n_token, d_head
 
 
 def keep(ctx, inputs, output) -> None:
@@ -94,31 +125,44 @@ def differentiate(ctx, d_output: Tensor, _) -> tuple[Tensor | None, ...]:
 native_attention.register_autograd(differentiate, setup_context=keep)
 
 
-def like(x: Tensor) -> Tensor:
-    """An empty tensor (B, H, T, D) with the memory layout (B, T, H, D), the layout of a model's projections."""
-    n_batch, n_head, n_token, d_head = x.shape
-    return x.new_empty(n_batch, n_token, n_head, d_head).transpose(1, 2)
+# ---------------------------------------------------------------------------------------------------------- convolution
 
 
-def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
-    return like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+def serves(x: Tensor, n_mixed: int) -> bool:
+    """Whether `native_convolution` can convolve x (B, H, T, D)."""
+    is_bf16 = x.device.type == "cpu" and x.dtype == torch.bfloat16
+    return is_bf16 and x.shape[-1] % D_STEP == 0 and n_mixed <= MOST_MIXED and reason_without_library() is None
 
 
-def address_of(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+@torch.library.custom_op("andrea::native_convolution", mutates_args=())
+def native_convolution(x: Tensor, taps: Tensor) -> Tensor:
+    """x (B, H, T, D) bf16, taps (H, D, K) fp32 -> (B, H, T, D) bf16; sums are in fp32."""
+    x, taps, y = in_rows(x), taps.contiguous(), like_heads(x)
+    tensors = x.data_ptr(), taps.data_ptr(), y.data_ptr()
+    library().convolve_forward(*tensors, steps_of(x, y), *x.shape, taps.shape[-1])
+    return y
 
 
-def in_rows(x: Tensor) -> Tensor:
-    """The tensor with contiguous rows: a last stride of 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+@native_convolution.register_fake
+def _(x: Tensor, taps: Tensor) -> Tensor:
+    return like_heads(x)
 
 
-def steps_of(*tensors: Tensor) -> ctypes.Array:
-    """The strides of batch, head and token of each tensor, in one array."""
-    steps = [step for tensor in tensors for step in tensor.stride()[:3]]
-    return (ctypes.c_int64 * len(steps))(*steps)
+@torch.library.custom_op("andrea::native_convolution_backward", mutates_args=())
+def native_convolution_backward(x: Tensor, taps: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    x, taps, d_y = in_rows(x), taps.contiguous(), in_rows(d_y)
+    d_x, d_taps = like_heads(x), taps.new_empty(len(x), *taps.shape)
+    tensors = x.data_ptr(), taps.data_ptr(), d_y.data_ptr(), d_x.data_ptr(), d_taps.data_ptr()
+    library().convolve_backward(*tensors, steps_of(x, d_y, d_x), *x.shape, taps.shape[-1])
+    return d_x, d_taps.sum(0)
 
 
-def shape_of(query: Tensor, key: Tensor) -> tuple[int, ...]:
-    n_batch, n_head, n_token, d_head = query.shape
-    return n_batch, n_head, key.shape[1], n_token, d_head
+@native_convolution_backward.register_fake
+def _(x: Tensor, taps: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    return like_heads(x), torch.empty_like(taps, memory_format=torch.contiguous_format)
+
+
+native_convolution.register_autograd(
+    lambda ctx, d_y: native_convolution_backward(*ctx.saved_tensors, d_y),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

@@ -20,10 +20,12 @@ visible pair are skipped, and blocks in which every pair is visible are computed
 
 CAPPED and SLOPED: the modifiers of attention/modifiers.py, a soft cap on scores and ALiBi. The backward pass computes them
 again. With SINK, the sink's logit joins the denominator after the last key; the statistics but the log-sum-exp are those
-of the keys alone. The sink's gradient is kernels/sink.py.
+of the keys alone. The sink's gradient is `sink_gradient`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -31,8 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from andrea.attention.kernels.sink import sink_gradient
-from andrea.attention.kernels.tiles import capability_of, padded, tuning
+from andrea.attention.kernels import in_rows, like_heads, sink_gradient
 
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -42,6 +43,81 @@ LOWEST = tl.constexpr(-1e38)
 
 DESCRIPTORS_FROM = 90  # lowest compute capability with a tensor memory accelerator, which reads by descriptor
 KernelError = triton.errors.TritonError  # raised for tiles that do not fit the GPU or do not compile
+
+
+# ---------------------------------------------------------------------------------------------------------------- tiles
+# By head width, input type and kind of GPU. `python bench/attention.py --tune` times others.
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes (queries M, keys N), warps and pipeline stages of one kernel."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    forward: Blocks
+    keys: Blocks  # dK, dV
+    queries: Blocks  # dQ
+
+
+def tuning(query: Tensor, value: Tensor) -> Tuning:
+    """The tiles for query (B, H, T, D) and value (B, G, S, Dv)."""
+    return tiles_of(padded(max(query.shape[-1], value.shape[-1])), query.dtype, capability_of(query))
+
+
+def tiles_of(width: int, dtype: torch.dtype, capability: int) -> Tuning:
+    """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
+
+    For Hopper and heads of at most 128 in 16 bits, the tiles were the fastest on an H200 at 1,024 keys. The others are the
+    largest that spill no registers, according to bench/kernel_resources.py; no such GPU has measured them yet.
+
+    bench/README.md has what else was compiled in order to overlap products and softmax, and why it is not used.
+    """
+    if capability >= 120:  # consumer Blackwell has the matrix instructions of Ampere, and 99 KiB of shared memory
+        of_ampere = tiles_of(width, dtype, 80)
+        spills = dtype != torch.float32 and width <= 128  # in its kernel for dQ, which reads by descriptor here
+        return replace(of_ampere, queries=Blocks(32, 64, 4, 2)) if spills else of_ampere
+    if dtype == torch.float32:  # full fp32 products run without tensor cores; larger tiles would spill registers
+        if width <= 32:
+            return Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
+        if width <= 128:
+            return Tuning(Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
+        return Tuning(Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1))
+    if width > 128:
+        return Tuning(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
+    if width > 64:
+        if capability >= 100:
+            return Tuning(Blocks(128, 64, 8, 3), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 2))
+        if capability >= 90:
+            return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 4, 3), Blocks(128, 64, 8, 3))
+        return Tuning(Blocks(128, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2))
+    if capability >= 100:
+        return Tuning(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))
+    if capability >= 90:
+        return Tuning(Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(64, 64, 4, 3))
+    return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
+
+
+def capability_of(tensor: Tensor) -> int:
+    """Compute capability times ten: 80, 90, 100, …; under the interpreter 80.
+
+    Also 80 on an AMD GPU, whose numbers mean other hardware: it has no tensor memory accelerator.
+    """
+    if tensor.device.type != "cuda" or torch.version.hip is not None:
+        return 80
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor
+
+
+def padded(width: int) -> int:
+    """Width of a tile: the next power of two, and at least the 16 that a matrix product requires."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 # ------------------------------------------------------------------------------------------ visibility and loading
@@ -249,22 +325,13 @@ def forward_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
-    if MODE == INTERVAL:
+    bounds = (low, full_low, full_high, high)  # only the keys between the middle two are computed without a mask
+    for part in tl.static_range(0 if MODE == INTERVAL else 1, 3):
         carried = forward_stretch(
-            carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, low, full_low,
-            cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
+            carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, bounds[part], bounds[part + 1],
+            cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, part != 1, STATISTICS, PRECISION, DESCRIPTORS,
             CAPPED, SLOPED,
         )  # fmt: skip
-    carried = forward_stretch(
-        carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_low, full_high,
-        cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, STATISTICS, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED,
-    )  # fmt: skip
-    carried = forward_stretch(
-        carried, q_tile, k_head, v_head, k_t, v_t, rows, interval, b, h, g, start, T, S, full_high, high,
-        cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, STATISTICS, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED,
-    )  # fmt: skip
 
     z_tile, m, total, c = carried
     blind = total == 0
@@ -381,28 +448,16 @@ def keys_kernel(
             where = b * r_b + h * r_h + block * r_n
             low = tl.load(query_low + where) // BLOCK_M * BLOCK_M
             high = tl.load(query_high + where)
+            full_low = high
         q_head, dz_head = head_of(q, b, h, q_b, q_h, DESCRIPTORS), head_of(dz, b, h, dz_b, dz_h, DESCRIPTORS)
         row = (b * H + h) * T
         interval = (first, stop, i_b, i_h, i_t)
-        if MODE == INTERVAL:
+        bounds = (low, full_low, high)  # every query from full_low on sees every key of the block
+        for part in tl.static_range(1 if MODE == NONE else 0, 1 if MODE == INTERVAL else 2):
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, lse + row, delta + row, interval, b, h, keys,
-                q_t, dz_t, start, T, S, low, high, cap, slope,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, PRECISION, DESCRIPTORS,
-                CAPPED, SLOPED,
-            )  # fmt: skip
-        else:
-            if MODE == CAUSAL:
-                carried = keys_stretch(
-                    carried, k_tile, v_tile, q_head, dz_head, lse + row, delta + row, interval, b, h, keys,
-                    q_t, dz_t, start, T, S, low, full_low, cap, slope,
-                    D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, True, PRECISION, DESCRIPTORS,
-                    CAPPED, SLOPED,
-                )  # fmt: skip
-            carried = keys_stretch(
-                carried, k_tile, v_tile, q_head, dz_head, lse + row, delta + row, interval, b, h, keys,
-                q_t, dz_t, start, T, S, full_low, high, cap, slope,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, False, PRECISION, DESCRIPTORS,
+                q_t, dz_t, start, T, S, bounds[part], bounds[part + 1], cap, slope,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, part == 0, PRECISION, DESCRIPTORS,
                 CAPPED, SLOPED,
             )  # fmt: skip
     dk_tile, dv_tile = carried
@@ -466,22 +521,13 @@ def queries_kernel(
     slope = load_slope(slopes, h, SLOPED)
     k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
     dq_tile = tl.zeros([BLOCK_M, PADDED_QK], tl.float32)
-    if MODE == INTERVAL:
+    bounds = (low, full_low, full_high, high)
+    for part in tl.static_range(0 if MODE == INTERVAL else 1, 3):
         dq_tile = queries_stretch(
             dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
-            low, full_low, cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
-            CAPPED, SLOPED,
+            bounds[part], bounds[part + 1], cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, part != 1,
+            PRECISION, DESCRIPTORS, CAPPED, SLOPED,
         )  # fmt: skip
-    dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
-        full_low, full_high, cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, False, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED,
-    )  # fmt: skip
-    dq_tile = queries_stretch(
-        dq_tile, q_tile, dz_tile, k_head, v_head, k_t, v_t, log_sum, row_delta, rows, interval, b, h, g, start, T, S,
-        full_high, high, cap, slope, D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_N, MODE, True, PRECISION, DESCRIPTORS,
-        CAPPED, SLOPED,
-    )  # fmt: skip
     pointers = dq + b * dq_b + h * dq_h + rows[:, None] * dq_t + columns_qk[None, :]
     tl.store(pointers, dq_tile.to(dq.dtype.element_ty), mask=(rows[:, None] < T) & (columns_qk[None, :] < D_QK))
 
@@ -514,14 +560,11 @@ def described(
     return *tiles, True
 
 
-def shape_constants(query: Tensor, value: Tensor) -> dict:
+def constants_of(query: Tensor, value: Tensor, softcap: float, slopes: Tensor | None) -> dict:
     d_qk, d_v = query.shape[-1], value.shape[-1]
     precision = "ieee" if query.dtype == torch.float32 else "tf32"  # tf32 has no effect on 16-bit inputs
-    return {"D_QK": d_qk, "D_V": d_v, "PADDED_QK": padded(d_qk), "PADDED_V": padded(d_v), "PRECISION": precision}
-
-
-def modifier_constants(softcap: float, slopes: Tensor | None) -> dict:
-    return {"CAPPED": softcap > 0, "SLOPED": slopes is not None}
+    widths = {"D_QK": d_qk, "D_V": d_v, "PADDED_QK": padded(d_qk), "PADDED_V": padded(d_v)}
+    return widths | {"PRECISION": precision, "CAPPED": softcap > 0, "SLOPED": slopes is not None}
 
 
 def interval_of(first: Tensor | None, stop: Tensor | None, query: Tensor, causal: bool) -> tuple:
@@ -534,20 +577,10 @@ def interval_of(first: Tensor | None, stop: Tensor | None, query: Tensor, causal
     return INTERVAL, first, stop, first.stride()
 
 
-def rows_first(tensor: Tensor) -> Tensor:
-    """The tensor with a last stride of 1, which the kernels require; the other strides may be any."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def launch(kernel, n_program: int, like: Tensor, *arguments, **options) -> None:
     """Launch n_program programs on the GPU that holds `like`. Triton alone would launch on the current GPU."""
     with torch.cuda.device_of(like):
         kernel[(n_program,)](*arguments, **options, enable_fp_fusion=True)
-
-
-def like_heads(n_batch: int, n_head: int, n_row: int, width: int, like: Tensor) -> Tensor:
-    """An empty tensor (B, H, T, D) with the memory layout (B, T, H, D), which the output projection reads without a copy."""
-    return like.new_empty(n_batch, n_row, n_head, width).transpose(1, 2)
 
 
 @torch.library.custom_op("andrea::fused_attention", mutates_args=())
@@ -573,7 +606,7 @@ def fused_attention(
     start: position of the first query. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks'
     logits (H,). Both are fp32.
     """
-    query, key, value = rows_first(query), rows_first(key), rows_first(value)
+    query, key, value = in_rows(query), in_rows(key), in_rows(value)
     n_batch, n_head, n_query = query.shape[:3]
     n_group, n_key = key.shape[1:3]
     output, lse, largest, entropy = empty_outputs(query, value, statistics)
@@ -588,18 +621,16 @@ def fused_attention(
         query, k_source, v_source, output, lse, largest, entropy, first, stop, slopes, sink,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
-        **shape_constants(query, value), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
-        DESCRIPTORS=descriptors, SINK=sink is not None,
-        **modifier_constants(softcap, slopes), num_warps=blocks.warps, num_stages=blocks.stages,
+        **constants_of(query, value, softcap, slopes), BLOCK_M=blocks.m, BLOCK_N=blocks.n, MODE=mode, STATISTICS=statistics,
+        DESCRIPTORS=descriptors, SINK=sink is not None, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return output, lse, largest, entropy
 
 
 def empty_outputs(query: Tensor, value: Tensor, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n_batch, n_head, n_query = query.shape[:3]
-    rows = (n_batch, n_head, n_query)
+    rows = query.shape[:3]
     of_rows = [query.new_empty(rows if wanted else (0,), dtype=torch.float32) for wanted in (True, *2 * (statistics,))]
-    return like_heads(*rows, value.shape[-1], query), *of_rows
+    return like_heads(query, value.shape[-1]), *of_rows
 
 
 @fused_attention.register_fake
@@ -624,14 +655,14 @@ def fused_attention_backward(
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sink, in their shapes and types; the last is empty without a sink."""
-    d_output, query, key, value = (rows_first(tensor) for tensor in (d_output, query, key, value))
+    d_output, query, key, value = map(in_rows, (d_output, query, key, value))
     n_batch, n_head, n_query = query.shape[:3]
     n_group, n_key, d_v = value.shape[1:]
     d_query, d_key, d_value, d_sink = empty_gradients(query, key, value, sink)
     if 0 in (n_batch, n_head, n_query):
         return d_query.zero_(), d_key.zero_(), d_value.zero_(), d_sink.zero_()
     mode, first, stop, strides = interval_of(first, stop, query, causal)
-    constants, blocks = shape_constants(query, value), tuning(query, value)
+    constants, blocks = constants_of(query, value, softcap, slopes), tuning(query, value)
 
     delta = torch.empty_like(lse)
     launch(
@@ -642,7 +673,6 @@ def fused_attention_backward(
 
     if sink is not None:
         d_sink = sink_gradient(sink, lse, delta)
-    modifiers = modifier_constants(softcap, slopes)
     low, high, range_strides = (
         query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
     )
@@ -654,7 +684,7 @@ def fused_attention_backward(
         *d_key.stride()[:3], *d_value.stride()[:3], *strides, *range_strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
         **constants, BLOCK_M=blocks.keys.m, BLOCK_N=blocks.keys.n, MODE=mode,
-        DESCRIPTORS=descriptors, **modifiers, num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
+        DESCRIPTORS=descriptors, num_warps=blocks.keys.warps, num_stages=blocks.keys.stages,
     )  # fmt: skip
     k_source, v_source, descriptors = described(key, value, blocks.queries.n)
     launch(
@@ -663,7 +693,7 @@ def fused_attention_backward(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3], *d_query.stride()[:3], *strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
         **constants, BLOCK_M=blocks.queries.m, BLOCK_N=blocks.queries.n, MODE=mode, DESCRIPTORS=descriptors,
-        **modifiers, num_warps=blocks.queries.warps, num_stages=blocks.queries.stages,
+        num_warps=blocks.queries.warps, num_stages=blocks.queries.stages,
     )  # fmt: skip
     return d_query, d_key, d_value, d_sink
 
@@ -671,29 +701,18 @@ def fused_attention_backward(
 def empty_gradients(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = [like_heads(*tensor.shape, tensor) for tensor in (query, key, value)]
-    return made[0], made[1], made[2], query.new_empty(0 if sink is None else len(sink), dtype=torch.float32)
+    return *map(like_heads, (query, key, value)), query.new_empty(0 if sink is None else len(sink), dtype=torch.float32)
 
 
 def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[Tensor, Tensor, tuple]:
     """For each block of keys, the range of queries low .. high-1 that may see a key of the block. Returns low, high,
     (B, H, blocks) each, and their strides."""
-    shape = first.shape
-    first, stop = (unexpanded(tensor).contiguous() for tensor in (first, stop))
+    first, stop = first.contiguous(), stop.contiguous()
     begin = torch.arange(0, n_key, block, dtype=torch.int32, device=first.device)
     begin = begin.expand(*first.shape[:2], -1).contiguous()
     low = torch.searchsorted(stop, begin, right=True, out_int32=True)  # number of rows with stop <= the block's begin
     high = torch.searchsorted(first, begin + block, out_int32=True)  # number of rows with first < the block's end
-    low, high = (tensor.expand(*shape[:2], -1) for tensor in (low, high))
     return low, high, low.stride()
-
-
-def unexpanded(tensor: Tensor) -> Tensor:
-    """Undo `expand` in the dimensions B and H: an expanded dimension gets size 1 again."""
-    for dim in (0, 1):
-        if tensor.stride(dim) == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 @fused_attention_backward.register_fake

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of each kernel: elements of the tokens of one head that a program computes, and its warps.
-ELEMENTS = {"forward": 2048, "gradient": 2048, "backward": 2048}
+ELEMENTS = 2048  # of the tokens of one head, which a program computes
 WARPS = {"forward": 2, "gradient": 1, "backward": 4}
 
 
@@ -180,14 +179,11 @@ def heads_of_parts(n_head: int, n_group: int) -> list[tuple[int, int, bool]]:
     return [(0, n_head, False), (n_head, n_group, False), (n_head + n_group, n_group, True)]
 
 
-def grid_and_constants(
-    way: str, n_batch: int, n_token: int, n_head: int, taps: Tensor, mixes: bool
-) -> tuple[tuple[int, int], dict]:
-    """The grid of one part, and what its kernel takes as constants. way: of `ELEMENTS`."""
+def grid_and_constants(n_batch: int, n_token: int, n_head: int, taps: Tensor, mixes: bool) -> tuple[tuple, dict]:
+    """The grid (n_batch * n_head, blocks) of one part, and what all kernels take as constants."""
     width, n_mixed = taps.shape[1:]
-    block = max(16, ELEMENTS[way] // width)
-    constants = {"D": width, "K": n_mixed, "MIX": mixes, "BLOCK": block, "num_warps": WARPS[way]}
-    return (n_batch * n_head, triton.cdiv(n_token, block)), constants
+    block = max(16, ELEMENTS // width)
+    return (n_batch * n_head, triton.cdiv(n_token, block)), {"D": width, "K": n_mixed, "MIX": mixes, "BLOCK": block}
 
 
 def steps(first: Tensor | None) -> tuple[int, int, int]:
@@ -231,12 +227,12 @@ def prepared_heads(
     turn_t = 0 if cosine is None else cosine.stride(0)
     for start, n_part, is_value in heads_of_parts(n_head, (len(taps) - n_head) // 2):
         z = projected.new_empty(n_batch, n_token, n_part, width)
-        grid, constants = grid_and_constants("forward", n_batch, n_token, n_part, taps, is_value and first is not None)
+        grid, constants = grid_and_constants(n_batch, n_token, n_part, taps, is_value and first is not None)
         with torch.cuda.device_of(projected):  # Triton alone would launch on the current GPU
             forward_kernel[grid](
                 projected[..., start * width :], first, share, taps[start:], cosine, sine, z, *projected.stride()[:2],
                 *steps(first), turn_t, n_token, n_part, epsilon, scale if start == 0 else 1.0, NORM=not is_value,
-                ROTATE=not is_value and cosine is not None, **constants,
+                ROTATE=not is_value and cosine is not None, num_warps=WARPS["forward"], **constants,
             )  # fmt: skip
         results.append(z)
     return tuple(results)
@@ -272,21 +268,19 @@ def prepared_heads_backward(
         d_z = d_z if d_z.stride(-1) == 1 else d_z.contiguous()
         d_y = d_z if is_value else d_z.new_empty(d_z.shape)
         own, d_own = (each[..., start * width :] for each in (projected, d_projected))
-        where = n_batch, n_token, n_part, taps, is_value and first is not None
         strides = *projected.stride()[:2], *steps(first)
+        grid, constants = grid_and_constants(n_batch, n_token, n_part, taps, is_value and first is not None)
         with torch.cuda.device_of(projected):
-            grid, constants = grid_and_constants("gradient", *where)
             d_taps_of_programs = taps.new_empty(n_batch, n_part, grid[1], n_mixed, width)
             gradient_kernel[grid](
                 d_z, own, first, share, taps[start:], cosine, sine, d_y, d_taps_of_programs, *d_z.stride()[:3], *strides, turn_t,
                 n_token, n_part, epsilon, scale if start == 0 else 1.0, NORM=not is_value,
-                ROTATE=not is_value and cosine is not None, **constants,
+                ROTATE=not is_value and cosine is not None, num_warps=WARPS["gradient"], **constants,
             )  # fmt: skip
-            grid, constants = grid_and_constants("backward", *where)
             d_share = taps.new_empty(grid[0] * grid[1]) if constants["MIX"] else d_share
             backward_kernel[grid](
                 d_y, own, first, share, taps[start:], d_own, d_first, d_share, *d_y.stride()[:3], *strides, n_token, n_part,
-                **constants,
+                num_warps=WARPS["backward"], **constants,
             )  # fmt: skip
         d_taps.append(d_taps_of_programs.sum((0, 2)).mT)
     return d_projected, torch.cat(d_taps), d_first, d_share.sum().reshape(1) if first is not None else d_share

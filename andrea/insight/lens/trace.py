@@ -7,6 +7,7 @@ cache.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from andrea.attention import Additive, MultiHeadAttention, SharedInputs, attend_reference
-from andrea.attention.implementations.chunked import attend_chunked
-from andrea.attention.shapes import shared_by_group
+from andrea.attention.compatibility import shared_by_group
+from andrea.attention.implementations.chunked import additive_scores
 from andrea.model.gpt import GPT, Block
 
 
@@ -66,9 +67,9 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     normed = block.attention_norm(x)
     query, key, value, compatibility = attention.project(normed, shared=shared)
     mask = attention.mask_with(shared.packing)
-    attend_readably = attend_chunked if type(compatibility) is Additive else attend_reference
+    scores_of = functools.partial(additive_scores, compatibility) if type(compatibility) is Additive else None
     scoring = {"modifiers": attention.modifiers, "sink": attention.sink}
-    attended = attend_readably(query, key, value, compatibility, mask, 0, **scoring)
+    attended = attend_reference(query, key, value, compatibility, mask, 0, scores_of, **scoring)
     gate = attention.gates(normed)
     written = attention.finish(attended.output, value, gate)
     if type(compatibility) is Additive:

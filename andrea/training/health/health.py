@@ -20,7 +20,7 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import Checkpoint
-from andrea.config import OptimizerConfig, RunConfig
+from andrea.config import MEASURES_HEADS, OptimizerConfig, RunConfig
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import Standing
@@ -314,7 +314,6 @@ UNIFORM_ENTROPY = 0.995  # a head attends uniformly above this share of the larg
 LARGEST_LOGIT = 1000.0  # nats: bf16 has steps of 4 there, so that softmax sees only 1 or 55 times as much
 CLOSED_GATE = 0.05  # a head is closed if its gate, which starts at 1, has a mean below this
 MOST_NAMED = 8  # closed heads that a message names
-MEASURES_LOGITS = ("auto", "reference", "triton")  # implementations that attention.qk_clip accepts
 
 
 def share_of(flags: Tensor) -> float:
@@ -373,7 +372,7 @@ def logits_remedy(run: RunConfig) -> str:
     if attention.compatibility in ("cosine", "additive") or "." in attention.compatibility:
         return optimizer_remedy(run.optimizer)  # their logits are bounded, or unknown to QK-clip
     words = ["model.qk_norm=false", "attention.qk_clip=100"]
-    if attention.implementation not in MEASURES_LOGITS:
+    if attention.implementation not in MEASURES_HEADS:
         words.append("attention.implementation=auto")
     return remedy_settings(*words)
 

@@ -17,7 +17,6 @@ from andrea.attention import (
     packed_documents,
 )
 from andrea.attention.implementations import triton as path
-from andrea.attention.kernels import tiles
 
 pytestmark = pytest.mark.untraced
 
@@ -74,8 +73,8 @@ def test_modified_scores_and_sinks_of_many_shapes(mask, how):
 @pytest.mark.slow
 @pytest.mark.long
 def test_modified_scores_in_many_small_tiles(monkeypatch):
-    blocks = tiles.Blocks(32, 16, 4, 1)
-    small = tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks)
+    blocks = fused.Blocks(32, 16, 4, 1)
+    small = fused.Tuning(blocks, fused.Blocks(16, 32, 4, 1), blocks)
     monkeypatch.setattr(fused, "tuning", lambda *tensors: small)
     judge(Case(1, 4, 2, 71, 71, 24, 40, "causal", **MODIFIED["all"]), "triton", measured=True)
 
@@ -90,8 +89,8 @@ def test_alibi_needs_the_position_of_the_first_query_on_the_host():
 
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
 def test_many_small_tiles(mask, monkeypatch):
-    blocks = tiles.Blocks(32, 16, 4, 1)
-    monkeypatch.setattr(fused, "tuning", lambda *tensors: tiles.Tuning(blocks, tiles.Blocks(16, 32, 4, 1), blocks))
+    blocks = fused.Blocks(32, 16, 4, 1)
+    monkeypatch.setattr(fused, "tuning", lambda *tensors: fused.Tuning(blocks, fused.Blocks(16, 32, 4, 1), blocks))
     judge(Case(2, 4, 2, 71, 71, 24, 40, mask), "triton")
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
@@ -102,16 +101,14 @@ def test_many_small_tiles(mask, monkeypatch):
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_tiles_of_every_card(capability, width, monkeypatch):
     """More keys and queries than a tile has, so that whole tiles and parts of tiles are computed."""
-    for module in (fused, tiles):
-        monkeypatch.setattr(module, "capability_of", lambda tensor: capability)
+    monkeypatch.setattr(fused, "capability_of", lambda tensor: capability)
     judge(Case(1, 2, 1, 131, 139, width, width, "window & documents & padding", torch.float16), "triton")
 
 
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
 def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
     """From Hopper on, 16-bit tiles come through tensor descriptors; their bounds are the tensor's own."""
-    for module in (fused, tiles):
-        monkeypatch.setattr(module, "capability_of", lambda tensor: 90)
+    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
     used, described = [], fused.described
     monkeypatch.setattr(fused, "described", lambda *given: used.append(described(*given)) or used[-1])
     judge(Case(2, 4, 2, 71, 71, 24, 40, mask, torch.float16), "triton", measured=True)
@@ -120,8 +117,7 @@ def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
 
 
 def test_what_the_copy_engine_cannot_read_is_read_by_address(monkeypatch):
-    for module in (fused, tiles):
-        monkeypatch.setattr(module, "capability_of", lambda tensor: 90)
+    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
     fits = torch.randn(1, 2, 5, 16).half()
     odd_stride, misaligned = torch.randn(1, 2, 5, 17).half()[..., :16], torch.randn(161).half()[1:].view(1, 2, 5, 16)
     assert fused.described(fits, fits, 16)[2]
