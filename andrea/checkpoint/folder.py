@@ -40,7 +40,6 @@ from andrea.runtime.files import (
     read_plain_file,
     remove_unfinished,
     replace_text,
-    replacing,
     staging_path,
     storing,
 )
@@ -304,13 +303,19 @@ def consolidate(path: Path) -> None:
     remove_unfinished(path)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     other_files = {name: about for name, about in manifest["files"].items() if not name.startswith(f"{SHARDS}/")}
-    with storing(path):
+    staging = staging_path(
+        path / "whole"
+    )  # a folder, because safetensors first writes a file beside the one it is given
+    with storing(path), removed_on_failure(staging):
+        staging.mkdir()
         for name, read in (
             ("optimizer.safetensors", checkpoint.optimizer_tensors),
             ("model.safetensors", checkpoint.model_tensors),
         ):
-            with replacing(path / name) as staging:
-                write_tensors(staging, read())
+            write_tensors(staging / name, read())
+            flush_to_disk(staging / name)
+            os.replace(staging / name, path / name)
+        staging.rmdir()
         write_manifest(path, other_files | flushed_files(path, path.glob("*.safetensors")))
         flush_to_disk(path)
         shutil.rmtree(path / SHARDS)

@@ -189,6 +189,22 @@ def test_a_crash_while_consolidating_leaves_valid_shards_or_valid_files(tmp_path
     assert all(torch.equal(tensor, read_checkpoint(path).model_tensors()[name]) for name, tensor in weights.items())
 
 
+def test_what_safetensors_leaves_in_a_crash_while_consolidating_is_removed_later(tmp_path: Path) -> None:
+    """safetensors first writes a file of a random name beside the one it is given."""
+    path = sharded(tmp_path)
+
+    def killed(target: Path, tensors: dict) -> None:
+        target.with_name(".tmpHGY9C2").write_bytes(b"half a model")
+        os._exit(9)
+
+    if (child := os.fork()) == 0:
+        folder.write_tensors = killed
+        consolidate(path)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and list(path.rglob(".tmp*"))
+    consolidate(path)
+    assert not list(path.rglob(".*")) and not read_checkpoint(path).is_sharded
+
+
 def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
     path = sharded(tmp_path)
     extra = path / "shards" / "shard-00003-model-00001-of-00002.safetensors"
