@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from andrea.api.words import configure
-from andrea.cli.commands import to_key_value
 from andrea.config import DashboardConfig, UserError
 from andrea.insight.dashboard import dashboard, make_workspace, specification
 
@@ -24,7 +23,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 
 def config_of(*words: str) -> DashboardConfig:
-    return configure(DashboardConfig, "dashboard", to_key_value(list(words)))
+    return configure(DashboardConfig, "dashboard", list(words))
 
 
 def panels_of(spec: dict) -> dict[str, list[dict]]:
