@@ -2,13 +2,3 @@
 
 from andrea.generation.engine import Engine, GeneratedToken, Request, next_logits_uncached, window_start
 from andrea.generation.sampling import Sampling, choose_tokens
-
-__all__ = [
-    "Engine",
-    "GeneratedToken",
-    "Request",
-    "Sampling",
-    "choose_tokens",
-    "next_logits_uncached",
-    "window_start",
-]

@@ -7,12 +7,3 @@ from andrea.model.size import (
     flops_per_token,
     forward_flops_per_token,
 )
-
-__all__ = [
-    "GPT",
-    "Parameters",
-    "count_parameters",
-    "flops_per_token",
-    "forward_flops_per_token",
-    "initialise",
-]
