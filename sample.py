@@ -3,7 +3,7 @@
 import sys
 
 from andrea import __main__ as andrea
-from andrea.cli.command_line import run
+from andrea.cli.exit_code import run
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from andrea.cli import commands
-from andrea.cli.command_line import run
+from andrea.cli.exit_code import run
 from andrea.cli.help import help_text
 from andrea.config import UserError, nearest
 from andrea.runtime.program import typed_command

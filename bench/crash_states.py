@@ -50,7 +50,7 @@ from traced import Call, supervise
 
 import andrea
 from andrea.__main__ import main as andrea_main
-from andrea.api.words import compose, read
+from andrea.api.command_line import compose, read
 from andrea.cli.commands import train
 from andrea.config import RunConfig
 from andrea.runtime.files import UNFINISHED

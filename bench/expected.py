@@ -21,7 +21,7 @@ from common import RESULTS, machine
 from studies.runs import run_all
 from study import Study
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, recipe_fingerprint, recipe_values
 from andrea.runtime.files import replace_text
 from andrea.training.expected.curves import FOLDER, TEXTS

@@ -36,7 +36,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from exportable import BLOCKS_OF_32, LAYERNORM, make_trained
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import Checkpoint
 from andrea.config import RunConfig, UserError
 from andrea.evaluation.harness.model import AndreaLM

@@ -39,7 +39,7 @@ from andrea.api.loaded_model import load
 load("{own}", device="cpu")"""
 INIT_FROM = """
 from andrea.checkpoint import read_checkpoint
-from andrea.api.words import compose, read
+from andrea.api.command_line import compose, read
 from andrea.config import RunConfig, parse
 from andrea.interop.importing.import_model import imported_if_foreign
 from andrea.training.parallel.model import make_model

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from common import RESULTS, ROOT, write_record
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning.length import planned_vocabulary
 from andrea.training.planning.micro_batch import GIB, Placement, memory_of

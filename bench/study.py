@@ -35,7 +35,7 @@ from common import RESULTS, ROOT, machine
 from studies.runs import Job, measure_speed, run_all
 from studies.table import show_table
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError, digest, recipe_values
 from andrea.runtime.files import exclusive_lock, replace_text
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from common import ROOT, machine
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Transfer

@@ -282,7 +282,7 @@ def run_script(
     main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture
 ) -> tuple[int, str, str]:
     """Run a script's main as the command does. Returns exit code, standard output and standard error."""
-    from andrea.cli.command_line import run
+    from andrea.cli.exit_code import run
 
     with pytest.raises(SystemExit) as left:
         run(main, words)

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
-from andrea.cli import command_line
 from andrea.cli.commands import train
+from andrea.cli.exit_code import run
 from andrea.insight.lens import lens  # noqa: F401 (loaded before the fork, with all that training needs)
 from andrea.training import start  # noqa: F401 (likewise)
 
@@ -67,7 +67,7 @@ def run_and_leave(main: Callable[[list[str]], int], words: list[str]) -> None:
     """What train.py does, in the fork, which must not go on with the program of its parent."""
     code: Any = 1
     try:
-        command_line.run(main, words)
+        run(main, words)
     except SystemExit as left:
         code = left.code
     except BaseException:

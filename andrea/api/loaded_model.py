@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain

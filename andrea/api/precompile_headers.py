@@ -17,7 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.runtime.code_cache import torch_cache_folder
 from andrea.runtime.program import module_command, module_environment

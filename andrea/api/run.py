@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from andrea.api.command_line import CommandLine, compose, read
 from andrea.api.precompile_headers import precompile_headers
-from andrea.api.words import CommandLine, compose, read
 from andrea.config import RunConfig, check_combinations, chosen_groups, parse, parse_values, to_plain
 from andrea.runtime.own_parts import allowing
 from andrea.training.progress import FinishedRun

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from andrea.api.command_line import SWITCHES
 from andrea.api.loaded_model import LoadedModel, load
 from andrea.api.run import train_one
-from andrea.api.words import SWITCHES
 from andrea.checkpoint import checkpoints_of, result_path, step_of
 from andrea.checkpoint.folder import read_small_json
 from andrea.config import UserError

@@ -40,6 +40,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from andrea.attention.grouped_queries import shared_by_group
 from andrea.config import UserError
 from andrea.runtime.own_parts import is_own, own_class
 
@@ -193,16 +194,6 @@ class Additive(Compatibility):
 
 def per_head(n_head: int | None, *shape: int) -> tuple[int, ...]:
     return shape if n_head is None else (n_head, *shape)
-
-
-def shared_by_group(keys: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys (..., G, S, d) to (..., H, S, d) for query (..., H, T, d): query head h reads key head h // (H / G).
-
-    Each of the G key/value heads serves H / G query heads (Ainslie et al. 2023, arXiv 2305.13245).
-    """
-    if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
-        return keys
-    return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)
 
 
 def unit(vectors: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from andrea.api.command_line import SWITCHES, configure
 from andrea.api.run import train_one
-from andrea.api.words import SWITCHES, configure
 from andrea.cli.sweep import sweep
 from andrea.config import (
     CompareConfig,

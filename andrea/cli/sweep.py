@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.api.words import SWITCHES, check_once, hydra_defaults, hydra_errors
+from andrea.api.command_line import SWITCHES, check_once, hydra_defaults, hydra_errors
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.group_files import check_choice
 from andrea.config.keys import not_key_value, type_of_key

@@ -66,7 +66,7 @@ class RunCheckpoints:
         self.saver.check()
 
     def save(self) -> None:
-        """Write a checkpoint, mark the best one, and remove the oldest. Every rank must call this."""
+        """Write a checkpoint; the saver then marks the best one and removes the oldest. Every rank must call this."""
         progress = self.progress
         self.records.working("saving")
         self.records.flush()

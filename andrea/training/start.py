@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from andrea.checkpoint import Checkpoint
-from andrea.checkpoint.find import mark_and_prune
+from andrea.checkpoint.keep import mark_and_prune
 from andrea.config import RunConfig, Text
 from andrea.model.size import flops_per_token
 from andrea.runtime import torchrun

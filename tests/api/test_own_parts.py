@@ -228,7 +228,7 @@ def test_what_is_no_such_class_is_refused_by_name(train, place: Path, word: str,
 
 @pytest.mark.parametrize("value", ["scaled_dott", "a.", ".a", "a..b", "a.b c", "1.5", "os.path;x", "a/b.c", "."])
 def test_what_is_no_dotted_path_is_refused_with_what_is_allowed(value: str) -> None:
-    from andrea.api.words import configure
+    from andrea.api.command_line import configure
 
     with pytest.raises(UserError, match=r"dotted path of a class of your own \(my_module.MyClass\)") as refused:
         configure(RunConfig, "train", [f"attention.compatibility={value}"])

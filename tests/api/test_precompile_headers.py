@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import tiny_command
 
+from andrea.api.command_line import configure
 from andrea.api.precompile_headers import cached_headers, precompile_headers
-from andrea.api.words import configure
 from andrea.config import RunConfig
 
 LONG = ["device=cpu", "compile=blocks"]

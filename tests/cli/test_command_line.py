@@ -13,8 +13,8 @@ from conftest import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.api.words import CommandLine, compose, configure, read
-from andrea.cli.command_line import exit_code_of, one_line, run
+from andrea.api.command_line import CommandLine, compose, configure, read
+from andrea.cli.exit_code import exit_code_of, one_line, run
 from andrea.config import LensConfig, RunConfig, SampleConfig, UserError, lay_over, parse
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # lone surrogates, controls and all
@@ -94,7 +94,7 @@ def test_running_out_of_memory_is_one_line(error: Exception, capsys: pytest.Capt
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
     program = (
-        "from andrea.cli.command_line import run; run(lambda words: [print('x' * 99) for _ in range(9999)] and 0, [])"
+        "from andrea.cli.exit_code import run; run(lambda words: [print('x' * 99) for _ in range(9999)] and 0, [])"
     )
     writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     writer.stdout.read(1)

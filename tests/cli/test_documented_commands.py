@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import CONFIGS_OF_COMMANDS
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.cli.commands import to_key_value, with_action
 from andrea.cli.sweep import split
 from andrea.config import (

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import run_script, tiny_words
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.cli.sweep import run_name
 from andrea.config import RunConfig, UserError
 from andrea.model.size import count_parameters, flops_per_token

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andrea.api.words import CommandLine, compose, configure, read
+from andrea.api.command_line import CommandLine, compose, configure, read
 from andrea.config import OptimizerConfig, RunConfig, SampleConfig, UserError, as_typed, lay_over, parse, to_plain
 from andrea.config.keys import dotted_keys
 from andrea.config.parse import convert

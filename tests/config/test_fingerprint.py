@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, recipe_fingerprint, recipe_values
 from andrea.config.fingerprint import NOT_LEARNED
 

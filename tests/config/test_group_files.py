@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import CONFIGS_OF_COMMANDS
 
-from andrea.api.words import CommandLine, compose, configure
+from andrea.api.command_line import CommandLine, compose, configure
 from andrea.cli.help import FIRST, help_text, read_commented
 from andrea.config import (
     CONFIGS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from andrea.__main__ import main
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import (
     LensConfig,
     RunConfig,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from andrea.api.words import CommandLine, compose, read
+from andrea.api.command_line import CommandLine, compose, read
 from andrea.config import (
     AttentionConfig,
     CompareConfig,

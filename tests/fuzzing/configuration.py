@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from andrea.api.words import compose, read
+from andrea.api.command_line import compose, read
 from andrea.cli.commands import to_key_value
 from andrea.cli.sweep import split
 from andrea.config import CompareConfig, DashboardConfig, LensConfig, RunConfig, SampleConfig, lay_over, parse

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from andrea.api.words import read
+from andrea.api.command_line import read
 from andrea.config import SampleConfig, lay_over, parse
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling

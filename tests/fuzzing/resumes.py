@@ -22,8 +22,8 @@ import torch
 from forked_train import ForkedTrain
 from hypothesis import strategies as st
 
+from andrea.api.command_line import compose, read
 from andrea.api.run import train_one
-from andrea.api.words import compose, read
 from andrea.config import RunConfig, UserError, parse, to_plain
 from andrea.text.corpus import VERIFIED, open_corpus
 from andrea.text.loader import Loader

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
-from andrea.cli.command_line import one_line
+from andrea.cli.exit_code import one_line
 from andrea.config import UserError
 
 SECONDS = 5.0  # of processor time, for one input

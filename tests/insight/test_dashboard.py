@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import DashboardConfig, UserError
 from andrea.insight.dashboard import dashboard, make_workspace, specification
 

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from exportable import LAYERNORM, NANO, logits_of, make_trained, tokens_of
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.interop import proof
 from andrea.interop.gguf import choose_architecture

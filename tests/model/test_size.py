@@ -13,7 +13,7 @@ from head_options import ALL_OPTIONS
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import AttentionConfig, RunConfig, group_config
 from andrea.config.group_files import choices
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token

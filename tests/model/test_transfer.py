@@ -6,7 +6,7 @@ import pytest
 import torch
 from head_options import ALL_KINDS, SCORES, words_of
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Factors, Transfer

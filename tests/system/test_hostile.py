@@ -331,7 +331,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import train
-from andrea.cli.command_line import run
+from andrea.cli.exit_code import run
 from andrea.training.step import TrainingStep
 
 class Step(TrainingStep):
@@ -373,7 +373,7 @@ WITH_LATE_MODULES = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import train
-from andrea.cli.command_line import run
+from andrea.cli.exit_code import run
 from andrea.training.step import TrainingStep
 
 class Step(TrainingStep):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from head_options import draw_what_starts_alike
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT, initialise

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, digest, recipe_fingerprint
 from andrea.training.expected import curves
 from andrea.training.expected.curves import Curve, Expected, ExpectedCurves, Standing

@@ -19,7 +19,7 @@ from conftest import settings_in, tiny_words
 
 import andrea
 from andrea.__main__ import main
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint, step_of
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Compatibility, shared_by_group
+from andrea.attention.compatibility import Compatibility
+from andrea.attention.grouped_queries import shared_by_group
 from andrea.attention.implementations.case import Case, Result
 from andrea.attention.mask import Mask, positions, visible_keys
 from andrea.attention.modifiers import ScoreModifiers

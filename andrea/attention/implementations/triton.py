@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import shared_by_group
+from andrea.attention.grouped_queries import shared_by_group
 from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels, refusal_of_start
 from andrea.attention.mask import Causal, positions, visible_interval
 from andrea.attention.modifiers import alibi_slopes

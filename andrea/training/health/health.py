@@ -24,7 +24,7 @@ from andrea.config import MEASURES_HEADS, OptimizerConfig, RunConfig
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import Standing
-from andrea.training.health.text import Judgement, ReferenceText, judge_texts
+from andrea.training.health.samples import Judgement, ReferenceText, judge_texts
 
 # Finding -> whether it counts as a failure: then health.on_failure=stop ends the run.
 FINDINGS = {

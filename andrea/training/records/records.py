@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from andrea.checkpoint import Checkpoint
-from andrea.checkpoint.find import set_aside_after
+from andrea.checkpoint.keep import set_aside_after
 from andrea.config import LoggerConfig, RunConfig, UserError, to_plain
 from andrea.model.size import flops_per_token
 from andrea.runtime.files import StorageFailed

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import write_checkpoint
 from andrea.config import RunConfig, to_plain
 from andrea.text.tokenizer import ByteTokenizer

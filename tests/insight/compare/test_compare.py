@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_folders import make_eight_runs, make_run
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import Checkpoint
 from andrea.cli.commands import to_key_value
 from andrea.config import CompareConfig, RunConfig, UserError

@@ -16,7 +16,7 @@ from run_folders import make_run
 from test_compare_page import opened
 
 from andrea.__main__ import main
-from andrea.cli.command_line import exit_code_of
+from andrea.cli.exit_code import exit_code_of
 from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page import RunPage, render_page
 from andrea.insight.compare.runs import LeftOut, Run, read_run

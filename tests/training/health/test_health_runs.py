@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import newest_whole
 from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.text.corpus import open_corpus
-from andrea.training.health import health, text
-from andrea.training.health.text import ReferenceText, judge_texts
+from andrea.training.health import health, samples
+from andrea.training.health.samples import ReferenceText, judge_texts
 from andrea.training.records.run_folder import read_lines
 
 pytestmark = pytest.mark.untraced
@@ -87,9 +87,9 @@ def test_more_samples_are_judged_where_the_first_are_a_finding(
 ) -> None:
     words = ["train.sample_tokens=160", "train.steps=16", "train.eval_every=16", "optimizer.warmup_steps=0"]
     monkeypatch.setattr(health, "EARLY_STEPS", 0)
-    monkeypatch.setattr(text, "REPETITION", 0.999)
+    monkeypatch.setattr(samples, "REPETITION", 0.999)
     for name, variety, fewest, most in (("well", 0.001, 1, 5), ("ill", 0.999, 6, 20)):
-        monkeypatch.setattr(text, "LEAST_VARIETY", variety)
+        monkeypatch.setattr(samples, "LEAST_VARIETY", variety)
         assert tiny_run(f"name={name}", *words) == 0
         records = read_lines(tmp_path / "runs" / name / "metrics.jsonl")
         record = next(record for record in records if "health/text/judged" in record)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.text.loader import IGNORED_TARGET

@@ -8,7 +8,7 @@ import pytest
 import torch
 from head_options import ALL_OPTIONS, words_of
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.training.optimizer.optimizer import MOMENTUM, Optimizer, group_parameters, orthogonalise, saved_shapes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import OptimizerConfig, RunConfig
 from andrea.training.optimizer.schedule import decay_start, may_change, rate_at, relength
 

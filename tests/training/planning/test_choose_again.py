@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import tiny_words
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.config import RunConfig
 from andrea.training.planning.plan import choose_again

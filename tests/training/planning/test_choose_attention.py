@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.attention.mask import SlidingWindow
 from andrea.config import RunConfig
 from andrea.training.planning import plan

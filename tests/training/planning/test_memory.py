@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT
 from andrea.training.parallel.strategy import Ranks

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
 from andrea.training.loss.micro_batch import MicroBatchLoss

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning.dry_run import describe, on_cards
 from andrea.training.planning.length import planned_vocabulary

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import tiny_words
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_checkpoint, result_of
 from andrea.config import OptimizerConfig, RunConfig, group_config
 from andrea.config.schema import DEFAULT_MINUTES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import shut
 
-from andrea.api.words import configure
+from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.runtime.files import StorageFailed
 from andrea.training.records.run_folder import RunFolder, new_run_folder, read_lines, read_records, run_folder_locked
