@@ -157,7 +157,8 @@ class Disk:
             if not (isinstance(target, Folder) and target.entries):
                 folder.put(name, None)
                 self.folder_of(call.to).put(Path(call.to).name, node)
-                folder.changed.append({name, Path(call.to).name})  # all renames are within a folder
+                if self.folder_of(call.to) is folder:  # else one of the two names may be lost without the other
+                    folder.changed.append({name, Path(call.to).name})
 
     def as_it_is(self) -> State:
         return dict(walk(self.top, {}, frozenset()))

@@ -303,9 +303,8 @@ def consolidate(path: Path) -> None:
     remove_unfinished(path)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     other_files = {name: about for name, about in manifest["files"].items() if not name.startswith(f"{SHARDS}/")}
-    staging = staging_path(
-        path / "whole"
-    )  # a folder, because safetensors first writes a file beside the one it is given
+    # A folder, because safetensors first writes a file beside the one it is given, and a crash may leave that.
+    staging = staging_path(path / "whole")
     with storing(path), removed_on_failure(staging):
         staging.mkdir()
         for name, read in (
@@ -316,6 +315,7 @@ def consolidate(path: Path) -> None:
             flush_to_disk(staging / name)
             os.replace(staging / name, path / name)
         staging.rmdir()
+        flush_to_disk(path)  # power loss must not keep the new manifest and lose a name in it
         write_manifest(path, other_files | flushed_files(path, path.glob("*.safetensors")))
         flush_to_disk(path)
         shutil.rmtree(path / SHARDS)

@@ -54,6 +54,10 @@ def sweep(argv: list[str]) -> int:
     keys = [word.partition("=")[0] for word in varied]
     if "train.max_minutes" not in (*settings, *keys):  # runs to compare have the same length on a slow machine
         fixed.append("train.max_minutes=null")
+    if "{" in group:
+        raise UserError(
+            f"name={group}: a sweep's name has no places to fill in; its runs are named by size, tokens and seed"
+        )
     folder_name("name", group)  # it becomes part of a path whose old content is removed
     runs_dir = Path(readable_path("runs_dir", settings.get("runs_dir", "runs")))
     if alone := {"name", "runs_dir"} & set(keys):

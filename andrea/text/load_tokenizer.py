@@ -58,6 +58,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         elif kind == "byte":
             found = ByteTokenizer()
         elif kind == "hf":
+            if type(description["end_of_text"]) is not int:
+                raise ValueError("end_of_text is not a token")
             content = read_plain_file(folder / HF_FILE, LARGEST_FILE_BYTES)
             found = HfTokenizer(content, description["end_of_text"], description["n_vocab"], folder / HF_FILE)
         else:

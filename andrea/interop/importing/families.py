@@ -100,7 +100,9 @@ def own_configs(settings: Settings, name: str) -> Configs:
     chosen: dict[str, dict[str, Any]] = {"model": {}, "attention": {}}
     for theirs, ours in REMOTE_SETTINGS.items():
         if theirs not in settings:
-            raise UserError(f"config.json lacks {theirs}; copy it again")
+            raise UserError(
+                f"config.json lacks {theirs}; copy it again, or export it again if it is of an older version"
+            )
         group, key = ours.split(".")
         chosen[group][key] = settings[theirs]
     windows = chosen["attention"]["window"] or [None]

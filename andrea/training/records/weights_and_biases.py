@@ -49,8 +49,9 @@ class Wandb(Logger):
         os.environ.setdefault("WANDB_SILENT", "true")
         self.run: Any = None  # wandb's own run; None where wandb has failed
         self.run_id = run_id or uuid.uuid4().hex[:8]
+        group = os.environ.get(GROUP) or (None if run_id else group)  # a run that goes on keeps the group that it has
         about = {
-            "project": config.project, "group": os.environ.get(GROUP) or group, "name": replace_surrogates(name),
+            "project": config.project, "group": group, "name": replace_surrogates(name),
             "config": replace_surrogates(facts), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
         }  # fmt: skip
         timeouts = {key: seconds for key, seconds in TIMEOUTS_SECONDS.items() if key in wandb.Settings.model_fields}
