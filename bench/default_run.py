@@ -65,7 +65,6 @@ def measure(chosen: argparse.Namespace, model: str, seed: int) -> dict[str, Any]
         trained = andrea.load(place / "runs" / "run", device="cpu")
         row["unseen"] = {package: trained.score(code_of(package)) for package in chosen.unseen}
         print("  " + ", ".join(f"{package} {value:.4f}" for package, value in row["unseen"].items()), flush=True)
-    row["sample"] = read_lines(place / "runs" / "run" / "samples.jsonl")[-1]["text"]
     return row
 
 

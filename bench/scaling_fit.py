@@ -17,7 +17,7 @@ from common import RESULTS, write_record
 from andrea.insight.compare import scaling
 
 BEYOND = scaling.TESTED_FACTOR
-SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: andrea-nano-2026-11 to andrea-480m-2026-11
+SMALLEST, LARGEST = 3.3e6, 466e6  # parameters: of andrea-nano to andrea-480m, in November 2026
 TRUTHS = {  # E, A, alpha, B, beta: nats per token, parameters, tokens
     "Hoffmann 2022": (1.69, 406.4, 0.34, 410.7, 0.28),
     "Besiroglu 2024": (1.82, 482.0, 0.35, 2085.4, 0.37),

@@ -707,12 +707,22 @@ def empty_gradients(
 def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[Tensor, Tensor, tuple]:
     """For each block of keys, the range of queries low .. high-1 that may see a key of the block. Returns low, high,
     (B, H, blocks) each, and their strides."""
-    first, stop = first.contiguous(), stop.contiguous()
+    shape = first.shape
+    first, stop = (unexpanded(tensor).contiguous() for tensor in (first, stop))
     begin = torch.arange(0, n_key, block, dtype=torch.int32, device=first.device)
     begin = begin.expand(*first.shape[:2], -1).contiguous()
     low = torch.searchsorted(stop, begin, right=True, out_int32=True)  # number of rows with stop <= the block's begin
     high = torch.searchsorted(first, begin + block, out_int32=True)  # number of rows with first < the block's end
+    low, high = (tensor.expand(*shape[:2], -1) for tensor in (low, high))
     return low, high, low.stride()
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Undo `expand` in the dimensions B and H: all heads of all texts often have one mask, which is searched once."""
+    for dim in (0, 1):
+        if tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 @fused_attention_backward.register_fake

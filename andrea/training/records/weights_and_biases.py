@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from andrea.config import LoggerConfig, UserError
+from andrea.config import LoggerConfig, UserError, as_typed
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.records import AXES, Logger
 from andrea.training.records.run_folder import read_lines
@@ -166,7 +166,7 @@ def check_settings(config: LoggerConfig) -> None:
     try:
         wandb.Settings(project=config.project)
     except (ValueError, wandb.errors.UsageError) as error:
-        raise UserError(f"logger.project={config.project} is refused by wandb: {reason(error)}") from None
+        raise UserError(f"logger.project={as_typed(config.project)} is refused by wandb: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:
