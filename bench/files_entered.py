@@ -23,9 +23,11 @@ from common import ROOT
 sys.path.insert(0, str(ROOT))
 
 PACKAGE = ROOT / "andrea"
-COUNTED_STEP = 3  # the first steps also set up what later ones reuse
+COUNTED_STEP = (
+    3  # the first steps also set up what later ones reuse; in a run of 24 steps, the fourth measures the heads
+)
 PLANNING = ("training", "api", "cli", "config")
-FIXED = ["compile=off", "logger=none", "device=cpu", "train.steps=6", "train.eval_every=6", "name=traced"]
+FIXED = ["compile=off", "logger=none", "device=cpu", "train.steps=24", "train.eval_every=24", "name=traced"]
 SMALL = ["model.n_layer=2", "train.tokens_per_step=2048", "train.micro_batch=2"]
 
 
