@@ -52,7 +52,10 @@ def exit_code_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
             print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}", file=sys.stderr)
         return 2
     except StorageFailed as error:
-        print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {error.advice}", file=sys.stderr)
+        if error.is_told_by_another_rank:
+            time.sleep(torchrun.GRACE_SECONDS)  # torchrun ends all ranks as soon as one has ended
+        else:
+            print(f"error: {torchrun.rank_prefix()}{one_line(str(error))}; {error.advice}", file=sys.stderr)
         return 5
     except OSError as error:
         is_temporary = "temporary directory" in str(error.strerror)  # of Python's tempfile, which torch uses

@@ -44,8 +44,11 @@ RESUME = "continue with resume=auto"
 class StorageFailed(Exception):
     """Reading or writing failed. The message names the path. Files that were complete before are still complete.
 
-    advice: what the user can do now, for the end of the line.
+    advice: what the user can do now, for the end of the line. is_told_by_another_rank: whether it failed there, and this rank
+    ends without a word.
     """
+
+    is_told_by_another_rank = False
 
     def __init__(self, message: str, advice: str = f"check the disk, then {RESUME}") -> None:
         super().__init__(message)

@@ -197,8 +197,9 @@ class ShardedSaver(Saver):
             outcome = failure
         outcomes: list[Any] = [None] * self.parallel.ranks.size
         dist.all_gather_object(outcomes, outcome, group=self.group)
-        for each in outcomes:
+        for rank, each in enumerate(outcomes):
             if isinstance(each, StorageFailed):
+                each.is_told_by_another_rank = rank != self.parallel.ranks.rank
                 raise each
         return outcomes
 
