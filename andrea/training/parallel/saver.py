@@ -38,7 +38,8 @@ Result = TypeVar("Result")
 class Saver:
     """Writes and restores checkpoints of a model that each rank has whole. folder: the run's folder.
 
-    keep: how many of the newest checkpoints are kept.
+    keep: how many of the newest checkpoints are kept. `save` returns when everything is written, in the single-file format, so
+    that `check`, `wait` and `conclude` have nothing to do; `ShardedSaver` writes in the background.
     """
 
     def __init__(self, folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
