@@ -339,8 +339,10 @@ class Trainer:
         self.config = self.plan.config
         self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
         self.figures: dict[str, float] = {}  # of the last step that was read
+        self.unjudged: list[tuple[int, float, float]] = []  # step, loss, norm that the health checks do not know yet
         self.evaluated: dict[str, Any] = {}  # figures of an evaluation that are not recorded yet
         self.planned = self.config_for(self.progress.planned_steps)
+        self.actions = self.planned_actions()
         budget, optimizer = self.stopping.budget, self.config.optimizer
         self.is_open = budget is not None and is_open(self.progress.step, self.progress.planned_steps, optimizer)
         if budget and self.is_open:  # as long as it may be: train.max_minutes lets the rate fall earlier
@@ -362,6 +364,7 @@ class Trainer:
                 return self.train_steps()
             except DataLost:  # the weights are intact; with several ranks, the others are in the middle of a step
                 if self.progress.step and self.step.ranks.size == 1 and self.read_figures(wait=True):
+                    self.tell_health()
                     self.checkpoints.save_if_finite()
                 raise
 
@@ -382,28 +385,31 @@ class Trainer:
             batch = self.step.batch(progress.step)
             update = self.step.run(batch, rate, self.requests, measure_size="evaluation" in due)
             progress.step += 1
-            progress.tokens += config.tokens_per_step
-            progress.flops += config.tokens_per_step * self.throughput.flops_per_token
+            progress.tokens += self.throughput.tokens_per_step
+            progress.flops += self.throughput.tokens_per_step * self.throughput.flops_per_token
             self.unread.append((progress.step, host_copy.HostCopy(update.numbers)))
             self.step.prefetch(progress.step)
             if not self.read_figures(wait="record" in due or "save" in due):
                 return self.endings.stop_not_finite(self.figures)
             if ("evaluation" in due or "save" in due) and not self.checkpoints.is_finite():
                 return self.endings.stop_not_finite(self.figures)
-            self.checkpoints.check()
             self.note_time(time.perf_counter() - clock, rate)
             if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
                 self.heed_time(wanted)
-            for action in due.values():
-                action.do(update, rate)
-            self.evaluator.forget()
+            if due:
+                self.checkpoints.check()
+                self.tell_health()
+                for action in due.values():
+                    action.do(update, rate)
+                self.evaluator.forget()
             if "evaluation" in due and (failed := self.evaluator.failed()):
                 return self.endings.stop_failed(failed)
         if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
             return self.endings.stop_not_finite(self.figures)
+        self.tell_health()
         return self.endings.conclude()
 
-    def actions(self) -> list[Action]:
+    def planned_actions(self) -> list[Action]:
         """What follows a step, in this order. Its time is not counted as training time."""
         train = self.planned.train
         assert train.eval_every != "auto" and train.save_every != "auto", "auto is resolved before training"
@@ -422,7 +428,7 @@ class Trainer:
     def due_at(self, step: int) -> dict[str, Action]:
         """The actions that follow step number `step`, counted from 1, by name."""
         last_step = self.progress.planned_steps
-        return {action.name: action for action in self.actions() if action.is_due(step, last_step)}
+        return {action.name: action for action in self.actions if action.is_due(step, last_step)}
 
     def measure_heads(self, update: Update, rate: float) -> None:
         self.records.log(self.evaluator.measure_heads())
@@ -462,10 +468,16 @@ class Trainer:
             self.figures = {"step": number, "loss": loss, "norm": norm}
             self.stopping.agree(stop_flags)
             if finite:
-                self.evaluator.health.note_step(number, self.figures["loss"], self.figures["norm"])
+                self.unjudged.append((number, loss, norm))
             elif not self.step.scale.may_back_off():
                 return False
         return True
+
+    def tell_health(self) -> None:
+        """Hand the health checks the steps that were read since the last call: before each evaluation and each save."""
+        for step in self.unjudged:
+            self.evaluator.health.note_step(*step)
+        self.unjudged.clear()
 
     def change_length(self, steps: int) -> None:
         """Plan the run for `steps` steps. Every rank must call this after the same step and with the same number."""
@@ -475,6 +487,7 @@ class Trainer:
     def settle_intervals(self, steps: int) -> None:
         """Compute the intervals that were left `auto` for this length, which may be an estimate."""
         self.planned, self.records.console.steps = self.config_for(steps), steps
+        self.actions = self.planned_actions()
         if self.step.ranks.is_rank_0:
             write_config(self.checkpoints.folder, self.planned)
 
