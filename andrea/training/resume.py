@@ -40,8 +40,7 @@ from andrea.config.keys import flatten
 from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
-from andrea.training.optimizer.optimizer import LossScale, saved_shapes
-from andrea.training.optimizer.schedule import decay_start, may_change, rate_at, relength
+from andrea.training.optimizer import LossScale, decay_start, may_change, rate_at, relength, saved_shapes
 from andrea.training.parallel.saver import Saver
 from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
 from andrea.training.planning.time_budget import is_open

@@ -26,7 +26,7 @@ from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
 from andrea.training.loss.micro_batch import Teachers, load_teachers
-from andrea.training.optimizer.optimizer import LossScale, Optimizer
+from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.model import make_loss, make_model, make_parallel
 from andrea.training.parallel.process_group import Watchdog
 from andrea.training.parallel.saver import make_saver

@@ -29,7 +29,7 @@ from andrea.text.corpus import VERIFIED, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.prepare import fingerprint_of
 from andrea.training.health.health import make_health
-from andrea.training.optimizer.optimizer import LossScale
+from andrea.training.optimizer import LossScale
 from andrea.training.planning.length import with_length_and_name
 from andrea.training.planning.plan import keys_left_auto
 from andrea.training.progress import Progress

@@ -19,7 +19,7 @@ from andrea.config.group_files import choices
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
 from andrea.training.health.attention import probe
 from andrea.training.loss.micro_batch import training_loss_sum
-from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.strategy import Parallel
 from andrea.training.planning.memory import Memory, plan_memory
 

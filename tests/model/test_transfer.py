@@ -11,7 +11,7 @@ from andrea.config import RunConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.loss.micro_batch import loss_sum
-from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.strategy import Parallel
 
 pytestmark = pytest.mark.untraced

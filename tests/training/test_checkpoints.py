@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from andrea.training.checkpoints import RunCheckpoints
-from andrea.training.optimizer.optimizer import LossScale
+from andrea.training.optimizer import LossScale
 from andrea.training.parallel.strategy import Ranks
 
 

@@ -17,7 +17,7 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision, choose_threads
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import ExpectedCurves
-from andrea.training.optimizer.optimizer import LossScale, Optimizer
+from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.model import make_loss
 from andrea.training.parallel.strategy import Parallel, Ranks
 from andrea.training.planning.length import planned_vocabulary

@@ -19,7 +19,7 @@ from andrea.config import AttentionConfig, ModelConfig
 from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT
 from andrea.training.loss.micro_batch import LOGITS_EAGER, rows_in_chunk, training_loss_sum
-from andrea.training.optimizer.optimizer import group_parameters
+from andrea.training.optimizer import group_parameters
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the matrix products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):

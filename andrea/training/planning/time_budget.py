@@ -15,7 +15,7 @@ from typing import final
 
 from andrea.config import OptimizerConfig, RunConfig
 from andrea.text.corpus import Corpus
-from andrea.training.optimizer.schedule import decay_start, may_change, shortest_length
+from andrea.training.optimizer import decay_start, may_change, shortest_length
 from andrea.training.planning.plan import QUARTERS, Plan
 from andrea.training.progress import Progress
 

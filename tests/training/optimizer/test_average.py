@@ -10,7 +10,7 @@ from torch import nn
 
 from andrea.checkpoint import checkpoints_of, newest_whole
 from andrea.checkpoint.model import load_model
-from andrea.training.optimizer.optimizer import WeightAverage
+from andrea.training.optimizer import WeightAverage
 from andrea.training.parallel.strategy import Parallel
 
 
