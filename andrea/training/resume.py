@@ -42,8 +42,8 @@ from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
 from andrea.training.optimizer import LossScale, decay_start, may_change, rate_at, relength, saved_shapes
 from andrea.training.parallel.saver import Saver
+from andrea.training.planning.length import is_open
 from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
-from andrea.training.planning.time_budget import is_open
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import LOCK, read_lines, run_folder_of
 

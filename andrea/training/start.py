@@ -31,9 +31,9 @@ from andrea.training.parallel.model import make_loss, make_model, make_parallel
 from andrea.training.parallel.process_group import Watchdog
 from andrea.training.parallel.saver import make_saver
 from andrea.training.parallel.strategy import Parallel, Ranks
-from andrea.training.planning.micro_batch import Machine, with_tried_micro_batch
+from andrea.training.planning.length import FORWARD_SHARE, TimeBudget, describe_length
+from andrea.training.planning.memory import Machine, with_tried_micro_batch
 from andrea.training.planning.plan import Plan, make_plan
-from andrea.training.planning.time_budget import describe_length, make_time_budget
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records import Logger
 from andrea.training.records.console import Console
@@ -205,6 +205,21 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     )
     ranks.from_rank_0(lambda: write_config(folder, trainer.planned))
     return trainer
+
+
+def make_time_budget(plan: Plan, corpus: Corpus, started: float) -> TimeBudget | None:
+    """None without train.max_minutes."""
+    config = plan.config
+    if config.max_minutes is None:
+        return None
+    held_out = sum(len(source.val) for source in corpus.sources)
+    return TimeBudget(
+        config.max_minutes,
+        started,
+        FORWARD_SHARE * held_out / config.tokens_per_step,
+        plan.most_steps,
+        is_limit="train.max_minutes" not in plan.left_auto,
+    )
 
 
 def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_auto: Sequence[str]) -> Progress:

@@ -21,11 +21,11 @@ from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.model import make_loss
 from andrea.training.parallel.strategy import Parallel, Ranks
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.memory import Memory
-from andrea.training.planning.micro_batch import (
+from andrea.training.planning.memory import (
     CARD,
     FREE_ON_CARD,
     USABLE_SHARE,
+    Memory,
     Placement,
     flops_of_run,
     free_bytes,
