@@ -57,7 +57,7 @@ def work(chosen: argparse.Namespace) -> None:
     from andrea.training.loss.micro_batch import MicroBatchLoss
     from andrea.training.optimizer import Optimizer
     from andrea.training.parallel.fsdp import FullySharded
-    from andrea.training.parallel.process_group import join_ranks
+    from andrea.training.parallel.ranks import join_ranks
     from andrea.training.parallel.saver import ShardedSaver
 
     config, optimizer_config = model_config(chosen.model), group_config("optimizer", "muon")

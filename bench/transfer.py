@@ -27,7 +27,7 @@ from andrea.text.loader import Loader, validation_batches
 from andrea.training.evaluation import summary, sums_over
 from andrea.training.loss.micro_batch import loss_sum
 from andrea.training.optimizer import Optimizer, rate_at
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.ranks import Parallel
 
 WIDTHS = (32, 80, 192)
 D_HEAD = 16

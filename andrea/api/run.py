@@ -40,7 +40,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.insight.compare.page import RunPage
     from andrea.insight.lens.lens import small_lens
     from andrea.training import resume
-    from andrea.training.parallel.process_group import join_ranks
+    from andrea.training.parallel.ranks import join_ranks
     from andrea.training.planning.dry_run import describe
     from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from andrea.checkpoint.folder import AVERAGE
 from andrea.config import OptimizerConfig
 from andrea.model.transfer import Factors, Transfer
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.ranks import Parallel
 
 # ----------------------------------------------------------------------------------------------------------------- muon
 # Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum.

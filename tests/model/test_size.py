@@ -20,7 +20,7 @@ from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_p
 from andrea.training.health.attention import probe
 from andrea.training.loss.micro_batch import training_loss_sum
 from andrea.training.optimizer import Optimizer
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.ranks import Parallel
 from andrea.training.planning.memory import Memory, plan_memory
 
 pytestmark = pytest.mark.untraced

@@ -26,7 +26,7 @@ from andrea.config import ParallelConfig
 from andrea.model.gpt import GPT
 from andrea.runtime.compiling import compile_graph
 from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.parallel.strategy import Parallel, Ranks
+from andrea.training.parallel.ranks import Parallel, Ranks
 
 
 class FullySharded(Parallel):

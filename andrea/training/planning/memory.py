@@ -38,7 +38,7 @@ from andrea.training.loss.micro_batch import (
 )
 from andrea.training.optimizer import group_parameters
 from andrea.training.parallel.fsdp import FullySharded
-from andrea.training.parallel.strategy import Parallel, Ranks
+from andrea.training.parallel.ranks import Parallel, Ranks
 from andrea.training.records.console import Console, format_memory
 
 # ----------------------------------------------------------------------------------------------------- memory of a step

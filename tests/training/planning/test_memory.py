@@ -12,7 +12,7 @@ import torch
 from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT
-from andrea.training.parallel.strategy import Ranks
+from andrea.training.parallel.ranks import Ranks
 from andrea.training.planning import memory as machine
 from andrea.training.planning.memory import (
     LiveBytes,
