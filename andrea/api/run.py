@@ -42,13 +42,15 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.training import resume
     from andrea.training.parallel.ranks import join_ranks
     from andrea.training.planning.dry_run import describe
-    from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.planning.plan import keys_left_auto
     from andrea.training.records.run_folder import run_folder_of
     from andrea.training.start import start
 
-    check_source(typed)
+    if typed.init_from:
+        from andrea.training.planning.init_from import check_source
+
+        check_source(typed)
     is_named = "{" not in (typed.name or "")  # a name that has no places to fill in
     config = typed if typed.resume and is_named else with_length_and_name(typed)
     progress, groups = None, chosen_groups(line.groups)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from andrea.api.command_line import configure
 from andrea.config import AttentionConfig, RunConfig, group_config
-from andrea.config.group_files import choices
+from andrea.config.keys import choices
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
 from andrea.training.health.attention import probe
 from andrea.training.loss.micro_batch import training_loss_sum

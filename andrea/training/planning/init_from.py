@@ -55,10 +55,9 @@ def source_of(named: Any, runs_dir: Any, key: str = "init_from") -> Checkpoint:
 
 def check_source(config: RunConfig) -> None:
     """Raises UserError if the weights of init_from do not fit the configured tokenizer and model. Reads headers alone."""
-    if config.init_from:
-        source = read_checkpoint(Path(config.init_from))
-        check_tokenizer(config, source.tokenizer())
-        check_model(config, source)
+    source = read_checkpoint(Path(config.init_from))
+    check_tokenizer(config, source.tokenizer())
+    check_model(config, source)
 
 
 def tokenizer_keys(source: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
