@@ -16,7 +16,7 @@ from torch import nn
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.keep import mark_and_prune
 from andrea.checkpoint.model import load_results
-from andrea.config import RunConfig, Text, UserError
+from andrea.config import PathText, RunConfig, Text, UserError
 from andrea.model import GPT, initialise
 from andrea.model.size import flops_per_token
 from andrea.model.transfer import Transfer
@@ -36,6 +36,7 @@ from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import DataParallel, Parallel, Ranks, Watchdog, reuses_training_graph
 from andrea.training.parallel.saver import make_saver
+from andrea.training.planning.init_from import source_of_weights
 from andrea.training.planning.length import FORWARD_SHARE, TimeBudget, describe_length
 from andrea.training.planning.memory import Machine, with_tried_micro_batch
 from andrea.training.planning.plan import Plan, make_plan
@@ -51,11 +52,10 @@ from andrea.training.records.run_folder import (
     write_config,
 )
 from andrea.training.resume import (
+    check_data,
     restore,
     resumed_progress,
     saved_run,
-    source_of_weights,
-    tokenizer_config,
     without_run,
 )
 from andrea.training.step import TrainingStep
@@ -107,7 +107,9 @@ def start(
             f"{checkpoint.path} is not in the folder of this run, and stays as it is; the run continues in {folder}"
         )
         checkpoint = without_run(checkpoint)
-    tokenizer = tokenizer_config(config, checkpoint)
+    tokenizer = config.tokenizer
+    if checkpoint and tokenizer.path:  # a resumed run has its own copy of a tokenizer that was given by a path
+        tokenizer = dataclasses.replace(tokenizer, path=PathText(checkpoint.path))
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
@@ -116,8 +118,11 @@ def start(
     for line in plan.lines:
         console.say(line)
     set_up_process(plan.config, machine)
-    source = ranks.rank_0_first(lambda: source_of_weights(plan.config, corpus, checkpoint))
-    if source is not None:
+    source = None
+    if checkpoint:
+        ranks.rank_0_first(lambda: check_data(checkpoint, corpus))
+    elif config.init_from:
+        source = ranks.rank_0_first(lambda: source_of_weights(plan.config, corpus.tokenizer))
         console.say(f"weights: {config.init_from} (init_from)")
     teachers = ranks.rank_0_first(lambda: load_teachers(plan.config, corpus.tokenizer, machine.device))
     if teachers is not None:
