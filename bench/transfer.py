@@ -25,7 +25,7 @@ from andrea.model.transfer import Transfer
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader, validation_batches
 from andrea.training.evaluation import summary, sums_over
-from andrea.training.loss.micro_batch import loss_sum
+from andrea.training.loss.loss import loss_sum
 from andrea.training.optimizer import Optimizer, rate_at
 from andrea.training.parallel.ranks import Parallel
 

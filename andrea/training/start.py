@@ -31,7 +31,7 @@ from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.attention import measures_every_step
 from andrea.training.health.health import make_health
-from andrea.training.loss.micro_batch import MicroBatchLoss, Teachers, load_teachers
+from andrea.training.loss.loss import MicroBatchLoss, Teachers, load_teachers
 from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import DataParallel, Parallel, Ranks, Watchdog, reuses_training_graph

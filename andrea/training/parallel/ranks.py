@@ -37,7 +37,7 @@ from andrea.model.gpt import GPT
 from andrea.runtime import torchrun
 from andrea.runtime.compiling import compile_graph
 from andrea.runtime.torchrun import ErrorOfRank0, RankLost
-from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.loss.loss import MicroBatchLoss
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 # The processes of one run, and the collectives that the training code needs.

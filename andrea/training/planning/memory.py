@@ -29,7 +29,7 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import Choice, choose_device
 from andrea.runtime.program import typed_command
 from andrea.training.health.attention import measures_every_step
-from andrea.training.loss.micro_batch import (
+from andrea.training.loss.loss import (
     LOGITS_EAGER,
     MicroBatchLoss,
     Teachers,

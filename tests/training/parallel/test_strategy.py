@@ -7,7 +7,7 @@ import torch
 
 from andrea.config import group_config
 from andrea.model import GPT
-from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.loss.loss import MicroBatchLoss
 from andrea.training.parallel.ranks import Parallel
 
 
