@@ -54,10 +54,10 @@ def work(chosen: argparse.Namespace) -> None:
 
     from andrea.runtime.device import WEIGHT_DTYPE, choose_device, choose_precision, keep_freed_memory
     from andrea.text.tokenizer import ByteTokenizer
-    from andrea.training.loss.micro_batch import MicroBatchLoss
-    from andrea.training.optimizer.optimizer import Optimizer
+    from andrea.training.loss.loss import MicroBatchLoss
+    from andrea.training.optimizer import Optimizer
     from andrea.training.parallel.fsdp import FullySharded
-    from andrea.training.parallel.process_group import join_ranks
+    from andrea.training.parallel.ranks import join_ranks
     from andrea.training.parallel.saver import ShardedSaver
 
     config, optimizer_config = model_config(chosen.model), group_config("optimizer", "muon")

@@ -4,12 +4,14 @@
     python bench/files_entered.py data=text data.path=notes/
 
 A default run on a CPU is traced with sys.settrace, uncompiled, with few steps and no evaluation in between; the words go to
-train.py. A file counts if a function of it is called. One step is what lies between two calls of TrainingStep.run.
+train.py. A file counts if a function of it is called; one that is only imported does not count, though the bodies of its
+classes run. One step is what lies between two calls of TrainingStep.run.
 C++ and what torch runs in threads of its own are not seen: the kernels' files are those that their Python modules name.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tempfile
 import threading
@@ -39,7 +41,8 @@ class Visited:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if not code.co_filename.startswith(str(PACKAGE)) or code.co_name == "<module>":
+        is_function = code.co_flags & inspect.CO_OPTIMIZED  # not the body of a module or of a class
+        if not is_function or not code.co_filename.startswith(str(PACKAGE)):
             return
         name = str(Path(code.co_filename).relative_to(PACKAGE))
         if name == "training/step.py" and code.co_qualname == "TrainingStep.run":

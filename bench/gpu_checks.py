@@ -40,7 +40,7 @@ from andrea.attention import DotProduct, refusal
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.model.gpt import softcap
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.micro_batch import fused_cross_entropy, training_loss_sum
+from andrea.training.loss.loss import fused_cross_entropy, training_loss_sum
 
 PARTS = ("heads", "attention", "compiled", "loss", "model", "generation")
 
@@ -176,7 +176,7 @@ def compiled_rows(precision: torch.dtype, shape: tuple[int, int], device: str) -
     shape: sequences, and tokens in each.
     """
     from andrea.attention import HeadStatistics
-    from andrea.training.loss.micro_batch import loss_sum_from_hidden
+    from andrea.training.loss.loss import loss_sum_from_hidden
 
     model = make_andrea(model_config("andrea-nano"), 4096, device)
     for block in model.blocks:

@@ -21,7 +21,7 @@ from common import ROOT
 from andrea.checkpoint import checkpoints_of, read_checkpoint, step_name
 from andrea.config import UserError
 from andrea.runtime.files import is_locked
-from andrea.training.parallel.process_group import StoreWatchdog, Watchdog
+from andrea.training.parallel.ranks import StoreWatchdog, Watchdog
 from andrea.training.records.run_folder import read_lines
 
 sys.path.insert(0, str(ROOT / "tests"))

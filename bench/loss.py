@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from andrea.model.gpt import softcap
 from andrea.runtime.device import keep_freed_memory, peak_memory_bytes
-from andrea.training.loss.micro_batch import fused_cross_entropy
+from andrea.training.loss.loss import fused_cross_entropy
 
 WAYS = ("written-out", "fused", "fused-compiled")
 

@@ -26,7 +26,7 @@ from common import RESULTS, ROOT, write_record
 from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.micro_batch import GIB, Placement, memory_of
+from andrea.training.planning.memory import GIB, Placement, memory_of
 from andrea.training.records.run_folder import read_lines
 
 TOKENIZERS = {"andrea-nano": "bpe", "andrea-12m": "byte", "andrea-120m": "gpt2"}

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from common import Report, arguments, interleave, make_andrea, model_config, optimizer_config, timed
 
-from andrea.training.optimizer.optimizer import Optimizer, group_parameters
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.optimizer import Optimizer, group_parameters
+from andrea.training.parallel.ranks import Parallel
 
 
 def main() -> None:

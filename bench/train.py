@@ -38,9 +38,9 @@ from andrea.attention import Case, DotProduct, causal
 from andrea.attention.implementations.fastest import measure
 from andrea.config import ModelConfig
 from andrea.runtime.device import WEIGHT_DTYPE, autocast, choose_precision, keep_freed_memory
-from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.loss.loss import MicroBatchLoss
+from andrea.training.optimizer import Optimizer
+from andrea.training.parallel.ranks import Parallel
 
 PEERS = ("fp32", "bf16", "bf16-compiled", "bf16-compiled-kept")
 

@@ -25,10 +25,9 @@ from andrea.model.transfer import Transfer
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader, validation_batches
 from andrea.training.evaluation import summary, sums_over
-from andrea.training.loss.micro_batch import loss_sum
-from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.optimizer.schedule import rate_at
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.loss.loss import loss_sum
+from andrea.training.optimizer import Optimizer, rate_at
+from andrea.training.parallel.ranks import Parallel
 
 WIDTHS = (32, 80, 192)
 D_HEAD = 16

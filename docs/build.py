@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from andrea.cli.help import CommentedFile, Key, read_commented
-from andrea.config import group_files
+from andrea.config.keys import choices
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACEHOLDER = "<!-- configuration -->"
@@ -60,11 +60,11 @@ def reference() -> str:
 
 
 def group_section(group: Key) -> list[str]:
-    choices = {name: read_commented(f"{group.name}/{name}") for name in group_files.choices(group.name)}
-    keys = choices[group.value].keys
+    files = {name: read_commented(f"{group.name}/{name}") for name in choices(group.name)}
+    keys = files[group.value].keys
     return [
         f"### `{group.name}=`",
-        "\n".join(choice_line(name, file, name == group.value) for name, file in choices.items()),
+        "\n".join(choice_line(name, file, name == group.value) for name, file in files.items()),
         table([Key(f"{group.name}.{key.name}", key.value, key.comment) for key in keys]) if keys else "",
     ]
 

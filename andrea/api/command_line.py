@@ -14,8 +14,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.config import LARGEST_INTEGER, ImportConfig, UserError, group_files, lay_over, parse
-from andrea.config.keys import key_types, not_key_value, type_of_key
+from andrea.config import LARGEST_INTEGER, ImportConfig, UserError, lay_over, parse
+from andrea.config.keys import CONFIGS, check_choice, key_types, not_key_value, type_of_key
 from andrea.config.parse import plain_yaml
 
 LONGEST_YAML = 1 << 16  # characters of a list or mapping on the command line
@@ -53,7 +53,7 @@ def read(kind: type, argv: list[str]) -> CommandLine:
         else:
             values[key] = value
     for group, choice in groups.items():
-        group_files.check_choice(group, choice)
+        check_choice(group, choice)
     return CommandLine(groups, values)
 
 
@@ -85,7 +85,7 @@ def compose(config_name: str, line: CommandLine) -> dict:
     from yaml import YAMLError
 
     try:
-        with initialize_config_dir(config_dir=str(group_files.CONFIGS), **hydra_defaults()):
+        with initialize_config_dir(config_dir=str(CONFIGS), **hydra_defaults()):
             composed = hydra_compose(
                 config_name, overrides=[f"{group}={choice}" for group, choice in line.groups.items()]
             )

@@ -7,6 +7,7 @@ import time
 from andrea.api.command_line import CommandLine, compose, read
 from andrea.api.precompile_headers import precompile_headers
 from andrea.config import RunConfig, check_combinations, chosen_groups, parse, parse_values, to_plain
+from andrea.config.keys import flatten
 from andrea.runtime.own_parts import allowing
 from andrea.training.progress import FinishedRun
 
@@ -40,21 +41,23 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.insight.compare.page import RunPage
     from andrea.insight.lens.lens import small_lens
     from andrea.training import resume
-    from andrea.training.parallel.process_group import join_ranks
+    from andrea.training.parallel.ranks import join_ranks
     from andrea.training.planning.dry_run import describe
-    from andrea.training.planning.init_from import check_source
     from andrea.training.planning.length import with_length_and_name
     from andrea.training.planning.plan import keys_left_auto
     from andrea.training.records.run_folder import run_folder_of
     from andrea.training.start import start
 
-    check_source(typed)
+    if typed.init_from:
+        from andrea.training.planning.init_from import check_source
+
+        check_source(typed)
     is_named = "{" not in (typed.name or "")  # a name that has no places to fill in
     config = typed if typed.resume and is_named else with_length_and_name(typed)
     progress, groups = None, chosen_groups(line.groups)
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
-        checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config))
-        left_auto = keys_left_auto(resume.flatten(to_plain(typed)))
+        checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config)) if config.resume else None
+        left_auto = keys_left_auto(flatten(to_plain(typed)))
         if checkpoint is not None:
             other_ranks = checkpoint.state["ranks"] != ranks.size
             saved = ranks.from_rank_0(lambda: resume.verified_config(checkpoint, typed))
@@ -65,7 +68,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             merged, changes = resume.merge(
                 checkpoint.state["config"], to_plain(typed), replaced, line.values, other_ranks, left_auto
             )
-            left_auto = keys_left_auto(resume.flatten(merged), left_auto, line.values)
+            left_auto = keys_left_auto(flatten(merged), left_auto, line.values)
             config = with_length_and_name(parse(RunConfig, merged), resumed=True)
             progress = ranks.from_rank_0(lambda: resume.resumed_progress(checkpoint, saved, config, left_auto))
             done = ranks.from_rank_0(lambda: resume.is_done(checkpoint, progress.planned_steps))

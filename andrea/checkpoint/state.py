@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from andrea.checkpoint.tensors import Damaged
 from andrea.config import UserError
 from andrea.config.keys import key_types
-from andrea.config.limits import Between
 from andrea.config.parse import describe
+from andrea.config.schema import Between
 
 STEP_NAME = re.compile(r"step-\d{8,}")
 WANDB_ID = re.compile("[0-9A-Za-z_-]{1,128}")

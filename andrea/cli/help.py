@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from andrea.config import group_files
+from andrea.config.keys import CONFIGS, check_choice, choices, own_values
 
 KEY_LINE = re.compile(r"(?P<indent> *)(?P<item>- )?(?P<name>\w+):(?: +(?P<value>\S.*?))??(?: +# (?P<comment>.*))?")
 COMMENT_COLUMN = 42
@@ -37,7 +37,7 @@ class CommentedFile:
 def read_commented(name: str) -> CommentedFile:
     """configs/NAME.yaml, e.g. `train` or `model/andrea-nano`; inherited keys are left out."""
     description, group_keys, keys, prefix = "", [], [], ""
-    for line in (group_files.CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\n"):
+    for line in (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\n"):
         if line.startswith("# "):
             description = description or line.removeprefix("# ")
         elif match := KEY_LINE.fullmatch(line):
@@ -55,7 +55,7 @@ def read_commented(name: str) -> CommentedFile:
 def keys_of_choice(group: str, choice: str) -> list[Key]:
     """All keys of GROUP=CHOICE with their values under this choice; an inherited key keeps its comment."""
     keys: dict[str, Key] = {}
-    for parent in group_files.own_values(group, choice).get("defaults", ["_self_"]):
+    for parent in own_values(group, choice).get("defaults", ["_self_"]):
         own = read_commented(f"{group}/{choice}").keys if parent == "_self_" else keys_of_choice(group, parent)
         for key in own:
             keys[key.name] = Key(key.name, key.value, key.comment or keys[key.name].comment)
@@ -67,7 +67,7 @@ def typed_choices(config_name: str, words: list[str]) -> list[Key]:
     typed = dict(word.split("=", 1) for word in words if "=" in word)
     groups = [group for group in read_commented(config_name).groups if group.name in typed]
     for group in groups:
-        group_files.check_choice(group.name, typed[group.name])
+        check_choice(group.name, typed[group.name])
     return [Key(group.name, typed[group.name], group.comment) for group in groups]
 
 
@@ -95,7 +95,7 @@ def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
         lines += ["", "Groups of keys (GROUP=NAME chooses one):"]
     groups = sorted(file.groups, key=lambda group: group.name != "model")  # it is the last one in train.yaml
     for group in groups:
-        names = ", ".join(group_files.choices(group.name))
+        names = ", ".join(choices(group.name))
         lines.append(help_line(Key(group.name, group.value, f"{group.comment}; one of: {names}")))
     lines += ["", "Keys with their defaults:"]
     if config_name == "train" and "all" not in words:

@@ -23,8 +23,7 @@ from typing import Any
 
 from andrea.api.command_line import SWITCHES, check_once, hydra_defaults, hydra_errors
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
-from andrea.config.group_files import check_choice
-from andrea.config.keys import not_key_value, type_of_key
+from andrea.config.keys import check_choice, not_key_value, type_of_key
 from andrea.config.parse import is_text
 from andrea.runtime.program import module_command, module_environment, typed_command
 

@@ -2,11 +2,18 @@
 
 from andrea.config.checks import LARGEST_VOCABULARY, MOST_SAMPLED_TOKENS
 from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
-from andrea.config.group_files import CONFIGS, chosen_groups, group_config, group_values, settings_of_runs
-from andrea.config.keys import lay_over, nearest, with_current_keys
-from andrea.config.limits import LARGEST_INTEGER, PathText, Text, UserError, folder_name, readable_path
-from andrea.config.parse import as_typed, check_combinations, parse, parse_values, to_plain
+from andrea.config.keys import (
+    CONFIGS,
+    chosen_groups,
+    group_values,
+    lay_over,
+    nearest,
+    settings_of_runs,
+    with_current_keys,
+)
+from andrea.config.parse import as_typed, check_combinations, group_config, parse, parse_values, to_plain
 from andrea.config.schema import (
+    LARGEST_INTEGER,
     MEASURES_HEADS,
     ON_LARGE_TEXT,
     AttentionConfig,
@@ -23,10 +30,15 @@ from andrea.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PathText,
     RunConfig,
     RunsConfig,
     SampleConfig,
     SourceConfig,
+    Text,
     TokenizerConfig,
     TrainConfig,
+    UserError,
+    folder_name,
+    readable_path,
 )

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from andrea.config.limits import Between, UserError
 from andrea.config.schema import (
     MEASURES_HEADS,
     AttentionConfig,
+    Between,
     CompareConfig,
     DataConfig,
     ExportConfig,
@@ -24,6 +24,7 @@ from andrea.config.schema import (
     SourceConfig,
     TokenizerConfig,
     TrainConfig,
+    UserError,
 )
 
 # A repository on Hugging Face's hub: both parts begin and end with a letter, a digit or "_", without "--" and "..".

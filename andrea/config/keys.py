@@ -1,15 +1,21 @@
-"""The dotted keys of a configuration (train.steps): their types, those that were removed, names in other programs."""
+"""The keys of a configuration, and the YAML files of configs/ that hold their values.
+
+Dotted keys (train.steps): their types, those that were removed, names in other programs. Groups (model): their choices, and
+the values of each choice.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.resources
+import os
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from andrea.config.limits import UserError
 from andrea.config.schema import (
     DataConfig,
     EvaluateConfig,
@@ -24,6 +30,7 @@ from andrea.config.schema import (
     RunConfig,
     SampleConfig,
     TrainConfig,
+    UserError,
 )
 
 ANY = object()  # a removed key of what a run shows, not of what it learns
@@ -274,3 +281,54 @@ def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return flat
+
+
+# ------------------------------------------------------------------------------------------------ the files of configs/
+# The default choice of each group, named in configs/train.yaml, holds every key of the group with a comment. The other
+# choices inherit its values (`defaults: [NAME, _self_]`) and hold only what differs.
+
+# A folder inside the installed package; in a clone, a link to configs/.
+CONFIGS = Path(str(importlib.resources.files("andrea"))) / "configs"
+
+
+def choices(group: str) -> list[str]:
+    """The names that GROUP=NAME accepts."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def check_choice(group: str, choice: str) -> None:
+    """Raises UserError if GROUP=CHOICE names no file."""
+    names = choices(group)
+    if choice not in names:
+        own = "; your own text is given as data=text data.path=…" if group == "data" and os.path.exists(choice) else ""
+        raise UserError(f"{group}={choice} is not known; allowed: {', '.join(names)}{own or nearest(choice, names)}")
+
+
+def own_values(group: str, choice: str) -> dict[str, Any]:
+    """The content of configs/GROUP/CHOICE.yaml, with `defaults` naming the choices that it inherits from."""
+    import yaml
+
+    return yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+
+
+def group_values(group: str, choice: str) -> dict[str, Any]:
+    """The values that GROUP=CHOICE stands for, inherited values included, as Hydra would compose them."""
+    values: dict[str, Any] = {}
+    own = own_values(group, choice)
+    for parent in own.pop("defaults", ["_self_"]):
+        values |= own if parent == "_self_" else group_values(group, parent)
+    return values
+
+
+def settings_of_runs() -> dict[str, Any]:
+    """The content of configs/train.yaml: the default of each key outside the groups, and the `defaults` of the groups."""
+    import yaml
+
+    return yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
+
+
+def chosen_groups(typed: Mapping[str, str]) -> dict[str, str]:
+    """The choice of each group of configs/train.yaml, where the groups `typed` are typed: {"model": "andrea-nano", …}."""
+    listed = settings_of_runs()["defaults"]
+    defaults = {group: choice for entry in listed if isinstance(entry, dict) for group, choice in entry.items()}
+    return defaults | dict(typed)

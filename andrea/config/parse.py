@@ -11,8 +11,17 @@ import typing
 from typing import Annotated, Any, Literal
 
 from andrea.config.checks import CHECKS
-from andrea.config.keys import key_types, nearest, with_current_keys
-from andrea.config.limits import LARGEST_INTEGER, DottedPath, PathText, Text, UserError, is_dotted_path, readable_path
+from andrea.config.keys import group_values, key_types, nearest, with_current_keys
+from andrea.config.schema import (
+    LARGEST_INTEGER,
+    DottedPath,
+    PathText,
+    RunConfig,
+    Text,
+    UserError,
+    is_dotted_path,
+    readable_path,
+)
 
 DEEPEST_YAML = 20
 # Errors that PyYAML raises, besides its own, for malformed values such as 2001-99-99 or !!bool x
@@ -31,6 +40,11 @@ def parse(kind: type, values: Any, path: str = "") -> Any:
     config = parse_values(kind, values, path)
     check_combinations(config, path)
     return config
+
+
+def group_config(group: str, choice: str, **changes: Any) -> Any:
+    """GROUP=CHOICE as the group's dataclass, with `changes` of its keys: group_config("model", "gpt2", n_layer=2)."""
+    return parse(key_types(RunConfig)[group], group_values(group, choice) | changes, group)
 
 
 def parse_values(kind: type, values: Any, path: str = "") -> Any:

@@ -19,9 +19,9 @@ from andrea.config import RunConfig, to_plain
 from andrea.runtime.files import storing
 from andrea.text.corpus import Corpus
 from andrea.training.health.health import Health
-from andrea.training.optimizer.optimizer import LossScale
+from andrea.training.optimizer import LossScale
+from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.saver import Saver
-from andrea.training.parallel.strategy import Ranks
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 

@@ -24,8 +24,8 @@ from andrea.text.tokenizer import Tokenizer
 from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.health import Evidence, Health
-from andrea.training.parallel.model import reuses_training_graph
-from andrea.training.planning.time_budget import TimeBudget
+from andrea.training.parallel.ranks import reuses_training_graph
+from andrea.training.planning.length import TimeBudget
 from andrea.training.progress import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep

@@ -20,14 +20,11 @@ from andrea.checkpoint import (
     locate,
     newest_run,
     newest_whole,
-    read_checkpoint,
 )
 from andrea.checkpoint.model import changed_own_parts, check_shapes
 from andrea.checkpoint.state import check_resumable
 from andrea.config import (
-    PathText,
     RunConfig,
-    TokenizerConfig,
     UserError,
     as_typed,
     lay_over,
@@ -40,11 +37,10 @@ from andrea.config.keys import flatten
 from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
-from andrea.training.optimizer.optimizer import LossScale, saved_shapes
-from andrea.training.optimizer.schedule import decay_start, may_change, rate_at, relength
+from andrea.training.optimizer import LossScale, decay_start, may_change, rate_at, relength, saved_shapes
 from andrea.training.parallel.saver import Saver
+from andrea.training.planning.length import is_open
 from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
-from andrea.training.planning.time_budget import is_open
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import LOCK, read_lines, run_folder_of
 
@@ -61,8 +57,8 @@ OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 
 def find_resume(config: RunConfig) -> Checkpoint | None:
-    """The checkpoint that `resume` names, or None for a new run. Raises UserError if that checkpoint does not exist."""
-    found = named_or_newest(config) if config.resume else None
+    """The checkpoint that `resume` names; None for `auto` without one. Raises UserError if the checkpoint does not exist."""
+    found = named_or_newest(config)
     return found and with_found_paths(found)
 
 
@@ -215,36 +211,13 @@ def data_sources(config: RunConfig) -> list[str]:
     return [f"{config.data.kind} {config.data.path or ''}".rstrip()]
 
 
-def source_of_weights(config: RunConfig, corpus: Corpus, checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint of init_from. None without init_from, and for a resumed run, whose weights `restore` loads.
-
-    Raises UserError if the data of the resumed run, or the tokenizer of init_from, differ from this run's.
-    """
-    if checkpoint is not None:
-        if checkpoint.state["data"] != corpus.fingerprint:
-            raise UserError(
-                f"the data differ from the data of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
-                f"{corpus.fingerprint[:12]}); restore them, or start a new run with init_from={checkpoint.path}"
-            )
-        return None
-    if not config.init_from:
-        return None
-    source = read_checkpoint(Path(config.init_from))
-    tokenizer = source.tokenizer()
-    if tokenizer.identity != corpus.tokenizer.identity:  # a vocabulary that was trained just now
+def check_data(checkpoint: Checkpoint, corpus: Corpus) -> None:
+    """Raises UserError if the data of the resumed run differ from this run's."""
+    if checkpoint.state["data"] != corpus.fingerprint:
         raise UserError(
-            f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses "
-            f"{corpus.tokenizer.identity}; leave tokenizer out to use the tokenizer of init_from"
+            f"the data differ from the data of {checkpoint.path} (fingerprint {checkpoint.state['data'][:12]}, now "
+            f"{corpus.fingerprint[:12]}); restore them, or start a new run with init_from={checkpoint.path}"
         )
-    source.open_results()  # raises Damaged before the run begins
-    return source
-
-
-def tokenizer_config(config: RunConfig, checkpoint: Checkpoint | None) -> TokenizerConfig:
-    """Where the run's tokenizer is read from. A resumed run has its own copy of a tokenizer that was given by a path."""
-    if checkpoint is None or not config.tokenizer.path:
-        return config.tokenizer
-    return dataclasses.replace(config.tokenizer, path=PathText(checkpoint.path))
 
 
 def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> None:

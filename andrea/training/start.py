@@ -15,25 +15,31 @@ from torch import nn
 
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.keep import mark_and_prune
-from andrea.config import RunConfig, Text
+from andrea.checkpoint.model import load_results
+from andrea.config import PathText, RunConfig, Text, UserError
+from andrea.model import GPT, initialise
 from andrea.model.size import flops_per_token
+from andrea.model.transfer import Transfer
 from andrea.runtime import torchrun
-from andrea.runtime.device import choose_threads, keep_freed_memory, peak_flops, set_determinism
+from andrea.runtime.compiling import compile_errors, compile_failure, configure_compiler
+from andrea.runtime.device import WEIGHT_DTYPE, choose_threads, keep_freed_memory, peak_flops, set_determinism
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
+from andrea.text.tokenizer import Tokenizer
 from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
 from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
+from andrea.training.health.attention import measures_every_step
 from andrea.training.health.health import make_health
-from andrea.training.loss.micro_batch import Teachers, load_teachers
-from andrea.training.optimizer.optimizer import LossScale, Optimizer
-from andrea.training.parallel.model import make_loss, make_model, make_parallel
-from andrea.training.parallel.process_group import Watchdog
+from andrea.training.loss.loss import MicroBatchLoss, Teachers, load_teachers
+from andrea.training.optimizer import LossScale, Optimizer
+from andrea.training.parallel.fsdp import FullySharded
+from andrea.training.parallel.ranks import DataParallel, Parallel, Ranks, Watchdog, reuses_training_graph
 from andrea.training.parallel.saver import make_saver
-from andrea.training.parallel.strategy import Parallel, Ranks
-from andrea.training.planning.micro_batch import Machine, with_tried_micro_batch
+from andrea.training.planning.init_from import source_of_weights
+from andrea.training.planning.length import FORWARD_SHARE, TimeBudget, describe_length
+from andrea.training.planning.memory import Machine, with_tried_micro_batch
 from andrea.training.planning.plan import Plan, make_plan
-from andrea.training.planning.time_budget import describe_length, make_time_budget
 from andrea.training.progress import FinishedRun, Progress
 from andrea.training.records import Logger
 from andrea.training.records.console import Console
@@ -46,11 +52,10 @@ from andrea.training.records.run_folder import (
     write_config,
 )
 from andrea.training.resume import (
+    check_data,
     restore,
     resumed_progress,
     saved_run,
-    source_of_weights,
-    tokenizer_config,
     without_run,
 )
 from andrea.training.step import TrainingStep
@@ -102,7 +107,9 @@ def start(
             f"{checkpoint.path} is not in the folder of this run, and stays as it is; the run continues in {folder}"
         )
         checkpoint = without_run(checkpoint)
-    tokenizer = tokenizer_config(config, checkpoint)
+    tokenizer = config.tokenizer
+    if checkpoint and tokenizer.path:  # a resumed run has its own copy of a tokenizer that was given by a path
+        tokenizer = dataclasses.replace(tokenizer, path=PathText(checkpoint.path))
     corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
@@ -111,8 +118,11 @@ def start(
     for line in plan.lines:
         console.say(line)
     set_up_process(plan.config, machine)
-    source = ranks.rank_0_first(lambda: source_of_weights(plan.config, corpus, checkpoint))
-    if source is not None:
+    source = None
+    if checkpoint:
+        ranks.rank_0_first(lambda: check_data(checkpoint, corpus))
+    elif config.init_from:
+        source = ranks.rank_0_first(lambda: source_of_weights(plan.config, corpus.tokenizer))
         console.say(f"weights: {config.init_from} (init_from)")
     teachers = ranks.rank_0_first(lambda: load_teachers(plan.config, corpus.tokenizer, machine.device))
     if teachers is not None:
@@ -146,6 +156,80 @@ def make_model_and_loss(
     may_run_uncompiled = "compile" in plan.left_auto
     loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled, teachers)
     return dataclasses.replace(plan, config=config), parallel, loss
+
+
+def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | None, fresh: bool) -> GPT:
+    """The model on the CPU, with the weights of `source` if given, else newly initialised if `fresh`.
+
+    Otherwise its weights are meaningless until a checkpoint is loaded.
+    """
+    model = blank_model(config, tokenizer)
+    if source is not None:
+        load_results(model, source)
+    elif fresh:
+        initialise(model, torch.Generator().manual_seed(config.seed), Transfer.of(config.model, config.optimizer))
+    return model
+
+
+def blank_model(config: RunConfig, tokenizer: Tokenizer) -> GPT:
+    return GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
+
+
+def make_parallel(
+    sharing: str, config: RunConfig, ranks: Ranks, device: torch.device, model: GPT, tokenizer: Tokenizer
+) -> Parallel:
+    """Shares the model among the ranks. sharing: none, ddp or fsdp."""
+    if sharing == "fsdp":
+        dtype = WEIGHT_DTYPE[config.precision]
+        return FullySharded(model, ranks, config.parallel, device, dtype, lambda: blank_model(config, tokenizer))
+    model.to(device)
+    return DataParallel(model, ranks) if ranks.size > 1 else Parallel(model)
+
+
+def make_loss(
+    parallel: Parallel,
+    config: RunConfig,
+    device: torch.device,
+    console: Console,
+    may_run_uncompiled: bool,
+    teachers: Teachers | None = None,
+) -> tuple[nn.Module, RunConfig]:
+    """The module that computes the loss of a micro-batch, and the config with the `compile` setting that worked.
+
+    Compiling happens here, so that it is not counted as training time. If compiling fails and may_run_uncompiled is
+    true (compile was auto), the console says so and training continues uncompiled; otherwise raises UserError.
+    """
+    recompute = config.train.activation_checkpointing
+    micro_loss = MicroBatchLoss(
+        parallel.model, device, config.precision, measures_every_step(config.attention), recompute, teachers
+    )
+    loss = parallel.wrap(micro_loss, config.compile)
+    if config.compile == "off":
+        return loss, config
+    configure_compiler(device)
+    console.say("compiling the training step (up to a minute; the next start reuses the compiled code) …")
+    clock = time.perf_counter()
+    shape = (config.train.micro_batch, config.model.sequence_length)
+    tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+    try:
+        loss(tokens, targets)[0].backward()
+        if not reuses_training_graph(config.compile, device):
+            with torch.no_grad():
+                loss(tokens, targets)
+    except (*compile_errors(), OSError) as error:  # OSError: the cache of compiled code cannot be written
+        reason = compile_failure(error)
+        if not may_run_uncompiled:
+            raise UserError(
+                f"compile={config.compile}: torch.compile failed ({reason}); set compile=off, or compile=auto, which "
+                f"trains without torch.compile if it fails"
+            ) from error
+        console.say(f"torch.compile failed; training continues without it: {reason}")
+        parallel.uncompile(micro_loss)
+        return loss, dataclasses.replace(config, compile="off")
+    finally:
+        parallel.zero_gradients()
+    console.say(f"compiled in {time.perf_counter() - clock:.0f} s")
+    return loss, config
 
 
 def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Module) -> Trainer:
@@ -205,6 +289,21 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     )
     ranks.from_rank_0(lambda: write_config(folder, trainer.planned))
     return trainer
+
+
+def make_time_budget(plan: Plan, corpus: Corpus, started: float) -> TimeBudget | None:
+    """None without train.max_minutes."""
+    config = plan.config
+    if config.max_minutes is None:
+        return None
+    held_out = sum(len(source.val) for source in corpus.sources)
+    return TimeBudget(
+        config.max_minutes,
+        started,
+        FORWARD_SHARE * held_out / config.tokens_per_step,
+        plan.most_steps,
+        is_limit="train.max_minutes" not in plan.left_auto,
+    )
 
 
 def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_auto: Sequence[str]) -> Progress:

@@ -20,8 +20,8 @@ from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.text.loader import IGNORED_TARGET, Loader
 from andrea.text.shards import DataLost
 from andrea.training.health.health import remedy_settings
-from andrea.training.optimizer.optimizer import LossScale, Optimizer, clip_logits
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.optimizer import LossScale, Optimizer, clip_logits
+from andrea.training.parallel.ranks import Parallel
 from andrea.training.records.console import Console
 
 

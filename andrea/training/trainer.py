@@ -28,9 +28,9 @@ from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.health.attention import scalars
 from andrea.training.health.health import optimizer_remedy, remedy_settings
-from andrea.training.optimizer.schedule import rate_at, relength
+from andrea.training.optimizer import rate_at, relength
+from andrea.training.planning.length import TimeBudget, fixes_length, is_open
 from andrea.training.planning.plan import Plan
-from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open
 from andrea.training.progress import Progress
 from andrea.training.records.console import part_words
 from andrea.training.records.records import Records

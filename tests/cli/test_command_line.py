@@ -169,7 +169,7 @@ def test_each_word_of_a_list_is_one_entry() -> None:
 
 def test_a_broken_yaml_file_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.yaml").write_text("defaults:\n  - model: [\n")
-    monkeypatch.setattr("andrea.config.group_files.CONFIGS", tmp_path)
+    monkeypatch.setattr("andrea.api.command_line.CONFIGS", tmp_path)
     with pytest.raises(UserError, match="train.yaml"):
         configure(RunConfig, "train", [])
 

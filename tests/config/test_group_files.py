@@ -20,8 +20,7 @@ from andrea.config import (
     group_values,
     parse,
 )
-from andrea.config.group_files import choices
-from andrea.config.keys import dotted_keys
+from andrea.config.keys import choices, dotted_keys
 
 pytestmark = pytest.mark.untraced
 

@@ -25,24 +25,24 @@ from hypothesis import strategies as st
 from andrea.api.command_line import compose, read
 from andrea.api.run import train_one
 from andrea.config import RunConfig, UserError, parse, to_plain
+from andrea.config.keys import flatten
 from andrea.text.corpus import VERIFIED, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.prepare import fingerprint_of
 from andrea.training.health.health import make_health
-from andrea.training.optimizer.optimizer import LossScale
+from andrea.training.optimizer import LossScale
 from andrea.training.planning.length import with_length_and_name
 from andrea.training.planning.plan import keys_left_auto
 from andrea.training.progress import Progress
 from andrea.training.records.run_folder import folder_to_write
 from andrea.training.resume import (
+    check_data,
     find_resume,
-    flatten,
     is_done,
     merge,
     remembered_auto,
     resumed_progress,
     show_resume,
-    source_of_weights,
     verified_config,
 )
 from fuzzing.raw_values import json_text, numbers, replaced, wild_json
@@ -160,7 +160,7 @@ def make_resumes(folder: Path) -> Handler:
         if (config.data, config.tokenizer, config.data_dir) != (typed.data, typed.tokenizer, typed.data_dir):
             return  # other text would be prepared now, whose path the user has been shown
         corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), str)
-        source_of_weights(config, corpus, found)
+        check_data(found, corpus)
         loader = Loader(corpus.sources, config.model.sequence_length, config.seed)
         loader.batch(found.step * config.sequences_per_step, 1)
         health = make_health(config, corpus, loader, found)

@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from andrea.api.command_line import configure
 from andrea.config import AttentionConfig, RunConfig, group_config
-from andrea.config.group_files import choices
+from andrea.config.keys import choices
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
 from andrea.training.health.attention import probe
-from andrea.training.loss.micro_batch import training_loss_sum
-from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.loss.loss import training_loss_sum
+from andrea.training.optimizer import Optimizer
+from andrea.training.parallel.ranks import Parallel
 from andrea.training.planning.memory import Memory, plan_memory
 
 pytestmark = pytest.mark.untraced

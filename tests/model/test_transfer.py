@@ -10,9 +10,9 @@ from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
-from andrea.training.loss.micro_batch import loss_sum
-from andrea.training.optimizer.optimizer import Optimizer
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.loss.loss import loss_sum
+from andrea.training.optimizer import Optimizer
+from andrea.training.parallel.ranks import Parallel
 
 pytestmark = pytest.mark.untraced
 

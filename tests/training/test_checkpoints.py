@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from andrea.training.checkpoints import RunCheckpoints
-from andrea.training.optimizer.optimizer import LossScale
-from andrea.training.parallel.strategy import Ranks
+from andrea.training.optimizer import LossScale
+from andrea.training.parallel.ranks import Ranks
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

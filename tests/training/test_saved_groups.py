@@ -16,7 +16,8 @@ from andrea.config import CONFIGS, UserError, chosen_groups
 def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of configs/ that the program reads and a test may change."""
     copy = Path(shutil.copytree(CONFIGS, tmp_path / "configs"))
-    monkeypatch.setattr("andrea.config.group_files.CONFIGS", copy)
+    for module in ("andrea.config.keys", "andrea.api.command_line"):
+        monkeypatch.setattr(f"{module}.CONFIGS", copy)
     return copy
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from andrea.checkpoint import Damaged, best_of, checkpoints_of, read_checkpoint
 from andrea.runtime.files import StorageFailed
 from andrea.text.tokenizer import ByteTokenizer
+from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.saver import ShardedSaver
-from andrea.training.parallel.strategy import Ranks
 
 WHOLE = {"a": torch.arange(35.0).view(7, 5), "b": torch.arange(3.0), "one": torch.ones(1, 2)}
 STATE = {

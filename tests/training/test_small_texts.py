@@ -24,9 +24,9 @@ from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkp
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters
 from andrea.text.tokenizer import vocabulary_for
-from andrea.training.planning import small_text as small_text_module
+from andrea.training.planning import length
+from andrea.training.planning.length import most_steps_for_text
 from andrea.training.planning.plan import Situation, with_choices
-from andrea.training.planning.small_text import most_steps_for_text
 from andrea.training.records.run_folder import read_lines
 
 
@@ -131,7 +131,7 @@ def planned(tiny_run, small_text: Path, tmp_path: Path, capsys) -> Callable[...,
 
 
 def test_the_length_is_planned_for_a_small_text(planned, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(small_text_module, "FEWEST_JUDGED_TOKENS", 50)
+    monkeypatch.setattr(length, "FEWEST_JUDGED_TOKENS", 50)
     lines = planned("a")
     plan = next(line for line in lines if line.startswith("small text: "))
     assert "which the 700 steps of andrea-nano would read" in plan and "planned 60 steps, 8.9" in plan
@@ -241,7 +241,7 @@ def test_what_auto_became_is_said_and_saved(planned, tmp_path: Path) -> None:
 def test_the_rate_falls_once_validation_becomes_worse_and_a_resumed_run_does_the_same(
     planned, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(small_text_module, "EPOCHS", 500.0)
+    monkeypatch.setattr(length, "EPOCHS", 500.0)
     hot = [
         "optimizer.learning_rate=0.1",
         "optimizer.matrix_learning_rate=0.2",

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from andrea.training.planning.time_budget import TimeBudget
+from andrea.training.planning.length import TimeBudget
 from andrea.training.trainer import SIGNALS, StopRequests
 
 

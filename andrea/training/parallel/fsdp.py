@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from andrea.config import ParallelConfig
 from andrea.model.gpt import GPT
 from andrea.runtime.compiling import compile_graph
-from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.parallel.strategy import Parallel, Ranks
+from andrea.training.loss.loss import MicroBatchLoss
+from andrea.training.parallel.ranks import Parallel, Ranks
 
 
 class FullySharded(Parallel):

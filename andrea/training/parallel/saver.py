@@ -26,9 +26,9 @@ from andrea.checkpoint.tensors import TensorReader, write_shard
 from andrea.runtime.files import RESUME, StorageFailed, storing
 from andrea.runtime.host_copy import empty_pinned
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.optimizer.optimizer import Optimizer
+from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.fsdp import FullySharded
-from andrea.training.parallel.process_group import COLLECTIVE_TIMEOUT, raising_rank_lost
+from andrea.training.parallel.ranks import COLLECTIVE_TIMEOUT, raising_rank_lost
 
 # The thread's nice value. At 10 it gets about a tenth of a step's CPU time; at 19 a save could take minutes.
 LOW_PRIORITY = 10

@@ -17,15 +17,14 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import choose_device, choose_precision, choose_threads
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import ExpectedCurves
-from andrea.training.optimizer.optimizer import LossScale, Optimizer
-from andrea.training.parallel.model import make_loss
-from andrea.training.parallel.strategy import Parallel, Ranks
+from andrea.training.optimizer import LossScale, Optimizer
+from andrea.training.parallel.ranks import Parallel, Ranks
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.memory import Memory
-from andrea.training.planning.micro_batch import (
+from andrea.training.planning.memory import (
     CARD,
     FREE_ON_CARD,
     USABLE_SHARE,
+    Memory,
     Placement,
     flops_of_run,
     free_bytes,
@@ -35,6 +34,7 @@ from andrea.training.planning.micro_batch import (
 )
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console, format_duration, format_memory
+from andrea.training.start import make_loss
 from andrea.training.step import Batch, TrainingStep
 
 TRIAL_STEPS, TRIAL_SECONDS = 3, 4.0  # no step is begun after so many seconds

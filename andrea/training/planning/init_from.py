@@ -55,10 +55,22 @@ def source_of(named: Any, runs_dir: Any, key: str = "init_from") -> Checkpoint:
 
 def check_source(config: RunConfig) -> None:
     """Raises UserError if the weights of init_from do not fit the configured tokenizer and model. Reads headers alone."""
-    if config.init_from:
-        source = read_checkpoint(Path(config.init_from))
-        check_tokenizer(config, source.tokenizer())
-        check_model(config, source)
+    source = read_checkpoint(Path(config.init_from))
+    check_tokenizer(config, source.tokenizer())
+    check_model(config, source)
+
+
+def source_of_weights(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
+    """The checkpoint of init_from. Raises UserError if its tokenizer differs from `tokenizer`, that of this run's text."""
+    source = read_checkpoint(Path(config.init_from))
+    theirs = source.tokenizer()
+    if theirs.identity != tokenizer.identity:  # a vocabulary that was trained just now
+        raise UserError(
+            f"init_from={config.init_from} was trained with the tokenizer {theirs.identity}, but this run uses "
+            f"{tokenizer.identity}; leave tokenizer out to use the tokenizer of init_from"
+        )
+    source.open_results()  # raises Damaged before the run begins
+    return source
 
 
 def tokenizer_keys(source: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:

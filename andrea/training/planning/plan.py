@@ -31,17 +31,10 @@ from andrea.runtime.device import (
 )
 from andrea.text.corpus import Corpus
 from andrea.training.health.attention import measures_every_step
-from andrea.training.planning.micro_batch import (
-    USABLE_SHARE,
-    Machine,
-    Placement,
-    choose_sharing,
-    flops_of_run,
-    micro_batches_that_fit,
-)
-from andrea.training.planning.small_text import (
+from andrea.training.planning.length import (
     EVALUATIONS,
     MOST_EPOCHS,
+    QUARTERS,
     epochs_of,
     is_judged_on_a_part,
     is_small,
@@ -50,8 +43,15 @@ from andrea.training.planning.small_text import (
     steps_for_text,
     weight_decay_for_text,
 )
+from andrea.training.planning.memory import (
+    USABLE_SHARE,
+    Machine,
+    Placement,
+    choose_sharing,
+    flops_of_run,
+    micro_batches_that_fit,
+)
 
-QUARTERS = 4  # evaluations and checkpoints of a run, if the time allows them
 BEGAN = "chosen when the run began"  # by an earlier process of the run
 LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")
 INTERVALS = ("train.eval_every", "train.save_every")

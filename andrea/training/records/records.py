@@ -22,8 +22,7 @@ from andrea.runtime.files import StorageFailed
 from andrea.runtime.streams import new_failures
 from andrea.runtime.torchrun import RankLost
 from andrea.text.tokenizer import without_surrogates
-from andrea.training.parallel.process_group import Watchdog
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.ranks import Parallel, Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records import Logger
 from andrea.training.records.console import Console

@@ -12,7 +12,7 @@ from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.evaluation import summary, sums_over
-from andrea.training.loss.micro_batch import loss_sum
+from andrea.training.loss.loss import loss_sum
 
 
 def tiny_model() -> GPT:

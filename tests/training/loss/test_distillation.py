@@ -12,7 +12,7 @@ from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss.micro_batch import MicroBatchLoss, Teachers
+from andrea.training.loss.loss import MicroBatchLoss, Teachers
 from andrea.training.planning.memory import plan_memory
 from andrea.training.records.run_folder import read_lines
 
@@ -66,7 +66,7 @@ def test_the_gradient_is_that_of_mixed_targets_and_the_number_that_of_the_text(r
 
 @pytest.mark.parametrize("compile_mode", [pytest.param("on", marks=[pytest.mark.slow, pytest.mark.long]), "blocks"])
 def test_compiled_it_is_the_same(compile_mode: str, rows) -> None:
-    from andrea.training.parallel.strategy import compile_loss
+    from andrea.training.parallel.ranks import compile_loss
 
     tokens, targets = rows
     losses = []

@@ -17,10 +17,10 @@ from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
-from andrea.training.loss import micro_batch as fused
+from andrea.training.loss import loss as fused
 from andrea.training.loss.kernels import cross_entropy_cpp
-from andrea.training.loss.micro_batch import MicroBatchLoss, loss_sum, loss_sum_from_hidden, training_loss_sum
-from andrea.training.parallel.model import reuses_training_graph
+from andrea.training.loss.loss import MicroBatchLoss, loss_sum, loss_sum_from_hidden, training_loss_sum
+from andrea.training.parallel.ranks import reuses_training_graph
 
 V, CPU = 301, torch.device("cpu")
 LOGITS = {name: getattr(fused, name) for name in ("LOGITS_IN_KERNEL", "LOGITS_COMPILED", "LOGITS_EAGER")}

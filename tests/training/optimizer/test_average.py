@@ -10,8 +10,8 @@ from torch import nn
 
 from andrea.checkpoint import checkpoints_of, newest_whole
 from andrea.checkpoint.model import load_model
-from andrea.training.optimizer.optimizer import WeightAverage
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.optimizer import WeightAverage
+from andrea.training.parallel.ranks import Parallel
 
 
 def test_a_step_counts_half_as_much_as_one_a_half_life_later() -> None:

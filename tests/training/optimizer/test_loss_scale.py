@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from andrea.training.optimizer.optimizer import GROWTH_INTERVAL, LossScale
+from andrea.training.optimizer import GROWTH_INTERVAL, LossScale
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from andrea.config import group_config
-from andrea.training.optimizer.optimizer import MOMENTUM, Muon, orthogonalise
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.optimizer import MOMENTUM, Muon, orthogonalise
+from andrea.training.parallel.ranks import Parallel
 
 FINITE = torch.tensor(True)
 

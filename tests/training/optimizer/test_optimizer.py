@@ -11,9 +11,8 @@ from head_options import ALL_OPTIONS, words_of
 from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
-from andrea.training.optimizer.optimizer import MOMENTUM, Optimizer, group_parameters, orthogonalise, saved_shapes
-from andrea.training.optimizer.schedule import rate_at
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.optimizer import MOMENTUM, Optimizer, group_parameters, orthogonalise, rate_at, saved_shapes
+from andrea.training.parallel.ranks import Parallel
 
 SMALL = [
     "model.d_model=24",

@@ -13,8 +13,8 @@ from andrea.attention import HeadStatistics
 from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, ModelConfig
 from andrea.model import GPT, initialise
-from andrea.training.optimizer.optimizer import clip_logits
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.optimizer import clip_logits
+from andrea.training.parallel.ranks import Parallel
 from andrea.training.records.run_folder import read_lines
 
 T, THRESHOLD = 16, 20.0

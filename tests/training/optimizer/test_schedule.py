@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from andrea.api.command_line import configure
 from andrea.config import OptimizerConfig, RunConfig
-from andrea.training.optimizer.schedule import decay_start, may_change, rate_at, relength
+from andrea.training.optimizer import decay_start, may_change, rate_at, relength
 
 BASE = configure(RunConfig, "train", []).optimizer
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.parallel.ranks import Parallel
 from andrea.training.step import SAMPLED_WEIGHTS, sampled_weights, update_ratios
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from andrea.training.parallel.strategy import DataParallel, Ranks
+from andrea.training.parallel.ranks import DataParallel, Ranks
 
 
 @pytest.fixture(params=[0, 2])

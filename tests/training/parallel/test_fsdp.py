@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from andrea.config import group_config
 from andrea.model import GPT
-from andrea.training.loss.micro_batch import MicroBatchLoss
+from andrea.training.loss.loss import MicroBatchLoss
 from andrea.training.parallel import fsdp
 from andrea.training.parallel.fsdp import FullySharded
-from andrea.training.parallel.strategy import Ranks
+from andrea.training.parallel.ranks import Ranks
 from andrea.training.planning.memory import gathered_model_bytes
 
 V = 31

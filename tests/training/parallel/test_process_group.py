@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from andrea.runtime.torchrun import RANK_LOST
-from andrea.training.parallel.process_group import settings_of_group
-from andrea.training.parallel.strategy import Ranks
+from andrea.training.parallel.ranks import Ranks, settings_of_group
 
 ABORTS = """
 import ctypes, sys, threading, time
-from andrea.training.parallel.process_group import exit_as_rank_lost_on_abort
+from andrea.training.parallel.ranks import exit_as_rank_lost_on_abort
 if sys.argv[1] == "handled":
     exit_as_rank_lost_on_abort()
 threading.Thread(target=ctypes.CDLL(None).abort).start()  # as torch's NCCL thread does

@@ -7,8 +7,8 @@ import torch
 
 from andrea.config import group_config
 from andrea.model import GPT
-from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.parallel.strategy import Parallel
+from andrea.training.loss.loss import MicroBatchLoss
+from andrea.training.parallel.ranks import Parallel
 
 
 @pytest.fixture

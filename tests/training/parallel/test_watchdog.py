@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from andrea.training.parallel.process_group import StoreWatchdog
+from andrea.training.parallel.ranks import StoreWatchdog
 
 
 class RecordingWatchdog(StoreWatchdog):

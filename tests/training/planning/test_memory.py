@@ -12,10 +12,16 @@ import torch
 from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model.gpt import GPT
-from andrea.training.parallel.strategy import Ranks
-from andrea.training.planning import micro_batch as machine
-from andrea.training.planning.memory import LiveBytes, evaluation_bytes, gathered_bytes, optimizer_step_bytes
-from andrea.training.planning.micro_batch import Machine, free_bytes
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.planning import memory as machine
+from andrea.training.planning.memory import (
+    LiveBytes,
+    Machine,
+    evaluation_bytes,
+    free_bytes,
+    gathered_bytes,
+    optimizer_step_bytes,
+)
 
 V = 31
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import torch
 from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
-from andrea.training.loss.micro_batch import MicroBatchLoss
-from andrea.training.parallel.strategy import Parallel
-from andrea.training.planning.micro_batch import Machine, largest_that_fits, with_tried_micro_batch
+from andrea.training.loss.loss import MicroBatchLoss
+from andrea.training.parallel.ranks import Parallel
+from andrea.training.planning.memory import Machine, largest_that_fits, with_tried_micro_batch
 from andrea.training.records.console import Console
 
 

@@ -13,7 +13,7 @@ from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.training.planning.dry_run import describe, on_cards
 from andrea.training.planning.length import planned_vocabulary
-from andrea.training.planning.micro_batch import (
+from andrea.training.planning.memory import (
     CARD,
     GIB,
     TOKENS_IN_PASS_ON_CPU,

@@ -14,9 +14,10 @@ from andrea.checkpoint import Checkpoint, checkpoints_of, newest_whole, read_che
 from andrea.config import OptimizerConfig, RunConfig, group_config
 from andrea.config.schema import DEFAULT_MINUTES
 from andrea.training import start
-from andrea.training.optimizer.schedule import decay_start, rate_at, relength
-from andrea.training.planning.time_budget import TimeBudget, fixes_length, is_open, make_time_budget
+from andrea.training.optimizer import decay_start, rate_at, relength
+from andrea.training.planning.length import TimeBudget, fixes_length, is_open
 from andrea.training.records.run_folder import read_lines
+from andrea.training.start import make_time_budget
 
 MUON, COSINE = group_config("optimizer", "muon"), group_config("optimizer", "muon", schedule="cosine")
 QUIET = [

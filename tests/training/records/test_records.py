@@ -9,7 +9,7 @@ import pytest
 from conftest import run_script, tiny_words
 
 from andrea.runtime.files import StorageFailed
-from andrea.training.parallel.process_group import Watchdog
+from andrea.training.parallel.ranks import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records import Logger
 from andrea.training.records.console import Console

@@ -70,7 +70,7 @@ def test_event_files_that_cannot_be_written_are_one_line_without_a_traceback(tmp
     program = f"""
 import resource, time
 from pathlib import Path
-from andrea.training.parallel.process_group import Watchdog
+from andrea.training.parallel.ranks import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records

@@ -16,7 +16,7 @@ import pytest
 from conftest import run_script, tiny_words
 
 from andrea.config import LoggerConfig, UserError
-from andrea.training.parallel.process_group import Watchdog
+from andrea.training.parallel.ranks import Watchdog
 from andrea.training.progress import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records

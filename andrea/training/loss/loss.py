@@ -32,9 +32,8 @@ from andrea.training.loss.kernels import cross_entropy_cpp
 #
 # N tokens, d = d_model, V vocabulary. Rows are processed in chunks. Each chunk computes its logits, their loss and their
 # gradient. This gradient is multiplied at once into the gradients of hidden (N, d) and of the head (V, d), so that only
-# these two are kept. The backward pass scales them. The readable twin is
-# `andrea.training.loss.micro_batch.loss_sum_from_hidden`. The idea is from Liger Kernel (Hsu et al. 2024,
-# arXiv 2410.10989, section 3.2).
+# these two are kept. The backward pass scales them. The readable twin is `loss_sum_from_hidden`, below. The idea is from
+# Liger Kernel (Hsu et al. 2024, arXiv 2410.10989, section 3.2).
 
 # Logits in a chunk. Smaller chunks add to the head's gradient more often; larger ones need more memory. The Triton kernel
 # holds one copy of the logits, in the precision of the products. Compiled code holds two; eager code holds five, in
