@@ -16,8 +16,7 @@ from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
-from andrea.attention.grouped_queries import shared_by_group
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, shared_by_group
 from andrea.attention.implementations import native
 from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD
 from andrea.attention.mask import Mask

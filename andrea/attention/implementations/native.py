@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
-from andrea.attention.kernels import in_rows, like_heads, sink_gradient
+from andrea.attention.compatibility import Case, Result
+from andrea.attention.kernels import as_batch_of_heads, in_rows, like_heads, sink_gradient
 from andrea.attention.mask import Causal
 from andrea.attention.modifiers import alibi_slopes
 from andrea.runtime.native import COUNT, NUMBER, POINTER, REASONS, address, compiled_library
@@ -57,9 +57,6 @@ def steps_of(*tensors: Tensor) -> ctypes.Array:
 
 def refusal(case: Case) -> str | None:
     """Why the kernel cannot serve the case, or None."""
-    reason = refusal_of_kernels(case)
-    if reason is not None:
-        return reason
     query, key, value = case.query, case.key, case.value
     if query.device.type != "cpu":
         return f"it runs on CPUs only, got device={query.device.type}"
