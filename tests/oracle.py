@@ -32,7 +32,7 @@ from andrea.attention import (
     packed_documents,
     sliding_window,
 )
-from andrea.attention.grouped_queries import shared_by_group
+from andrea.attention.compatibility import shared_by_group
 from andrea.model.gpt import RotaryPosition
 
 STATISTICS = ("log_sum_exp", "largest_logit", "entropy_nats")

@@ -7,13 +7,13 @@ from andrea.attention.compatibility import (
     COMPATIBILITIES,
     Additive,
     Bilinear,
+    Case,
     Compatibility,
     Cosine,
     DotProduct,
     ScaledDotProduct,
     make_compatibility,
 )
-from andrea.attention.implementations.case import Case
 from andrea.attention.implementations.reference import Intermediates, attend_reference
 from andrea.attention.mask import (
     Mask,

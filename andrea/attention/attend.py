@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Additive, Compatibility, ScaledDotProduct
+from andrea.attention.compatibility import Additive, Case, Compatibility, Result, ScaledDotProduct
 from andrea.attention.implementations import chunked, flex, native, reference, sdpa, triton
-from andrea.attention.implementations.case import Case, Result
 from andrea.attention.implementations.reference import attend_reference
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
+from andrea.config import MEASURES_HEADS
 
 SCALED_DOT_PRODUCT = ScaledDotProduct()
 # Up to this number of keys, compiled training on a CPU is faster with `reference` than with torch's fused kernel.
@@ -38,7 +38,8 @@ WRITTEN_OUT_KEYS = 512
 
 
 class Implementation(NamedTuple):
-    refusal: Callable[[Case], str | None]  # the reason why the implementation cannot serve the case, or None
+    # Why it cannot serve the case, or None. What the fused kernels have in common is checked by `refusal`, below.
+    refusal: Callable[[Case], str | None]
     run: Callable[[Case], Result]
 
 
@@ -101,10 +102,43 @@ def attend(
     (torch.Size([2, 8, 7, 16]), torch.Size([2, 8, 7]))
     """
     case = Case(query, key, value, compatibility, mask, start, statistics, modifiers=modifiers, sink=sink)
-    case.check_shapes()
+    check_shapes(case)
     name, _ = choose(implementation, case)
     output, measured = IMPLEMENTATIONS[name].run(case)
     return (output, measured) if statistics else output
+
+
+def check_shapes(case: Case) -> None:
+    """Raise ValueError if shapes do not fit together. The message names these shapes."""
+    query, key, value, mask = case.query, case.key, case.value, case.mask
+    if case.compatibility.equal_widths and query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key must have the same width for a dot product, got query {tuple(query.shape)} "
+            f"and key {tuple(key.shape)}"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"each key needs one value, got key {tuple(key.shape)} and value {tuple(value.shape)}")
+    lead = query.shape[:-2]
+    if key.shape[:-2] != value.shape[:-2] or key.ndim != query.ndim or key.shape[:-3] != query.shape[:-3]:
+        raise ValueError(
+            f"leading dimensions must be equal, got query {tuple(query.shape)}, key {tuple(key.shape)}, "
+            f"value {tuple(value.shape)}"
+        )
+    if mask is not None and mask.n_leading not in (0, len(lead)):
+        raise ValueError(
+            f"the mask has {mask.n_leading} leading dimensions and query {tuple(query.shape)} has {len(lead)}: for "
+            f"tensors of shape (B, H, T, d), `key_padding` needs lengths of shape (B, 1), and `packed_documents` needs "
+            f"documents of shape (B, 1, S)"
+        )
+    if case.sink is not None and case.sink.shape != lead[-1:]:
+        raise ValueError(
+            f"the sink needs one logit for each query head, got sink {tuple(case.sink.shape)} and query "
+            f"{tuple(query.shape)}"
+        )
+    if lead and (key.shape[-3] == 0 or lead[-1] % key.shape[-3]):
+        raise ValueError(
+            f"key/value heads must divide the query heads, got query {tuple(query.shape)} and key {tuple(key.shape)}"
+        )
 
 
 def choose(implementation: str, case: Case) -> tuple[str, str]:
@@ -128,7 +162,8 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
         if device == "cuda" and triton.refusal(case) is None:
             return "triton", "our kernel computes the statistics in the same pass"
         return "reference", "only the reference implementation computes statistics for this case"
-    if native.refusal(case) is None:
+    # Our kernel refuses every other type of product; then most steps on a CPU need not ask it.
+    if device == "cpu" and case.product_dtype == torch.bfloat16 and native.refusal(case) is None:
         return "native", "our kernel for CPUs with bf16 instructions"
     if (reason := sdpa.refusal(case)) is not None:
         if device == "cuda" and triton.refusal(case) is None:
@@ -145,6 +180,11 @@ def refusal(implementation: str, case: Case) -> str | None:
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"implementation={implementation!r} is unknown; allowed: {allowed}")
+    if implementation not in ("reference", "chunked") and not case.compatibility.lowers:
+        name = type(case.compatibility).__name__
+        return f"every fused kernel needs a plain dot product, and {name} has no method `lower` that rewrites it as one"
+    if case.statistics and implementation not in MEASURES_HEADS:
+        return "it does not return statistics; use triton or reference"
     return IMPLEMENTATIONS[implementation].refusal(case)
 
 
@@ -170,6 +210,6 @@ def attention_weights(
             [0.3333, 0.3333, 0.3333]])
     """
     case = Case(query, key, key, compatibility, mask, start, modifiers=modifiers, sink=sink)
-    case.check_shapes()
+    check_shapes(case)
     how = {"modifiers": modifiers, "sink": sink}
     return attend_reference(query, key, key, compatibility, mask, case.first_position, **how).weights

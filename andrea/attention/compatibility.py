@@ -1,6 +1,7 @@
-"""Compatibility functions f(query, key) -> score: how well a key matches a query.
+"""Compatibility functions f(query, key) -> score, and `Case`: a function with its arguments, one call of attention.
 
-T queries of width d_q, S keys of width d_k, H heads, any leading dimensions in front.
+The score says how well a key matches a query. T queries of width d_q, S keys of width d_k, H query heads, G key/value
+heads (G divides H), values of width d_v, any leading dimensions in front.
 
 A compatibility function is implemented twice. `scores` is the textbook formula, which the reference implementation
 uses. `lower` rewrites query and key so that their plain dot product gives the same scores; one fused kernel therefore
@@ -36,11 +37,14 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from andrea.attention.grouped_queries import shared_by_group
+from andrea.attention.mask import Mask
+from andrea.attention.modifiers import ScoreModifiers
+from andrea.attention.statistics import AttentionStatistics
 from andrea.config import UserError
 from andrea.runtime.own_parts import is_own, own_class
 
@@ -297,3 +301,78 @@ def check_same(name: str, scores: Tensor, lowered: Tensor) -> None:
             f"{scores[cell]:.5g}, and the dot product of what `lower` returns is {lowered[cell]:.5g}; correct one of them, "
             f"or remove `lower`"
         )
+
+
+# ------------------------------------------------------------------------------------------------- one call of attention
+
+Result = tuple[Tensor, AttentionStatistics | None]  # output (..., H, T, d_v); no statistics if Case.statistics is False
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of one call of attention. They decide which implementations can compute the call.
+
+    query (..., H, T, d_q), key (..., G, S, d_k), value (..., G, S, d_v).
+    start: position of the first query among the keys; S - T if None.
+    modifiers: what changes the scores before the mask, if anything.
+    sink: a logit per query head, (H,), or 0-dim without heads, that takes part in the softmax's denominator alone.
+    statistics: whether to return statistics of the heads as well.
+    compiled: whether torch.compile compiles the call; if None, `choose` asks torch whether it is tracing now.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    compatibility: Compatibility  # without a default: torch.compile cannot trace a module that is a field's default
+    mask: Mask | None = None
+    start: int | Tensor | None = None
+    statistics: bool = False
+    compiled: bool | None = None
+    modifiers: ScoreModifiers | None = None
+    sink: Tensor | None = None
+
+    @property
+    def first_position(self) -> int | Tensor:
+        """Position of the first query among the keys."""
+        return self.key.shape[-2] - self.query.shape[-2] if self.start is None else self.start
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap on the scores, if there is one."""
+        return None if self.modifiers is None else self.modifiers.softcap
+
+    @property
+    def alibi(self) -> bool:
+        return self.modifiers is not None and self.modifiers.alibi
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """The type in which our kernels multiply: autocast's type if autocast is on, else the query's.
+
+        torch's attention follows the same rule.
+        """
+        kind = self.query.device.type
+        if torch.is_autocast_enabled(kind) and self.query.dtype != torch.float64:
+            return torch.get_autocast_dtype(kind)
+        return self.query.dtype
+
+    def lowered(self) -> tuple[Tensor, Tensor]:
+        """query' (..., H, T, d) and key' (..., G, S, d), whose plain dot product is the score."""
+        return self.compatibility.lowered(self.query, self.key)
+
+
+def refusal_of_start(case: Case) -> str | None:
+    """The reason why a kernel that computes ALiBi's distances from an int `start` cannot serve the case, or None."""
+    if case.alibi and not isinstance(case.first_position, int):
+        return "ALiBi's distances need the position of the first query as an int, and it is a tensor here"
+    return None
+
+
+def shared_by_group(keys: Tensor, query: Tensor) -> Tensor:
+    """Repeat keys (..., G, S, d) to (..., H, S, d) for query (..., H, T, d): query head h reads key head h // (H / G).
+
+    Each of the G key/value heads serves H / G query heads (Ainslie et al. 2023, arXiv 2305.13245).
+    """
+    if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
+        return keys
+    return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)

@@ -16,10 +16,9 @@ from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
-from andrea.attention.grouped_queries import shared_by_group
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, shared_by_group
+from andrea.attention.implementations import native
 from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD
-from andrea.attention.kernels import attend_cpp
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import HeadStatistics, head_statistics
@@ -38,8 +37,10 @@ from andrea.config import MEASURES_HEADS
 
 def convolve(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
     """`convolve_readable`, or our kernel where it serves: bf16 on a CPU, from the first token on, in one document."""
-    if before is None and place is None and attend_cpp.serves(x, taps.shape[-1]):
-        return attend_cpp.native_convolution(x, taps.float())
+    is_served = x.device.type == "cpu" and x.dtype == torch.bfloat16 and before is None and place is None
+    is_served = is_served and x.shape[-1] % native.D_STEP == 0 and taps.shape[-1] <= native.MOST_MIXED
+    if is_served and native.reason_without_library() is None:
+        return native.native_convolution(x, taps.float())
     return convolve_readable(x, taps, before, place)
 
 

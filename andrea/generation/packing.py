@@ -1,7 +1,7 @@
 """A GPT packed for decoding: linear layers with packed weights, and our kernels for norms, attention and whole blocks.
 
 Each decoding step uses every weight once, so its time is the time to read the weights from memory. On a CPU our own
-kernels (kernels/decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices at the same
+kernels (decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices at the same
 number of bytes per second, so a product takes half as long. Without a compiler, weights in oneDNN's layout still save a
 conversion at every call. bench/generate.py measures these speeds.
 
@@ -14,6 +14,7 @@ import copy
 import ctypes
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +36,72 @@ from andrea.attention import (
 from andrea.attention.mask import Causal, SlidingWindow
 from andrea.attention.multihead import is_plain, one_product_is_faster
 from andrea.config import UserError
-from andrea.generation.kernels.decode_cpp import ACTIVATIONS, NAMES, Layer, Matrix, Scoring, Shape, function, library
 from andrea.model.gpt import ACTIVATIONS as MLP_ACTIVATIONS
 from andrea.model.gpt import GPT, MLP, Position, RMSNorm, RotaryPosition, SwiGLU, softcap
 from andrea.runtime.device import LargePages
-from andrea.runtime.native import address
+from andrea.runtime.native import COUNT, NUMBER, POINTER, address, compiled_library
+
+# ---------------------------------------------------------------------------------------------------------- decode.cpp
+# Its functions, and the C structures of their arguments.
+
+SOURCE = Path(__file__).with_name("decode.cpp")
+ACTIVATIONS = ("gelu", "relu2", "swiglu", "gelu_exact")  # in the order of `Activation` in decode.cpp
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [(name, POINTER) for name in ("weight", "scale", "sums", "bias")]
+    _fields_ += [(name, COUNT) for name in ("n_in", "n_out")]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [(name, COUNT) for name in ("n_layer", "n_row", "d_model", "d_mlp", "n_head", "n_kv_head", "d_head")]
+    _fields_ += [
+        (name, COUNT) for name in ("capacity", "length", "activation", "value_residual", "n_mixed", "parallel_residual")
+    ]
+    _fields_ += [(name, NUMBER) for name in ("norm_epsilon", "qk_epsilon", "scale")]
+
+
+class Scoring(ctypes.Structure):
+    _fields_ = [("window", COUNT), ("slopes", POINTER), ("sinks", POINTER), ("cap", NUMBER)]
+    _fields_ += [("query_norm", POINTER), ("key_norm", POINTER)]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [("attention_norm", POINTER), ("project", Matrix), ("output", Matrix)]
+    _fields_ += [("mlp_norm", POINTER), ("gate", Matrix), ("up", Matrix), ("down", Matrix), ("head_gate", Matrix)]
+    _fields_ += [
+        ("own_share", POINTER),
+        ("first_share", NUMBER),
+        ("scoring", Scoring),
+        ("taps", POINTER),
+        ("projected", POINTER),
+    ]
+
+
+ARGUMENTS = {
+    "linear": [ctypes.POINTER(Matrix), POINTER, POINTER, COUNT],
+    "rms_norm": [POINTER] * 3 + [COUNT] * 2 + [NUMBER],
+    "attend": [POINTER] * 5 + [COUNT] * 6 + [NUMBER] * 2 + [ctypes.POINTER(Scoring)],
+    "convolve": [POINTER] * 3 + [COUNT] * 6,
+    "decode": [POINTER] * 8 + [ctypes.POINTER(Shape)],
+}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    functions = compiled_library(SOURCE)
+    if functions is not None:
+        for name, arguments in ARGUMENTS.items():
+            for kind in NAMES.values():
+                function = getattr(functions, f"{name}_{kind}")
+                function.argtypes, function.restype = arguments, None
+    return functions
+
+
+def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    return getattr(library(), f"{name}_{NAMES[dtype]}")
+
 
 # -------------------------------------------------------------------------------------------------------- linear layers
 # With packed weights in bf16, fp32 or int8, for our kernels or for oneDNN. Weights are (d_out, d_in), biases (d_out,),

@@ -20,7 +20,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
-from andrea.generation.kernels.decode_cpp import SOURCE, library
+from andrea.generation.packing import SOURCE, library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, lines_of, replace_text, storing

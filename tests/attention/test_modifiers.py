@@ -10,6 +10,7 @@ from oracle import Case as OracleCase
 from oracle import judge
 
 from andrea.attention import (
+    IMPLEMENTATIONS,
     Additive,
     Case,
     DotProduct,
@@ -24,7 +25,6 @@ from andrea.attention import (
     refusal,
     sliding_window,
 )
-from andrea.attention.implementations import flex
 
 ALIBI, CAP = ScoreModifiers(alibi=True), ScoreModifiers(softcap=2.0)
 BOTH = ScoreModifiers(softcap=2.0, alibi=True)
@@ -123,7 +123,7 @@ def test_torch_s_kernels_add_alibi_s_bias(mask, dtype):
 @pytest.mark.parametrize("mask", [None, causal(), sliding_window(3)])
 def test_flex_agrees_with_the_reference_in_values(mask, how, monkeypatch):
     """On a CPU it has no backward pass, so it is refused there; values are compared all the same."""
-    monkeypatch.setattr(flex, "refusal_without_cuda", lambda case: None)
+    monkeypatch.setitem(IMPLEMENTATIONS, "flex", IMPLEMENTATIONS["flex"]._replace(refusal=lambda case: None))
     query, key, value = torch.randn(3, 2, 6, 16, 32)
     how = dict(how)
     called = {"mask": mask, "sink": torch.randn(6) if how.pop("sink", False) else None}

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packing
 from andrea.generation.engine import Window, step
-from andrea.generation.kernels import decode_cpp
 from andrea.generation.packing import (
     FEW_ROWS,
     Int8Linear,
@@ -61,7 +60,7 @@ ATTENTIONS["sink, layernorm"] = dataclasses.replace(ATTENTION, sink=True)
 
 @pytest.fixture(autouse=True)
 def there_is_a_compiler():
-    assert decode_cpp.library() is not None, "g++ makes the kernels that are tested here; install it"
+    assert packing.library() is not None, "g++ makes the kernels that are tested here; install it"
 
 
 def judge(ours: Tensor, readable: Tensor, exact: Tensor) -> None:
@@ -329,7 +328,7 @@ def fresh_library():
 
 
 def forget():
-    decode_cpp.library.cache_clear()
+    packing.library.cache_clear()
     compiled_library.cache_clear()
 
 
@@ -338,7 +337,7 @@ def forget():
 def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    assert decode_cpp.library() is None
+    assert packing.library() is None
     request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
     for dtype in DTYPES:
         engine = Engine(make_model(), TOKENIZER, dtype=dtype)
@@ -353,6 +352,6 @@ def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeyp
 def test_a_cache_that_cannot_be_written_is_done_without(fresh_library, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert decode_cpp.library() is not None
+    assert packing.library() is not None
     layer = NativeLinear(draw(5, 3), None)
     torch.testing.assert_close(layer(draw(1, 3)), draw(1, 3) @ draw(5, 3).mT)

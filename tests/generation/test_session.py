@@ -17,7 +17,7 @@ from tiny_checkpoint import make_model, write_model
 
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
-from andrea.generation.kernels.decode_cpp import library
+from andrea.generation.packing import library
 from andrea.generation.session import read_prompt, sample
 from andrea.runtime.native import compiled_library
 from andrea.text.tokenizer import ByteTokenizer

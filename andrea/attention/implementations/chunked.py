@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Additive
+from andrea.attention.compatibility import Additive, Case, Result
 from andrea.attention.implementations import reference
-from andrea.attention.implementations.case import Case, Result
 
 HIDDEN_AT_A_TIME = 2**22  # entries in the (..., rows, S, n) tensor of one chunk: 16 MiB in fp32
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea.attention.attend import attend, refusal
-from andrea.attention.compatibility import DotProduct
-from andrea.attention.implementations.case import Case
+from andrea.attention.compatibility import Case, DotProduct
 from andrea.attention.implementations.sdpa import SDPA_BACKENDS
 from andrea.attention.implementations.triton import kernel_errors
 from andrea.attention.statistics import HeadStatistics, head_statistics

@@ -10,14 +10,8 @@ import functools
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from andrea.attention.implementations.case import (
-    Case,
-    Result,
-    as_batch_of_heads,
-    refusal_of_kernels,
-    refusal_of_start,
-    refusal_without_cuda,
-)
+from andrea.attention.compatibility import Case, Result, refusal_of_start
+from andrea.attention.kernels import as_batch_of_heads
 from andrea.attention.mask import Causal, Mask, SlidingWindow, visible_interval, visible_keys
 from andrea.attention.modifiers import ScoreModifiers, alibi_slopes, capped
 from andrea.runtime.compiling import compile_graph
@@ -25,7 +19,9 @@ from andrea.runtime.compiling import compile_graph
 
 def refusal(case: Case) -> str | None:
     """Why FlexAttention cannot serve the case, or None. On a CPU it has no backward pass."""
-    return refusal_of_kernels(case) or refusal_without_cuda(case) or refusal_of_start(case)
+    if case.query.device.type != "cuda":
+        return f"it needs a CUDA GPU, got device={case.query.device.type}"
+    return refusal_of_start(case)
 
 
 def run(case: Case) -> Result:

@@ -1,23 +1,62 @@
-"""Our kernel for CPUs (kernels/attend.cpp): causal attention in bf16, forward and backward, modifiers and sink included.
+"""Our kernels for CPUs (kernels/attend.cpp): causal attention, and the convolution over tokens, in bf16.
 
-H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head.
+B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head, K mixed tokens.
 """
 
 from __future__ import annotations
 
-import torch
+import ctypes
+import functools
+from pathlib import Path
 
-from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels
-from andrea.attention.kernels.attend_cpp import D_STEP, native_attention, reason_without_library
+import torch
+from torch import Tensor
+
+from andrea.attention.compatibility import Case, Result
+from andrea.attention.kernels import as_batch_of_heads, in_rows, like_heads, sink_gradient
 from andrea.attention.mask import Causal
 from andrea.attention.modifiers import alibi_slopes
+from andrea.runtime.native import COUNT, NUMBER, POINTER, REASONS, address, compiled_library
+
+SOURCE = Path(__file__).parents[1] / "kernels" / "attend.cpp"
+D_STEP = 16  # the width of a head must be a multiple of this number
+MOST_MIXED = 8
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None without a compiler, or on a processor that does not multiply in bf16."""
+    functions = compiled_library(SOURCE)
+    if functions is None or not functions.multiplies_bf16():
+        return None
+    functions.attend_forward.argtypes = [POINTER] * 6 + [COUNT] * 5 + [NUMBER] + [POINTER] * 2
+    functions.attend_backward.argtypes = [POINTER] * 10 + [COUNT] * 5 + [NUMBER] + [POINTER]
+    functions.attend_forward.restype = functions.attend_backward.restype = None
+    functions.convolve_forward.argtypes = [POINTER] * 4 + [COUNT] * 5
+    functions.convolve_backward.argtypes = [POINTER] * 6 + [COUNT] * 5
+    functions.convolve_forward.restype = functions.convolve_backward.restype = None
+    return functions
+
+
+@torch.compiler.assume_constant_result
+def reason_without_library() -> str | None:
+    """Why the functions cannot be used on this machine, or None. Compiling them takes a moment the first time."""
+    if library() is not None:
+        return None
+    return REASONS.get(SOURCE, "it needs a processor with bf16 instructions (AVX512-BF16)")
+
+
+def steps_of(*tensors: Tensor) -> ctypes.Array:
+    """The strides of batch, head and token of each tensor, in one array."""
+    steps = [step for tensor in tensors for step in tensor.stride()[:3]]
+    return (ctypes.c_int64 * len(steps))(*steps)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
 
 
 def refusal(case: Case) -> str | None:
     """Why the kernel cannot serve the case, or None."""
-    reason = refusal_of_kernels(case)
-    if reason is not None:
-        return reason
     query, key, value = case.query, case.key, case.value
     if query.device.type != "cpu":
         return f"it runs on CPUs only, got device={query.device.type}"
@@ -41,3 +80,113 @@ def run(case: Case) -> Result:
     sink = None if case.sink is None else case.sink.float().reshape(-1)
     output, _ = native_attention(*tensors, case.softcap or 0.0, slopes, sink)  # (B, H, T, D)
     return output.reshape(query.shape), None
+
+
+@torch.library.custom_op("andrea::native_attention", mutates_args=())
+def native_attention(
+    query: Tensor, key: Tensor, value: Tensor, softcap: float, slopes: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention in bf16. query (B, H, T, D), key and value (B, G, T, D) -> output (B, H, T, D), and log-sum-exp
+    (B, H, T) in fp32. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks' logits (H,). Both
+    are fp32.
+    """
+    query, key, value = in_rows(query), in_rows(key), in_rows(value)
+    output, lse = outputs(query)
+    tensors = query, key, value, output
+    pointers = *map(Tensor.data_ptr, tensors), lse.data_ptr()
+    scoring = softcap, address(slopes), address(sink)
+    library().attend_forward(*pointers, steps_of(*tensors), *shape_of(query, key), *scoring)
+    return output, lse
+
+
+@native_attention.register_fake
+def _(query, key, value, softcap, slopes, sink) -> tuple[Tensor, Tensor]:
+    return outputs(query)
+
+
+@torch.library.custom_op("andrea::native_attention_backward", mutates_args=())
+def native_attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    d_output: Tensor,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, output, d_output = map(in_rows, (query, key, value, output, d_output))
+    gradients = tuple(map(like_heads, (query, key, value)))
+    before, after = (query, key, value, output), (d_output, *gradients)
+    pointers = *map(Tensor.data_ptr, before), lse.contiguous().data_ptr(), *map(Tensor.data_ptr, after)
+    library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key), softcap, address(slopes))
+    return gradients
+
+
+@native_attention_backward.register_fake
+def _(query, key, value, slopes, output, lse, d_output, softcap) -> tuple[Tensor, Tensor, Tensor]:
+    return like_heads(query), like_heads(key), like_heads(value)
+
+
+def outputs(query: Tensor) -> tuple[Tensor, Tensor]:
+    return like_heads(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def shape_of(query: Tensor, key: Tensor) -> tuple[int, ...]:
+    n_batch, n_head, n_token, d_head = query.shape
+    return n_batch, n_head, key.shape[1], n_token, d_head
+
+
+def keep(ctx, inputs, output) -> None:
+    query, key, value, ctx.softcap, slopes, sink = inputs
+    ctx.save_for_backward(query, key, value, slopes, *output, sink)
+    ctx.mark_non_differentiable(output[1])
+
+
+def differentiate(ctx, d_output: Tensor, _) -> tuple[Tensor | None, ...]:
+    *saved, output, lse, sink = ctx.saved_tensors
+    gradients = native_attention_backward(*saved, output, lse, d_output, ctx.softcap)
+    if sink is None:
+        return *gradients, None, None, None
+    delta = (output.float() * d_output.float()).sum(-1)
+    return *gradients, None, None, sink_gradient(sink, lse, delta)
+
+
+native_attention.register_autograd(differentiate, setup_context=keep)
+
+
+# ---------------------------------------------------------------------------------------------------------- convolution
+
+
+@torch.library.custom_op("andrea::native_convolution", mutates_args=())
+def native_convolution(x: Tensor, taps: Tensor) -> Tensor:
+    """x (B, H, T, D) bf16, taps (H, D, K) fp32 -> (B, H, T, D) bf16; sums are in fp32."""
+    x, taps, y = in_rows(x), taps.contiguous(), like_heads(x)
+    tensors = x.data_ptr(), taps.data_ptr(), y.data_ptr()
+    library().convolve_forward(*tensors, steps_of(x, y), *x.shape, taps.shape[-1])
+    return y
+
+
+@native_convolution.register_fake
+def _(x: Tensor, taps: Tensor) -> Tensor:
+    return like_heads(x)
+
+
+@torch.library.custom_op("andrea::native_convolution_backward", mutates_args=())
+def native_convolution_backward(x: Tensor, taps: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    x, taps, d_y = in_rows(x), taps.contiguous(), in_rows(d_y)
+    d_x, d_taps = like_heads(x), taps.new_empty(len(x), *taps.shape)
+    tensors = x.data_ptr(), taps.data_ptr(), d_y.data_ptr(), d_x.data_ptr(), d_taps.data_ptr()
+    library().convolve_backward(*tensors, steps_of(x, d_y, d_x), *x.shape, taps.shape[-1])
+    return d_x, d_taps.sum(0)
+
+
+@native_convolution_backward.register_fake
+def _(x: Tensor, taps: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    return like_heads(x), torch.empty_like(taps, memory_format=torch.contiguous_format)
+
+
+native_convolution.register_autograd(
+    lambda ctx, d_y: native_convolution_backward(*ctx.saved_tensors, d_y),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

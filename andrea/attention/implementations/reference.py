@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Compatibility
-from andrea.attention.grouped_queries import shared_by_group
-from andrea.attention.implementations.case import Case, Result
+from andrea.attention.compatibility import Case, Compatibility, Result, shared_by_group
 from andrea.attention.mask import Mask, positions, visible_keys
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import statistics_of_scores

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from andrea.attention.implementations.case import Case, Result, refusal_of_kernels, refusal_without_cuda
+from andrea.attention.compatibility import Case, Result
 from andrea.attention.mask import Causal, positions, visible_keys
 from andrea.attention.modifiers import distance_bias
 
@@ -25,15 +25,14 @@ SDPA_BACKENDS = {
 
 def refusal(case: Case, backend: str | None = None) -> str | None:
     """Why torch's kernels cannot serve the case, or None. backend: one of SDPA_BACKENDS; None for torch's own choice."""
-    reason = refusal_of_kernels(case)
-    if reason is None and case.softcap is not None:
-        reason = "torch's kernels do not cap scores"
-    if reason is None and case.sink is not None:
-        reason = "torch's kernels have no sink in the softmax"
-    if reason is None and backend is not None:
-        reason = refusal_without_cuda(case)
-    if reason is not None or backend is None:
-        return reason
+    if case.softcap is not None:
+        return "torch's kernels do not cap scores"
+    if case.sink is not None:
+        return "torch's kernels have no sink in the softmax"
+    if backend is None:
+        return None
+    if case.query.device.type != "cuda":
+        return f"it needs a CUDA GPU, got device={case.query.device.type}"
     if backend == "sdpa_flash" and case.alibi:
         return "torch's flash kernel adds no bias to the scores, which ALiBi needs"
     square = case.query.shape[-2] == case.key.shape[-2]

@@ -11,8 +11,8 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.grouped_queries import shared_by_group
-from andrea.attention.implementations.case import Case, Result, as_batch_of_heads, refusal_of_kernels, refusal_of_start
+from andrea.attention.compatibility import Case, Result, refusal_of_start, shared_by_group
+from andrea.attention.kernels import as_batch_of_heads
 from andrea.attention.mask import Causal, positions, visible_interval
 from andrea.attention.modifiers import alibi_slopes
 from andrea.attention.statistics import AttentionStatistics, sees, sink_mass_of
@@ -24,7 +24,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # a constant: torch
 
 def refusal(case: Case) -> str | None:
     """Why the kernel cannot serve the case, or None."""
-    reason = refusal_of_kernels(case, measures=True) or refusal_of_start(case)
+    reason = refusal_of_start(case)
     if reason is not None:
         return reason
     query, key, value, mask = case.query, case.key, case.value, case.mask

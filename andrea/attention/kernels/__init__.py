@@ -10,6 +10,13 @@ from torch import Tensor
 from andrea.attention.statistics import sink_mass_of
 
 
+def as_batch_of_heads(tensor: Tensor) -> Tensor:
+    """(..., H, T, d) -> (B, H, T, d). A missing head or batch dimension becomes a dimension of size 1."""
+    while tensor.ndim < 4:
+        tensor = tensor[None]
+    return tensor.flatten(0, -4)
+
+
 def in_rows(x: Tensor) -> Tensor:
     """The tensor with contiguous rows, which the kernels require: a last stride of 1. The other strides may be any."""
     return x if x.stride(-1) == 1 else x.contiguous()

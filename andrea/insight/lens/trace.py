@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from andrea.attention import Additive, MultiHeadAttention, SharedInputs, attend_reference
-from andrea.attention.grouped_queries import shared_by_group
+from andrea.attention.compatibility import shared_by_group
 from andrea.attention.implementations.chunked import additive_scores
 from andrea.model.gpt import GPT, Block
 

@@ -6,6 +6,8 @@ number of targets over all micro-batches and ranks.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
@@ -23,9 +26,9 @@ from andrea.checkpoint.model import load_model
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT, CallBlock, call_block
 from andrea.runtime.device import WEIGHT_DTYPE, autocast
+from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 from andrea.text.loader import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.loss.kernels import cross_entropy_cpp
 
 # ---------------------------------------------------------------------------------------------------------------- fused
 # Fuses head, soft cap and cross-entropy, so that the full logits are never in memory.
@@ -42,6 +45,7 @@ LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 28, 1 << 26, 1 << 24
 # With the kernel, the vocabulary is padded and chunks have whole tiles of rows. With an odd number of columns (GPT-2 has
 # 50,257), rows of logits would begin at addresses from which a GPU can read only two bytes at a time.
 VOCABULARY_MULTIPLE, ROW_MULTIPLE = 128, 128
+SOURCE = Path(__file__).parent / "kernels" / "cross_entropy.cpp"
 
 
 def fused_cross_entropy(
@@ -91,7 +95,7 @@ def cross_entropy_in_chunks(
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, chunk_targets in zip(rows.split(n_row), targets.split(n_row), strict=True):
         logits = chunk @ weight.mT
-        is_native = not in_kernel and cross_entropy_cpp.serves(logits)
+        is_native = not in_kernel and has_native_kernel(logits)
         loss_of_chunk = (
             triton_loss_of_chunk if in_kernel else native_loss_of_chunk if is_native else torch_loss_of_chunk
         )
@@ -167,8 +171,51 @@ def native_loss_of_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """Like `torch_loss_of_chunk`, with our kernel for CPUs, which overwrites the bf16 logits with their gradient."""
     assert logits.shape[1] == n_vocab, "only the kernel for GPUs takes columns that are no tokens"
-    nats = cross_entropy_cpp.native_cross_entropy(logits, targets, cap or 0.0, gradients)
+    nats = native_cross_entropy(logits, targets, cap or 0.0, gradients)
     return nats.sum(), logits if gradients else None
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The compiled function; None without a compiler, or on a processor without bf16 instructions."""
+    functions = compiled_library(SOURCE)
+    if functions is None or not functions.has_bf16():
+        return None
+    functions.cross_entropy.argtypes = [POINTER] * 3 + [COUNT] * 3 + [NUMBER, COUNT]
+    functions.cross_entropy.restype = None
+    return functions
+
+
+@torch.compiler.assume_constant_result
+def has_native_library() -> bool:
+    """Whether the kernel can be used on this machine. Compiling it takes a moment the first time."""
+    return native_library() is not None
+
+
+def has_native_kernel(logits: Tensor) -> bool:
+    """Whether the kernel can be used for these logits. Not in a memory plan, which stands for other devices too."""
+    is_planned = isinstance(logits, FakeTensor) and not torch.compiler.is_compiling()
+    return logits.device.type == "cpu" and logits.dtype == torch.bfloat16 and not is_planned and has_native_library()
+
+
+@torch.library.custom_op("andrea::native_cross_entropy", mutates_args=("logits",))
+def native_cross_entropy(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
+    """logits (n, V) bf16, targets (n,) int64 -> nats (n,) fp32, 0 where the target is IGNORED_TARGET.
+
+    cap: of the soft cap, or 0. gradients: overwrite the logits with the gradient of the sum of the nats.
+    """
+    assert logits.is_contiguous() and targets.is_contiguous()
+    if not ((targets == IGNORED_TARGET) | ((targets >= 0) & (targets < logits.shape[1]))).all():
+        raise IndexError(f"a target is no token of a vocabulary of {logits.shape[1]}")  # it would be an address
+    nats = logits.new_empty(len(logits), dtype=torch.float32)
+    tensors = logits.data_ptr(), targets.data_ptr(), nats.data_ptr()
+    native_library().cross_entropy(*tensors, *logits.shape, IGNORED_TARGET, cap, gradients)
+    return nats
+
+
+@native_cross_entropy.register_fake
+def _(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)
 
 
 # --------------------------------------------------------------------------------------------------------- distillation

@@ -18,7 +18,6 @@ from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.loader import IGNORED_TARGET
 from andrea.training.loss import loss as fused
-from andrea.training.loss.kernels import cross_entropy_cpp
 from andrea.training.loss.loss import MicroBatchLoss, loss_sum, loss_sum_from_hidden, training_loss_sum
 from andrea.training.parallel.ranks import reuses_training_graph
 
@@ -57,8 +56,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.importorskip("triton")
         monkeypatch.setattr(fused, "uses_kernel", lambda rows: True)
     elif request.param == "torch":
-        monkeypatch.setattr(cross_entropy_cpp, "has_library", lambda: False)
-    elif not cross_entropy_cpp.has_library():
+        monkeypatch.setattr(fused, "has_native_library", lambda: False)
+    elif not fused.has_native_library():
         pytest.skip("our kernel for CPUs needs a compiler and bf16 instructions")
     return request.param
 
@@ -155,7 +154,7 @@ def test_columns_that_are_no_tokens_change_nothing_and_get_no_gradient(cap: floa
     assert torch.allclose(d_logits[:, :V], d_truth, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(not cross_entropy_cpp.has_library(), reason="needs a compiler and bf16 instructions")
+@pytest.mark.skipif(not fused.has_native_library(), reason="needs a compiler and bf16 instructions")
 @pytest.mark.parametrize("cap", [None, 0.5, 15.0, 200.0])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 40.0, 1e4])
 @pytest.mark.parametrize("n_vocab", [7, 16, V])
@@ -177,22 +176,22 @@ def test_the_kernel_for_cpus_is_right_for_logits_of_any_size(n_vocab: int, sprea
     assert ((d_logits.double() - d_truth).abs() <= 2**-8 * d_truth.abs() + 1e-6).all()
 
 
-@pytest.mark.skipif(not cross_entropy_cpp.has_library(), reason="needs a compiler and bf16 instructions")
+@pytest.mark.skipif(not fused.has_native_library(), reason="needs a compiler and bf16 instructions")
 @pytest.mark.parametrize("cap", [None, 15.0])
 def test_the_kernel_for_cpus_hides_no_nan(cap: float | None) -> None:
     logits = torch.zeros(3, V).bfloat16()
     logits[1, 200] = float("nan")
-    nats = cross_entropy_cpp.native_cross_entropy(logits, torch.tensor([1, 2, 3]), cap or 0.0, True)
+    nats = fused.native_cross_entropy(logits, torch.tensor([1, 2, 3]), cap or 0.0, True)
     assert nats.isnan().tolist() == [False, True, False]
     assert logits.isnan().any(1).tolist() == [False, True, False]
 
 
-@pytest.mark.skipif(not cross_entropy_cpp.has_library(), reason="needs a compiler and bf16 instructions")
+@pytest.mark.skipif(not fused.has_native_library(), reason="needs a compiler and bf16 instructions")
 @pytest.mark.parametrize("target", [V, 1 << 40, -1])
 def test_the_kernel_for_cpus_refuses_a_target_that_is_no_token(target: int) -> None:
     logits = torch.zeros(2, V).bfloat16()
     with pytest.raises(IndexError, match="no token of a vocabulary of 301"):
-        cross_entropy_cpp.native_cross_entropy(logits, torch.tensor([3, target]), 15.0, True)
+        fused.native_cross_entropy(logits, torch.tensor([3, target]), 15.0, True)
     assert not logits.any()
 
 

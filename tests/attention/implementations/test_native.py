@@ -10,7 +10,7 @@ from oracle import Case, judge
 
 from andrea.attention import Case as AttentionCase
 from andrea.attention import DotProduct, ScaledDotProduct, alibi_slopes, attend, causal, choose, refusal, sliding_window
-from andrea.attention.kernels.attend_cpp import library, native_attention
+from andrea.attention.implementations.native import library, native_attention
 
 BF16 = torch.bfloat16
 
