@@ -21,10 +21,10 @@ from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
 from andrea.config.keys import suggestion
 from andrea.generation.engine import Engine
-from andrea.generation.session import check_batch, describe, last_tokens, make_engine, request_of
+from andrea.generation.session import check_batch, decoding_dtype, describe, last_tokens, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
-from andrea.runtime.device import WEIGHT_DTYPE, choose_device, choose_precision
+from andrea.runtime.device import choose_device
 from andrea.text.loader import IGNORED_TARGET, count_windows, validation_batches
 from andrea.text.tokenizer import Tokenizer
 
@@ -109,9 +109,8 @@ class LoadedModel:
     @functools.cached_property
     def engine(self) -> Engine:
         """Generates text, with a copy of the weights in `precision` that is made on first use."""
-        asked = self.settings.precision
-        precision = choose_precision("auto" if asked == "int8" else asked, self.device)
-        return make_engine(self.settings, self.model, self.tokenizer, WEIGHT_DTYPE[precision.value])
+        dtype = decoding_dtype(self.settings.precision, self.model)
+        return make_engine(self.settings, self.model, self.tokenizer, dtype)
 
     def generate(self, prompt: TextOrIds | Sequence[TextOrIds] = "", **keywords: Any) -> str | list[str]:
         """The text that follows the prompt, without the prompt; for a list of prompts, a list of texts.

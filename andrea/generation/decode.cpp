@@ -13,7 +13,11 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16;  // numbers in a vector register
+#else
+constexpr int64_t LANES = 8;  // two registers of ARM's
+#endif
 constexpr float OWN_VALUE_EPSILON = 1e-6f;  // as in attention/multihead.py
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
@@ -86,27 +90,63 @@ std::vector<float> in_fp32(const T* x, int64_t n) {
     return copy;
 }
 
-// A row of numbers as step · (u - 32768), with u stored in two bytes. Products with int8 weights are then integer sums.
-struct Bytes {
+// Whether the processor adds up products of signed and unsigned bytes in one instruction (VNNI).
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool HAS_BYTE_PRODUCTS = true;
+#else
+constexpr bool HAS_BYTE_PRODUCTS = false;
+#endif
+
+// A row of numbers as step · u, with u an integer of 16 bits, so that products with int8 weights are integer sums. If the
+// processor multiplies bytes, u + 32768 is kept in two of them.
+struct Integers {
+    std::vector<int16_t> whole;
     std::vector<uint8_t> high, low;
     float step;
 };
 
 template <typename T>
-Bytes in_bytes(const T* x, int64_t n) {
-    Bytes bytes{std::vector<uint8_t>(n), std::vector<uint8_t>(n), 0};
+Integers in_integers(const T* x, int64_t n) {
+    const int64_t n_whole = HAS_BYTE_PRODUCTS ? 0 : n, n_half = n - n_whole;
+    Integers row{std::vector<int16_t>(n_whole), std::vector<uint8_t>(n_half), std::vector<uint8_t>(n_half), 0};
     float largest = 0;
     for (int64_t k = 0; k < n; ++k) largest = std::max(largest, std::fabs(number(x[k])));
-    if (!(largest > 0) || !std::isfinite(largest)) bytes.step = largest > 0 ? NAN : 0;  // zeros stay zeros, infinity becomes NaN
-    else bytes.step = largest / 32767;
+    if (!(largest > 0) || !std::isfinite(largest)) row.step = largest > 0 ? NAN : 0;  // zeros stay zeros, infinity becomes NaN
+    else row.step = largest / 32767;
     for (int64_t k = 0; k < n; ++k) {
-        if (number(x[k]) != number(x[k])) bytes.step = NAN;
-        float in_steps = bytes.step > 0 ? number(x[k]) / bytes.step : 0;
-        int32_t u = 32768 + int32_t(std::lrint(std::min(32767.0f, std::max(-32767.0f, in_steps))));
-        bytes.high[k] = uint8_t(u >> 8);
-        bytes.low[k] = uint8_t(u & 255);
+        if (number(x[k]) != number(x[k])) row.step = NAN;
+        const float in_steps = row.step > 0 ? number(x[k]) / row.step : 0;
+        const int32_t u = int32_t(std::lrint(std::min(32767.0f, std::max(-32767.0f, in_steps))));
+        if (HAS_BYTE_PRODUCTS) {
+            row.high[k] = uint8_t((u + 32768) >> 8);
+            row.low[k] = uint8_t((u + 32768) & 255);
+        } else row.whole[k] = int16_t(u);
     }
-    return bytes;
+    return row;
+}
+
+constexpr int64_t LONGEST_EXACT = 512;  // so many products of int8 and int16 fit 32 bits
+
+// The sum of w · u over a row, exactly. sum: that of w alone.
+int64_t integer_dot(const int8_t* w, const Integers& row, int64_t n, int64_t sum) {
+    if (HAS_BYTE_PRODUCTS) {
+        const uint8_t *high = row.high.data(), *low = row.low.data();
+        int32_t of_high = 0, of_low = 0;
+        for (int64_t k = 0; k < n; ++k) {
+            of_high += int32_t(w[k]) * high[k];
+            of_low += int32_t(w[k]) * low[k];
+        }
+        return 256 * int64_t(of_high) + of_low - 32768 * sum;
+    }
+    int64_t total = 0;
+    for (int64_t start = 0; start < n; start += LONGEST_EXACT) {
+        const int64_t stop = std::min(n, start + LONGEST_EXACT);
+        const int16_t* whole = row.whole.data();
+        int32_t part = 0;
+        for (int64_t k = start; k < stop; ++k) part += int32_t(w[k]) * whole[k];
+        total += part;
+    }
+    return total;
 }
 
 // Weight (n_out, n_in) in type T. If scales (n_out) are given, the weight is in 8 bits, with the sums of its rows. bias is
@@ -124,7 +164,7 @@ struct Matrix {
 // take longer.
 struct Rows {
     std::vector<float> numbers;
-    std::vector<Bytes> bytes;
+    std::vector<Integers> integers;
 };
 
 template <typename T>
@@ -132,7 +172,7 @@ Rows rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row) {
     Rows rows;
     if (!matrix.scale) rows.numbers = in_fp32(x, n_row * matrix.n_in);
     else
-        for (int64_t m = 0; m < n_row; ++m) rows.bytes.push_back(in_bytes(x + m * matrix.n_in, matrix.n_in));
+        for (int64_t m = 0; m < n_row; ++m) rows.integers.push_back(in_integers(x + m * matrix.n_in, matrix.n_in));
     return rows;
 }
 
@@ -144,14 +184,8 @@ float product(const Matrix<T>& matrix, const Rows& rows, int64_t m, int64_t n) {
     if (!matrix.scale) value = dot(static_cast<const T*>(matrix.weight) + n * n_in, rows.numbers.data() + m * n_in, n_in);
     else {
         const int8_t* w = static_cast<const int8_t*>(matrix.weight) + n * n_in;
-        const uint8_t *high = rows.bytes[m].high.data(), *low = rows.bytes[m].low.data();
-        int32_t of_high = 0, of_low = 0;
-        for (int64_t k = 0; k < n_in; ++k) {
-            of_high += int32_t(w[k]) * high[k];
-            of_low += int32_t(w[k]) * low[k];
-        }
-        int64_t total = 256 * int64_t(of_high) + of_low - 32768 * int64_t(matrix.sums[n]);
-        value = float(total) * matrix.scale[n] * rows.bytes[m].step;
+        const int64_t total = integer_dot(w, rows.integers[m], n_in, matrix.sums[n]);
+        value = float(total) * matrix.scale[n] * rows.integers[m].step;
     }
     return matrix.bias ? value + number(matrix.bias[n]) : value;
 }
@@ -245,7 +279,7 @@ void attend_by_team(
     }
 }
 
-enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in decode_cpp.py
+enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in packing.py
 
 struct Shape {
     int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual, n_mixed,

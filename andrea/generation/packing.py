@@ -38,7 +38,7 @@ from andrea.attention.multihead import is_plain, one_product_is_faster
 from andrea.config import UserError
 from andrea.model.gpt import ACTIVATIONS as MLP_ACTIVATIONS
 from andrea.model.gpt import GPT, MLP, Position, RMSNorm, RotaryPosition, SwiGLU, softcap
-from andrea.runtime.device import LargePages
+from andrea.runtime.device import LargePages, cpu_multiplies_bf16
 from andrea.runtime.native import COUNT, NUMBER, POINTER, address, compiled_library
 
 # ---------------------------------------------------------------------------------------------------------- decode.cpp
@@ -124,6 +124,13 @@ def has_onednn(weight: Tensor) -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's linear, in fp32 on a CPU that does not multiply in bf16: there torch's bf16 products take five times as long."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or cpu_multiplies_bf16():
+        return functional.linear(x, weight, bias)
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
+
+
 class NativeLinear(nn.Module):
     """nn.Linear without gradients. Inputs of at most FEW_ROWS rows use our kernel, larger inputs use torch's."""
 
@@ -139,10 +146,13 @@ class NativeLinear(nn.Module):
         assert x.shape[-1] == n_in and x.dtype == self.weight.dtype, (x.shape, x.dtype, self.weight.shape)
         n_row = x.numel() // n_in
         if n_row > FEW_ROWS:
-            return functional.linear(x, self.weight, self.bias)
+            return self.readable(x)
         x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
         self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
         return y
+
+    def readable(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
     def descriptor(self) -> Matrix:
         """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
@@ -213,7 +223,7 @@ class Int8Linear(nn.Module):
         return part
 
     def readable(self, x: Tensor) -> Tensor:
-        return functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
+        return linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
 
     def written_out(self, x: Tensor) -> Tensor:
         """The same as `readable`, for few rows: torch.compile turns this form into code that reads each weight once."""

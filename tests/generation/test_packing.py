@@ -130,6 +130,18 @@ def test_int8_linear(dtype, bias, shape):
         judge(layer(x), layer.readable(x), exact)
 
 
+@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_rows_in_bf16(bias, multiplies, monkeypatch):
+    """torch's product, and that of fp32 rounded once, where the processor does not multiply in bf16."""
+    monkeypatch.setattr("andrea.generation.packing.cpu_multiplies_bf16", lambda: multiplies)
+    x, weight, added = (draw(*shape).bfloat16() for shape in ((40, 67), (13, 67), (13,)))
+    added = added if bias else None
+    in_fp32 = functional.linear(x.float(), weight.float(), None if added is None else added.float())
+    y = NativeLinear(weight, added)(x)
+    assert torch.equal(y, functional.linear(x, weight, added) if multiplies else in_fp32.bfloat16())
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible_in_8_bits(bad):
     layer = Int8Linear(draw(5, 67), None, native=True)

@@ -18,7 +18,7 @@ from tiny_checkpoint import make_model, write_model
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
 from andrea.generation.packing import library
-from andrea.generation.session import read_prompt, sample
+from andrea.generation.session import decoding_dtype, read_prompt, sample
 from andrea.runtime.native import compiled_library
 from andrea.text.tokenizer import ByteTokenizer
 
@@ -47,9 +47,9 @@ def config_of(runs: Path, **changes) -> SampleConfig:
     return dataclasses.replace(defaults, **changes)
 
 
-def output(config: SampleConfig, capsys, dtype=torch.float32) -> tuple[str, str]:
+def output(config: SampleConfig, capsys) -> tuple[str, str]:
     """What is written to standard output, the texts alone, and to standard error."""
-    assert sample(config, torch.device("cpu"), dtype) == 0
+    assert sample(config, torch.device("cpu")) == 0
     return tuple(capsys.readouterr())
 
 
@@ -65,19 +65,18 @@ def test_the_checkpoint_is_described_before_the_text(tmp_path, capsys):
     assert text == "def aaaaa\n"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_description_names_matrices_in_8_bits(tmp_path, capsys, dtype):
+@pytest.mark.parametrize(("multiplies", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_the_description_names_matrices_in_8_bits(tmp_path, capsys, monkeypatch, multiplies, dtype):
+    monkeypatch.setattr("andrea.runtime.device.cpu_multiplies_bf16", lambda: multiplies)
     write(tmp_path)
-    text, head = output(config_of(tmp_path, precision="int8"), capsys, dtype)
-    assert (
-        head.endswith(f"cpu, {str(dtype).removeprefix('torch.')} with matrices in int8\n\n") and text == "def aaaaa\n"
-    )
+    text, head = output(config_of(tmp_path, precision="int8"), capsys)
+    assert head.endswith(f"cpu, {dtype} with matrices in int8\n\n") and text == "def aaaaa\n"
 
 
 def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
     write(tmp_path)
     with pytest.raises(UserError, match="compile=on needs a CUDA GPU, got device=cpu"):
-        sample(config_of(tmp_path, compile="on"), torch.device("cpu"), torch.float32)
+        sample(config_of(tmp_path, compile="on"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -96,16 +95,16 @@ def test_8_bits_without_compiled_kernels_are_refused_with_the_reason(tmp_path, m
         with pytest.raises(
             UserError, match=f"precision=int8 needs our C.. kernel on a CPU, and there is none: {reason}"
         ):
-            sample(config_of(tmp_path, precision="int8"), torch.device("cpu"), torch.float32)
+            sample(config_of(tmp_path, precision="int8"), torch.device("cpu"))
     finally:
         for cache in caches:
             cache.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_samples_are_labelled_and_follow_each_other(tmp_path, capsys, dtype):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_samples_are_labelled_and_follow_each_other(tmp_path, capsys, precision):
     write(tmp_path, val_bpb=None)
-    text, told = output(config_of(tmp_path, num_samples=3), capsys, dtype)
+    text, told = output(config_of(tmp_path, num_samples=3, precision=precision), capsys)
     assert "not validated yet" in told and text == "def aaaaa\n" * 3
     assert told.split("\n\n", 1)[1] == "".join(f"--- sample {number} ---\n" for number in (1, 2, 3))
 
@@ -138,7 +137,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_
         sample(
             config_of(tmp_path / "no-runs", out=Text(tmp_path / "absent" / "x.jsonl")),
             torch.device("cpu"),
-            torch.float32,
         )
     with pytest.raises(UserError, match="out=FILE.*leave out interactive"):
         parse(SampleConfig, to_plain(config_of(tmp_path, out=Text("x"), interactive=True)))
@@ -169,7 +167,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_named(tmp_path, content, said)
         (tmp_path / "prompts").write_bytes(content)
     config = config_of(tmp_path, prompt=Text(""), prompts=Text(tmp_path / "prompts"), max_new_tokens=2**25)
     with pytest.raises(UserError, match=f"prompts=.*{said}"):
-        sample(config, torch.device("cpu"), torch.float32)
+        sample(config, torch.device("cpu"))
 
 
 def test_a_file_of_prompts_excludes_another_prompt(tmp_path):
@@ -294,3 +292,19 @@ def test_a_line_that_is_not_utf_8_is_a_prompt_as_well(tmp_path, capsys, monkeypa
     write(tmp_path)
     stdin(monkeypatch, b"a\xff\nb\n")
     assert output(config_of(tmp_path, prompt=Text(""), interactive=True), capsys)[0].count("aaaaa") == 2
+
+
+def test_a_cpu_decodes_in_bf16_where_our_kernels_serve_the_model(monkeypatch):
+    """Also without bf16 products: a token's time is that of reading the weights."""
+    monkeypatch.setattr("andrea.runtime.device.cpu_multiplies_bf16", lambda: False)
+    model = make_model()
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}
+    assert {asked: decoding_dtype(asked, model) for asked in kinds} == kinds
+    monkeypatch.setattr("andrea.generation.session.library", object)
+    assert decoding_dtype("auto", model) == torch.bfloat16
+    monkeypatch.setattr("andrea.generation.session.is_built_in", lambda model: False)
+    assert decoding_dtype("auto", model) == torch.float32
+    monkeypatch.undo()
+    monkeypatch.setattr("andrea.runtime.device.cpu_multiplies_bf16", lambda: False)
+    monkeypatch.setattr("andrea.generation.session.library", lambda: None)
+    assert decoding_dtype("auto", model) == torch.float32

@@ -37,7 +37,6 @@ from andrea.training.loss.loss import (
     training_loss_sum,
 )
 from andrea.training.optimizer import group_parameters
-from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import Parallel, Ranks
 from andrea.training.records.console import Console, format_memory
 
@@ -459,7 +458,7 @@ def with_tried_micro_batch(
     The trial runs without torch.compile: it takes seconds, and eager code needs at least as much memory as compiled
     code. A sharded model cannot be tried on one rank alone, so it keeps its planned micro-batch.
     """
-    if isinstance(parallel, FullySharded):
+    if parallel.is_sharded:
         return config
     device, n_vocab, length = machine.device, parallel.model.n_vocab, config.model.sequence_length
     micro_loss = MicroBatchLoss(
