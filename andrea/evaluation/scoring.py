@@ -143,7 +143,8 @@ class Scorer:
         most = max(1, LARGEST_LOGITS // self.gpt.n_vocab)
         for vectors, tokens in zip(hidden.split(most), continuation.split(most), strict=True):
             logits = self.gpt.logits(vectors).float()  # (k, V)
-            nats += float(logits.log_softmax(-1).gather(-1, tokens[:, None]).sum(dtype=torch.float64))
+            scores = logits.log_softmax(-1).gather(-1, tokens[:, None])
+            nats += float(scores.cpu().sum(dtype=torch.float64))  # MPS has no fp64
             is_greedy = is_greedy and bool((logits.argmax(-1) == tokens).all())
         return Score(nats, is_greedy)
 

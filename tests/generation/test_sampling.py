@@ -159,3 +159,40 @@ def test_deterministic_mode_sums_on_the_cpu():
     finally:
         torch.use_deterministic_algorithms(before)
     assert devices == ["cpu"] * 2 and chosen.device.type == "cuda"
+
+
+def plain(x):
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
+
+
+class LikeMPS(torch.Tensor):
+    """A tensor on a device without fp64, as MPS is: what would make one of it raises, and `cpu` takes it off the device."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function == torch.Tensor.device.__get__:
+            return torch.device("mps")
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if function == torch.Tensor.cpu:
+            return plain(result)
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return result
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 5, 0.9, 0.01, 1.2), Sampling(temperature=0)])
+def test_a_device_without_fp64_draws_the_same_tokens(sampling, monkeypatch):
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda x, *where, **how: x.as_subclass(LikeMPS) if torch.device("mps") in where else to(x, *where, **how),
+    )
+    logits, history, uniform = torch.randn(3, 11), torch.randint(11, (3, 4)), torch.rand(3)
+    there = [each.as_subclass(LikeMPS) for each in (logits, history, uniform)]
+    with pytest.raises(TypeError):
+        there[0].double()
+    tokens = choose_tokens(*there[:2], sampling, there[2])
+    assert type(tokens) is LikeMPS
+    assert torch.equal(plain(tokens), choose_tokens(logits, history, sampling, uniform))

@@ -318,7 +318,7 @@ MOST_NAMED = 8  # closed heads that a message names
 
 def share_of(flags: Tensor) -> float:
     """The share of true flags (n,); 0 for none."""
-    return float(flags.double().mean()) if flags.numel() else 0.0
+    return int(flags.sum()) / flags.numel() if flags.numel() else 0.0
 
 
 def judge_heads(run: RunConfig, evidence: Evidence) -> Judgement:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import Choice, choose_device
+from andrea.runtime.host_memory import free_host_bytes
 from andrea.runtime.program import typed_command
 from andrea.training.health.attention import measures_every_step
 from andrea.training.loss.loss import (
@@ -335,13 +334,7 @@ def device_of_rank(asked: str, ranks: Ranks) -> torch.device:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated now: memory of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = meminfo.read_text().split("\n")
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------------- parallel

@@ -1,0 +1,91 @@
+"""How much memory this process may still allocate: what the machine has left, and what the limits on the process leave.
+
+Docker, Kubernetes and SLURM limit a process by Linux control groups. A process that exceeds such a limit is killed without
+a word, and /proc/meminfo shows the memory of the whole machine all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+ROOT = Path("/")
+UNKNOWN_BYTES = 4 << 30  # where no system call tells
+
+
+def free_host_bytes(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
+    """The least of the machine's free memory and of what each limit leaves. root: the folder that holds /proc and /sys."""
+    free = [free_of_machine(root), *free_of_groups(root), *free_of_address_space(root), *free_of_job(root, environment)]
+    return max(0, min(free))
+
+
+def free_of_machine(root: Path) -> int:
+    """Linux tells it; elsewhere half of all memory is taken to be free."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return named_numbers(root / "proc" / "meminfo")["MemAvailable:"] * 1024
+    if not hasattr(os, "sysconf"):  # Windows
+        return UNKNOWN_BYTES
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def free_of_groups(root: Path) -> Iterator[int]:
+    """What each control group above this process leaves, of both versions. Files that Linux has read count as free."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().split("\n")
+    except OSError:
+        return
+    for membership in memberships:
+        _, _, rest = membership.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path or (controllers and "memory" not in controllers.split(",")):
+            continue
+        version_2 = not controllers
+        top = root / "sys/fs/cgroup" / ("" if version_2 else "memory")
+        limit, used, cached = (
+            ("memory.max", "memory.current", "inactive_file")
+            if version_2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        group = top / path.lstrip("/")  # does not exist in a container that sees only its own group, as the top
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
+                reclaimable = named_numbers(folder / "memory.stat").get(cached, 0)
+                yield int((folder / limit).read_text()) - int((folder / used).read_text()) + reclaimable
+            if folder == top:
+                break
+
+
+def free_of_address_space(root: Path) -> Iterator[int]:
+    """What `ulimit -v` leaves."""
+    if resource is None:
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError, ValueError):
+            yield limit - pages_of_process(root)[0] * resource.getpagesize()
+
+
+def free_of_job(root: Path, environment: Mapping[str, str]) -> Iterator[int]:
+    """What the memory that was asked of SLURM leaves, also where SLURM makes no control groups. 0 asks for all of it."""
+    with contextlib.suppress(KeyError, OSError, ValueError):
+        if limit := int(environment["SLURM_MEM_PER_NODE"]) << 20:
+            yield limit - pages_of_process(root)[1] * os.sysconf("SC_PAGE_SIZE")
+
+
+def pages_of_process(root: Path) -> tuple[int, int]:
+    """The pages of this process's address space, and those of them in memory."""
+    total, resident, *_ = (root / "proc/self/statm").read_text().split()
+    return int(total), int(resident)
+
+
+def named_numbers(path: Path) -> dict[str, int]:
+    """The numbers of a file with a name and a number in each line."""
+    lines = (line.split() for line in path.read_text().split("\n"))
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
