@@ -16,9 +16,10 @@ from andrea.runtime.files import flush_to_disk, replace_text, staging_path, stor
 def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> float | None:
     """Write the name of the best checkpoint to the file `best`, and remove all checkpoints except the newest `keep` and it.
 
-    A checkpoint that cannot be read stays too: it may be the best. What is best follows from the checkpoints alone, and the
-    file `best`, for people, is never read. Returns the best checkpoint's figure, if it has one; or the lower figure
-    `remembered` of the run's state, if the best one may be a checkpoint that cannot be read now. Raises StorageFailed.
+    A checkpoint that cannot be read stays too: it may be the best. What is best follows from the checkpoints alone. The file
+    `best`, for people, stays as it is while the checkpoint that it names may be the best and cannot be read. Returns the
+    best checkpoint's figure, if it has one; or the lower figure `remembered` of the run's state, if the best one may be a
+    checkpoint that cannot be read now. Raises StorageFailed.
     """
     unread: list[Damaged] = []
     figures = figures_of(checkpoints_of(run), unread.append)
@@ -31,7 +32,8 @@ def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> flo
         return found
     note = run / "checkpoints" / "best"
     with storing(note):
-        if not (may_be_another and note.is_file() and (note.parent / note.read_text().strip()).is_dir()):
+        noted = note.read_text(errors="replace").strip() if note.is_file() else ""
+        if not (may_be_another and noted in [path.name for path in checkpoints_of(run)]):
             replace_text(note, best + "\n")
     for path in checkpoints_of(run)[:-keep]:
         if path.name in figures and path.name != best:

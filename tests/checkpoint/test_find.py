@@ -122,7 +122,11 @@ def test_a_checkpoint_that_cannot_be_read_is_not_removed_because_it_may_be_the_b
     assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "2", "4"]
     assert mark_and_prune(tmp_path, 1, remembered=1.0) == 2.0  # what is lost is not the best any more
     state.mkdir()
-    assert mark_and_prune(tmp_path, 1, remembered=1.0) == 1.0  # what cannot be read may be readable the next time
+    note = tmp_path / "checkpoints" / "best"
+    for content in (b"\xff\xfe", b"x" * 5000, b"\0"):  # a damaged note
+        note.write_bytes(content)
+        assert mark_and_prune(tmp_path, 1, remembered=1.0) == 1.0  # what cannot be read may be readable the next time
+        assert note.read_text() == "step-00000002\n"
     state.rmdir()
     (tmp_path / "elsewhere").rename(state)
     assert mark_and_prune(tmp_path, 1) == 1.0  # readable again

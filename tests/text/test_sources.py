@@ -50,6 +50,11 @@ def test_pystdlib_says_that_it_reads_only_the_python_files_of_a_folder_of_the_us
     assert not Source("pystdlib", "pystdlib", None).reads_only_python
 
 
+def test_a_folder_without_python_names_the_data_that_reads_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no \.py file.*data=text reads text"):
+        Source("pystdlib", "pystdlib", folder_of(tmp_path, {"b.md": b"# b\n" * 90}))
+
+
 def test_the_hash_of_the_relative_path_decides(tmp_path: Path) -> None:
     source = Source("s", "text", folder_of(tmp_path, many(60)))
     val = {name for name in many(60) if hashlib.sha256(name.encode()).digest()[0] < 26}
