@@ -33,6 +33,20 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     assert {config["train"]["max_minutes"] for config in runs.values()} == {None}
 
 
+@pytest.mark.slow
+def test_a_sweep_runs_in_a_folder_whose_name_hydra_cannot_read(
+    tmp_path: Path, notes: Path, script, capfd, monkeypatch
+) -> None:
+    place = tmp_path / "josé a=b, 100%#"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    words = tiny_words(Path(), notes, "train.steps=1", "seed=7,8", "train.sample_tokens=0")
+    code, out, error = run_script(script("train"), ["-m", *words], capfd)
+    assert code == 0, error
+    assert out.splitlines()[-3].startswith("sweep: fewest bits per byte: ")
+    assert len(list(place.glob("runs/*/config.yaml"))) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
