@@ -364,7 +364,7 @@ def crash_states(setting: Setting) -> tuple[list[tuple[str, State]], int]:
 def resumed(setting: Setting, name: str, state: State, disk: Path) -> dict[str, Any]:
     write_state(state, disk)
     code, _, errors = setting.run(disk)
-    row: dict[str, Any] = {"state": name}
+    row: dict[str, Any] = {"state": name, "exit_code": code}
     if any(is_unfinished(path) for path in disk.rglob("*")):
         row["left_over"] = True
     if not (code == 0 or (code == 2 and setting.done and setting.done in errors)):

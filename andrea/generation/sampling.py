@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from andrea.runtime.device import has_fp64
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,12 +29,12 @@ def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: 
 
     The rules apply in this order: repetition penalty, temperature, top-k, top-p, min-p. Temperature 0 chooses the
     likeliest token after the repetition penalty; the other rules then have no effect. `uniform` is the only source of
-    randomness: the same numbers choose the same tokens on every device. The choice is made on the CPU for MPS, which has no
+    randomness: the same numbers choose the same tokens on every device. The choice is made on the CPU for a device without
     fp64, and for CUDA in torch's deterministic mode (a sample of a run with deterministic=true), where CUDA has no
     cumulated sum.
     """
     device = logits.device
-    if device.type == "mps" or (device.type == "cuda" and torch.are_deterministic_algorithms_enabled()):
+    if not has_fp64(device) or (device.type == "cuda" and torch.are_deterministic_algorithms_enabled()):
         return choose_tokens(logits.cpu(), history.cpu(), sampling, uniform.cpu()).to(device)
     logits = penalise_repetition(logits.float(), history, sampling.repetition_penalty)
     if sampling.temperature == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,16 @@ def is_available(kind: str) -> bool:
     if kind == "cuda":
         return torch.cuda.is_available()
     return kind == "cpu" or torch.backends.mps.is_available()
+
+
+@functools.cache
+def has_fp64(device: torch.device) -> bool:
+    """Whether the device holds fp64 numbers; Apple's MPS does not."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def choose_threads(requested: int | str) -> int:

@@ -26,6 +26,13 @@ def free_host_bytes(root: Path = ROOT, environment: Mapping[str, str] = os.envir
     return max(0, min(free))
 
 
+def held_bytes(root: Path = ROOT) -> int:
+    """The memory that this process holds now; 0 where no system call tells."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return pages_of_process(root)[1] * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def free_of_machine(root: Path) -> int:
     """Linux tells it; elsewhere half of all memory is taken to be free."""
     with contextlib.suppress(OSError, ValueError, KeyError):
@@ -76,7 +83,7 @@ def free_of_job(root: Path, environment: Mapping[str, str]) -> Iterator[int]:
     """What the memory that was asked of SLURM leaves, also where SLURM makes no control groups. 0 asks for all of it."""
     with contextlib.suppress(KeyError, OSError, ValueError):
         if limit := int(environment["SLURM_MEM_PER_NODE"]) << 20:
-            yield limit - pages_of_process(root)[1] * os.sysconf("SC_PAGE_SIZE")
+            yield limit - held_bytes(root)
 
 
 def pages_of_process(root: Path) -> tuple[int, int]:

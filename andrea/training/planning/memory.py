@@ -25,7 +25,7 @@ from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import Choice, choose_device
-from andrea.runtime.host_memory import free_host_bytes
+from andrea.runtime.host_memory import free_host_bytes, held_bytes
 from andrea.runtime.program import typed_command
 from andrea.training.health.attention import measures_every_step
 from andrea.training.loss.loss import (
@@ -333,8 +333,11 @@ def device_of_rank(asked: str, ranks: Ranks) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated now: memory of the GPU, or of the machine."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    """Bytes that a run can have: the free memory of the GPU; on a CPU what is free, and what this process holds already.
+
+    A plan for the CPU counts Python and libraries.
+    """
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes() + held_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------------- parallel

@@ -49,8 +49,10 @@ from andrea.training.planning.memory import (
     Placement,
     choose_sharing,
     flops_of_run,
+    memory_of,
     micro_batches_that_fit,
 )
+from andrea.training.records.console import format_memory
 
 BEGAN = "chosen when the run began"  # by an earlier process of the run
 LENGTH = ("train.steps", "train.flops", "train.tokens_per_parameter")
@@ -93,11 +95,21 @@ def reads_often(config: RunConfig, here: Situation) -> bool:
 
 
 def micro_batch(config: RunConfig, here: Situation) -> Choice:
-    """Sequences in one pass of a rank: the configured number or, for `auto`, the most that the memory plan allows."""
+    """Sequences in one pass of a rank: the configured number or, for `auto`, the most that the memory plan allows.
+
+    Raises UserError for `auto` on a CPU where not even one sequence fits: Linux would kill the run without a word.
+    """
     most, configured = here.machine.ranks.local_rows(config.sequences_per_step)[2], config.train.micro_batch
     if configured == "auto":
-        capacity = USABLE_SHARE * here.machine.free_bytes
-        configured = micro_batches_that_fit(config, here.n_vocab, here.placement, capacity)[0]
+        free = here.machine.free_bytes
+        configured = micro_batches_that_fit(config, here.n_vocab, here.placement, USABLE_SHARE * free)[0]
+        needed = memory_of(config, here.n_vocab, configured, here.placement).total
+        if here.machine.device.type == "cpu" and needed > free:
+            raise UserError(
+                f"model={config.model.name} needs {format_memory(needed)} with one sequence in a pass, and a process may have "
+                f"{format_memory(free)} here; choose a smaller model or model.sequence_length, free memory, or try it all the "
+                f"same with train.micro_batch=1"
+            )
     return Choice(min(configured, most))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT
 from andrea.training.loss.loss import MicroBatchLoss
 from andrea.training.parallel.ranks import Parallel
+from andrea.training.planning import memory
 from andrea.training.planning.memory import Machine, largest_that_fits, with_tried_micro_batch
 from andrea.training.records.console import Console
 
@@ -75,3 +77,15 @@ def test_start_takes_what_fits_and_leaves_no_gradients(capsys) -> None:
     assert tried == [12, 6, 4, 3] and found.train.micro_batch == 3
     assert all(parameter.grad is None for parameter in parallel.model.parameters())
     assert "3 sequences" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_into_the_memory_of_a_cpu_is_refused_before_it_is_built(
+    tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux would kill the run without a word. Someone who knows better names the micro-batch."""
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "held_bytes", lambda: 2**28)
+    with pytest.raises(UserError, match=r"needs \d+ MiB with one sequence .* 256 MiB here; .*train\.micro_batch=1"):
+        tiny_run("name=refused")
+    assert not list(tmp_path.glob("runs/refused"))
+    assert tiny_run("name=tried", "train.micro_batch=1", "train.steps=1") == 0
