@@ -11,10 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
+from andrea.runtime.system import WINDOWS, resource
 
 ROOT = Path("/")
 UNKNOWN_BYTES = 4 << 30  # where no system call tells
@@ -30,7 +27,7 @@ def free_of_machine(root: Path) -> int:
     """Linux tells it; elsewhere half of all memory is taken to be free."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return named_numbers(root / "proc" / "meminfo")["MemAvailable:"] * 1024
-    if not hasattr(os, "sysconf"):  # Windows
+    if WINDOWS:
         return UNKNOWN_BYTES
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
