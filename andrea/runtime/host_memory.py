@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from andrea.runtime.system import WINDOWS, resource
+from andrea.runtime.system import resource
 
 ROOT = Path("/")
 UNKNOWN_BYTES = 4 << 30  # where no system call tells
@@ -27,7 +27,7 @@ def free_of_machine(root: Path) -> int:
     """Linux tells it; elsewhere half of all memory is taken to be free."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return named_numbers(root / "proc" / "meminfo")["MemAvailable:"] * 1024
-    if WINDOWS:
+    if not hasattr(os, "sysconf"):  # Windows
         return UNKNOWN_BYTES
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
