@@ -35,7 +35,6 @@ from andrea.checkpoint.tensors import Damaged, TensorReader, opening, write_tens
 from andrea.config import UserError
 from andrea.runtime.files import (
     file_sha256,
-    flush_to_disk,
     from_json,
     read_plain_file,
     remove_unfinished,
@@ -43,6 +42,7 @@ from andrea.runtime.files import (
     staging_path,
     storing,
 )
+from andrea.runtime.system import flush_to_disk, rename
 from andrea.text.load_tokenizer import load_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
@@ -134,7 +134,7 @@ def write_weights(folder: Path, state: dict[str, Any], model_tensors: dict[str, 
         staging.mkdir(parents=True)
         write_tensors(staging / "model.safetensors", model_tensors)
         complete_files(staging, state, tokenizer, flushed_files(staging, staging.glob("*.safetensors")))
-        os.rename(staging, folder)
+        rename(staging, folder)
         flush_to_disk(folder.parent)
 
 
@@ -169,8 +169,8 @@ def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: 
         complete_files(staging, state, tokenizer, tensor_files)
         replaced = staging_path(final)
         if final.exists():  # damaged, or written before the run went back to an earlier step
-            os.rename(final, replaced)
-        os.rename(staging, final)
+            rename(final, replaced)
+        rename(staging, final)
         flush_to_disk(checkpoints)
         shutil.rmtree(replaced, ignore_errors=True)
     return final
@@ -313,7 +313,7 @@ def consolidate(path: Path) -> None:
         ):
             write_tensors(staging / name, read())
             flush_to_disk(staging / name)
-            os.replace(staging / name, path / name)
+            rename(staging / name, path / name)
         staging.rmdir()
         flush_to_disk(path)  # power loss must not keep the new manifest and lose a name in it
         write_manifest(path, other_files | flushed_files(path, path.glob("*.safetensors")))

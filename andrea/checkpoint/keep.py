@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from pathlib import Path
 
 from andrea.checkpoint.find import checkpoints_of, figures_of, lowest, step_of
 from andrea.checkpoint.tensors import Damaged
-from andrea.runtime.files import flush_to_disk, replace_text, staging_path, storing, unused_path
+from andrea.runtime.files import replace_text, staging_path, storing, unused_path
+from andrea.runtime.system import WINDOWS, flush_to_disk, rename
 
 
 def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> float | None:
@@ -39,7 +39,12 @@ def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> flo
         if path.name in figures and path.name != best:
             doomed = staging_path(path)  # renamed first, so that no reader finds it half removed
             with storing(path):
-                os.rename(path, doomed)
+                try:
+                    rename(path, doomed)
+                except PermissionError:
+                    if not WINDOWS:
+                        raise
+                    continue  # another program reads it, such as `sample`; after a later save it can go
                 flush_to_disk(path.parent)  # else power loss may bring the old name back, half removed
                 shutil.rmtree(doomed)
     return found
@@ -55,5 +60,5 @@ def set_aside_after(run: Path, step: int) -> list[Path]:
         if step_of(path) > step:
             aside.append(unused_path(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")))
             with storing(path):
-                os.rename(path, aside[-1])
+                rename(path, aside[-1])
     return aside

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.config import RunsConfig, UserError, nearest
@@ -30,6 +30,7 @@ from andrea.runtime.files import (
 )
 from andrea.runtime.program import typed_command, typed_words
 from andrea.runtime.streams import at_words, printable
+from andrea.runtime.system import close_before_rename, rename
 from andrea.training.records.console import format_number
 from andrea.training.records.run_folder import (
     CONFIG,
@@ -78,7 +79,7 @@ def bytes_of(path: Path) -> int:
 def delete_run(config: RunsConfig, say: Callable[[str], None] = print) -> int:
     """Delete the run config.delete, if config.confirm says so. Returns the exit code. Raises UserError or StorageFailed."""
     folder = run_named(config.runs_dir, config.delete, "delete")
-    with unused(folder):
+    with unused(folder) as lock:
         check_no_pupil(folder, config.runs_dir, "be deleted")
         n_saved, size = len(checkpoints_of(folder)), size_words(bytes_of(folder))
         if not config.confirm:
@@ -89,7 +90,8 @@ def delete_run(config: RunsConfig, say: Callable[[str], None] = print) -> int:
             )
         doomed = staging_path(folder)  # renamed first, so that no reader finds it half removed
         with storing(folder, of_run=False):
-            os.rename(folder, doomed)
+            close_before_rename(lock)
+            rename(folder, doomed)
             shutil.rmtree(doomed)
     say(f"deleted: {folder} ({size})")
     return 0
@@ -109,7 +111,7 @@ def rename_run(config: RunsConfig, say: Callable[[str], None] = print) -> int:
     new = folder.with_name(config.to)
     if os.path.lexists(new) or config.to in NOT_RUNS or config.to.startswith(UNFINISHED):
         raise UserError(f"to={config.to}: {new} exists, or is a folder of wandb or of a sweep; choose another name")
-    with unused(folder):
+    with unused(folder) as lock:
         check_no_pupil(folder, config.runs_dir, "be renamed")
         settings, run_id = config_of(folder), mark(folder, None)
         about = mark_of(folder) | {"run": run_id, "earlier_names": [*earlier_names(folder), folder.name]}
@@ -118,7 +120,8 @@ def rename_run(config: RunsConfig, say: Callable[[str], None] = print) -> int:
             replace_text(
                 folder / CONFIG, yaml.safe_dump(settings | {"name": config.to}, sort_keys=False, allow_unicode=True)
             )
-            os.rename(folder, new)
+            close_before_rename(lock)
+            rename(folder, new)
         (new / LOCK).unlink(missing_ok=True)
     say(f"renamed: {folder} is now {new}; continue it with {typed_command('train')} {typed_words(resume=new)}")
     return 0
@@ -134,11 +137,11 @@ def run_named(runs_dir: str, name: Any, key: str) -> Path:
 
 
 @contextlib.contextmanager
-def unused(folder: Path) -> Iterator[None]:
+def unused(folder: Path) -> Iterator[TextIO]:
     """Hold the run's lock. Raises UserError if a process uses the run, or if the folder cannot be written."""
     try:
-        with exclusive_lock(folder / LOCK):
-            yield
+        with exclusive_lock(folder / LOCK) as lock:
+            yield lock
     except Locked as holder:
         raise UserError(f"{folder} is in use by another process ({holder}); end it first") from None
 

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from stat import S_ISVTX
 
+from andrea.runtime.system import WINDOWS, user_id
+
 TORCH_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -22,7 +24,7 @@ def cache_folder() -> Path | None:
         folder = cache / "andrea"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
-        if cache.is_absolute() and about.st_uid == os.geteuid() and about.st_mode & 0o022:  # made by an earlier version
+        if cache.is_absolute() and about.st_uid == user_id() and about.st_mode & 0o022:  # made by an earlier version
             folder.chmod(0o700)
         return folder if cache.is_absolute() and is_private(folder) else None
     except (OSError, RuntimeError):  # RuntimeError: neither HOME nor an entry in the system's list of users
@@ -31,9 +33,13 @@ def cache_folder() -> Path | None:
 
 def is_private(folder: Path) -> bool:
     """Whether no other user (besides root) can write to `folder`, or put another one in its place. Raises OSError."""
+    if (
+        WINDOWS
+    ):  # the modes say nothing there; by default only the user can write to his profile, and it holds these folders
+        return True
     real = folder.resolve()
     about = real.stat()
-    if {folder.lstat().st_uid, about.st_uid} != {os.geteuid()} or about.st_mode & 0o022:
+    if {folder.lstat().st_uid, about.st_uid} != {user_id()} or about.st_mode & 0o022:
         return False
     modes = [parent.stat().st_mode for parent in {*folder.absolute().parents, *real.parents}]
     return all(mode & S_ISVTX or not mode & 0o002 for mode in modes)
@@ -66,7 +72,7 @@ def default_torch_folder() -> Path:
     try:
         user = getpass.getuser()
     except (KeyError, ImportError, OSError):  # no entry in the system's list of users
-        user = f"uid_{os.getuid()}"
+        user = f"uid_{user_id()}"
     return Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 

@@ -14,6 +14,7 @@ import torch
 from andrea.runtime.code_cache import use_private_torch_cache
 from andrea.runtime.device import Choice
 from andrea.runtime.files import lines_of
+from andrea.runtime.system import WINDOWS
 
 # By device: a run of fewer FLOPs in total takes less time than compiling it.
 SHORTEST_RUN_FLOPS = {"cpu": 1e13, "cuda": 1e16}
@@ -31,8 +32,10 @@ def choose_compile(requested: str, device: torch.device, total_flops: float) -> 
         return Choice(requested, "as configured")
     if device.type == "mps":
         return Choice("off", "torch.compile is not reliable on mps")
-    if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")):
-        return Choice("off", "no C++ compiler found; install g++ to train faster")
+    compilers = ["cl"] if WINDOWS else ["g++", "clang++"]  # that torch.compile calls
+    if device.type == "cpu" and not (any(map(shutil.which, compilers)) or os.environ.get("CXX")):
+        wanted = "Visual Studio's C++ tools, and start from their command prompt," if WINDOWS else "g++"
+        return Choice("off", f"no C++ compiler found; install {wanted} to train faster")
     if total_flops < SHORTEST_RUN_FLOPS[device.type]:
         return Choice("off", "the run is too short to earn back the compile time")
     if device.type == "cpu" and total_flops < WHOLE_GRAPH_FLOPS:

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-
-try:
-    import resource  # here and not where it is used: with memory gone it can no longer be loaded
-except ImportError:  # Windows
-    resource = None
+from andrea.runtime.system import private_memory, resource
 
 # Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. MFU (model FLOPs utilisation) is shown for these GPUs only.
 PEAK_FLOPS = {
@@ -203,7 +199,7 @@ class LargePages:
     ALIGNMENT_BYTES = 64  # one cache line
 
     def __init__(self, n_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = private_memory(max(n_bytes, 1))
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without large pages
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.used = 0

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, TextIO
 
 from andrea.config import UserError
+from andrea.runtime.system import WINDOWS, close_before_rename, flush_to_disk, lock, open_no_link, rename
 
 UNFINISHED = ".writing-"  # the first characters of every staging name
 
@@ -115,7 +116,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield staging
         flush_to_disk(staging)
-        os.replace(staging, path)
+        rename(staging, path)
         flush_to_disk(path.parent)
     except BaseException:
         staging.unlink(missing_ok=True)
@@ -150,15 +151,6 @@ def check_writable(out: Path) -> None:
         raise UserError(f"out={out} cannot be written; name another file with out=…")
 
 
-def flush_to_disk(path: Path) -> None:
-    """Flush a file's content, or a folder's list of names, to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def flush_files_of(folder: Path) -> None:
     """Flush the files in `folder`, which has no folders in it, and the list of their names. Raises OSError."""
     for path in (*folder.iterdir(), folder):
@@ -168,7 +160,7 @@ def flush_files_of(folder: Path) -> None:
 def publish_folder(staging: Path, folder: Path) -> None:
     """Give a folder of files its final name, when both would outlast a loss of power. Raises OSError."""
     flush_files_of(staging)
-    os.replace(staging, folder)
+    rename(staging, folder)
     flush_to_disk(folder.parent)
 
 
@@ -218,18 +210,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def open_no_link(path: str, flags: int) -> int:
-    """The `opener` of a file that others may have replaced by a link, or by a pipe that blocks. Raises OSError."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock file `path` with `exclusive_lock`. False if the file is missing or unreadable."""
-    import fcntl  # not on Windows
-
     try:
         with open(path, encoding="utf-8", opener=open_no_link) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock(file, shared=True)
     except BlockingIOError:
         return True
     except OSError:
@@ -238,26 +223,26 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[TextIO]:
     """Lock the file `path`, and write into it which process holds it. The system frees the lock when the process dies.
+
+    Yields the open file, for `close_before_rename`.
 
     on_wait: called before waiting for another holder. Without on_wait, raises Locked instead of waiting. Raises OSError
     if the file is a link or cannot be written.
     """
-    import fcntl  # not on Windows
-
     while True:
         with open(path, "a+", encoding="utf-8", opener=open_no_link) as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file)
             except BlockingIOError:
                 if on_wait is None:
                     file.seek(0)
                     raise Locked(file.read().strip() or "unknown") from None
                 on_wait()
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file, wait=True)
             try:
-                is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+                is_current = WINDOWS or os.path.samestat(os.fstat(file.fileno()), path.stat())
             except FileNotFoundError:
                 is_current = False
             if not is_current:
@@ -266,8 +251,9 @@ def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Ite
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
             try:
-                yield
+                yield file
             finally:
+                close_before_rename(file)
                 with suppress(OSError):  # an error here would hide the error of the block
                     path.unlink(missing_ok=True)
             return

@@ -11,10 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
+from andrea.runtime.system import resource
 
 ROOT = Path("/")
 UNKNOWN_BYTES = 4 << 30  # where no system call tells

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from andrea.runtime.code_cache import cache_folder
 from andrea.runtime.files import file_sha256, replace_text, replacing
+from andrea.runtime.system import user_id
 
 # The parts of -ffast-math that let sums be vectorised, without those that break NaN.
 MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
@@ -92,7 +93,7 @@ def kept_library(path: Path, source: Path, compiler: list[str]) -> ctypes.CDLL:
 def is_intact(path: Path, checksum: Path) -> bool:
     """Whether both files belong to this user, and the library has the checksum."""
     try:
-        is_own = all(file.stat().st_uid == os.geteuid() for file in (path, checksum))
+        is_own = all(file.stat().st_uid == user_id() for file in (path, checksum))
         return is_own and checksum.read_bytes() == file_sha256(path).encode()
     except OSError:
         return False

@@ -16,6 +16,7 @@ from typing import Any, final
 from andrea.config import UserError
 from andrea.runtime.files import StorageFailed, size_words
 from andrea.runtime.out_of_memory import is_out_of_memory
+from andrea.runtime.system import resource
 
 IS_LINUX = sys.platform == "linux"
 
@@ -90,9 +91,7 @@ def answer(
 
 def limit(busy_s: float, more_bytes: int) -> None:
     """Limit this process. Windows has no such limits, macOS none of memory."""
-    try:
-        import resource
-    except ImportError:
+    if resource is None:
         return
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime + busy_s)

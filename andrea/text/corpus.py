@@ -158,7 +158,7 @@ def remember(file: Path, known: dict[str, Any]) -> None:
     """Write what the next start need not read again. In a read-only folder each start reads it again."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(known, indent=1))  # half of it, after a crash, is like none
+        file.write_text(json.dumps(known, indent=1), encoding="utf-8")  # half of it, after a crash, is like none
 
 
 def check_weights(configs: dict[str, SourceConfig]) -> None:

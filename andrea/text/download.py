@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andrea.config import UserError
-from andrea.runtime.files import file_sha256, open_no_link, size_words
+from andrea.runtime.files import file_sha256, size_words
+from andrea.runtime.system import open_no_link, rename
 
 BLOCK_BYTES = 1 << 20
 REPORT_BYTES = 20e6
@@ -99,7 +100,7 @@ def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
             f"{remote.name} was damaged during the download: its sha256 is {found[:12]}…, not {expected[:12]}…; run "
             f"again, or {by_hand}"
         )
-    os.replace(partial, path)
+    rename(partial, path)
     return path
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from andrea.config import UserError
+from andrea.runtime.system import read_at, resource
 
 MAGIC, VERSION = 20240520, 1
 WIDE_MAGIC, WIDE_VERSION = 20240801, 7
@@ -93,9 +94,7 @@ class Shard:
         size, data = self.kind.itemsize, b""
         n_bytes, offset = max(0, stop - start) * size, HEADER_BYTES + start * size
         try:
-            while len(data) < n_bytes and (
-                more := os.pread(self.file.fileno(), n_bytes - len(data), offset + len(data))
-            ):
+            while len(data) < n_bytes and (more := read_at(self.file, n_bytes - len(data), offset + len(data))):
                 data += more  # the system reads at most 2 GiB at a time
         except OSError as error:
             raise DataLost(f"{self.path} cannot be read any more ({error.strerror}); {REMEDY}") from error
@@ -132,10 +131,8 @@ def open_unbuffered(path: Path) -> io.FileIO:
     try:
         return open(path, "rb", buffering=0)
     except OSError as error:
-        if error.errno != errno.EMFILE:
+        if error.errno != errno.EMFILE or resource is None:
             raise
-    import resource  # not on Windows
-
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

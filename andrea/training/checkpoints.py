@@ -17,6 +17,7 @@ from andrea.checkpoint.find import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, to_plain
 from andrea.runtime.files import storing
+from andrea.runtime.system import rename
 from andrea.text.corpus import Corpus
 from andrea.training.health.health import Health
 from andrea.training.optimizer import LossScale
@@ -87,7 +88,7 @@ class RunCheckpoints:
 
         def move(source: Path, target: Path) -> None:
             with storing(path), contextlib.suppress(FileNotFoundError):  # a run that goes on in another folder has none
-                os.rename(source, target)
+                rename(source, target)
 
         ranks.from_rank_0(lambda: move(path, aside))
         try:

@@ -23,6 +23,7 @@ from andrea.runtime.files import StorageFailed
 from andrea.runtime.own_parts import is_own
 from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.runtime.shared_cores import sharing_cores
+from andrea.runtime.system import HANG_UP
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
@@ -81,7 +82,7 @@ class Throughput:
 #
 # Together with the requests, the ranks exchange the length that rank 0 proposes for the run, from the time that is left.
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # if ranks received several, the first of these counts
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *HANG_UP)  # if ranks received several, the first of these counts
 
 
 class StopRequests:
@@ -150,10 +151,8 @@ class StopRequests:
             self.signal = self.signal or number
             self.waiting("interrupted: finishing the step and saving (interrupt again to quit at once) …")
 
-        caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            caught.append(signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in caught}
+        ignored = [number for number in HANG_UP if signal.getsignal(number) == signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in SIGNALS if number not in ignored}
         try:
             yield
         finally:

@@ -26,7 +26,6 @@ from andrea.runtime import torchrun
 from andrea.runtime.files import (
     Locked,
     exclusive_lock,
-    flush_to_disk,
     from_json,
     make_folder,
     read_plain_file,
@@ -37,6 +36,7 @@ from andrea.runtime.files import (
     storing,
     unused_path,
 )
+from andrea.runtime.system import flush_to_disk
 from andrea.training.records import Logger
 
 # ---------------------------------------------------------------------------------------------------------- its records
@@ -104,7 +104,7 @@ def record_in(line: bytes, file_name: str) -> dict[str, Any] | None:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     r"""Raises StorageFailed. A lone surrogate, which UTF-8 cannot encode, is escaped as in \udc80."""
-    with storing(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
+    with storing(path), open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
         stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 

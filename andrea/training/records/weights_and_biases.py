@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from andrea.config import LoggerConfig, UserError, as_typed
+from andrea.runtime.system import rename
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.records import AXES, Logger
 from andrea.training.records.run_folder import read_lines
@@ -94,7 +95,7 @@ class Wandb(Logger):
         own = Path(self.run.dir).parent
         for earlier in own.parent.glob(f"offline-run-*-{self.run_id}*"):  # -1 follows if two start within a second
             if earlier != own:
-                os.replace(earlier, earlier.with_name(f"aside-{earlier.name}"))
+                rename(earlier, earlier.with_name(f"aside-{earlier.name}"))
 
     def send(self, call: Callable[[], None]) -> None:
         """Make a call to wandb, unless wandb has failed before. Raises whatever wandb raises."""
