@@ -285,7 +285,7 @@ def best_tiles(rows: list[dict], own: tiles.Tuning) -> tiles.Tuning:
 
 
 def own_tiles(like: torch.Tensor) -> tiles.Tuning:
-    return tiles.tiles_of(tiles.padded(like.shape[-1]), like.dtype, tiles.capability_of(like))
+    return tiles.tiles_of(tiles.padded(like.shape[-1]), like.dtype, tiles.capability_of(like.device))
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
 from andrea.config import UserError
+from andrea.runtime.device import AMPERE, capability_of
 from andrea.runtime.own_parts import is_own, own_class
 
 
@@ -361,8 +362,11 @@ class Case:
         return self.compatibility.lowered(self.query, self.key)
 
 
-def refusal_of_start(case: Case) -> str | None:
-    """The reason why a kernel that computes ALiBi's distances from an int `start` cannot serve the case, or None."""
+def refusal_of_triton(case: Case) -> str | None:
+    """Why neither our Triton kernel nor FlexAttention, which torch compiles with Triton, can serve the case, or None."""
+    capability = capability_of(case.query.device)
+    if capability < AMPERE:
+        return f"Triton needs a GPU of compute capability {AMPERE / 10}, got {capability / 10}"
     if case.alibi and not isinstance(case.first_position, int):
         return "ALiBi's distances need the position of the first query as an int, and it is a tensor here"
     return None

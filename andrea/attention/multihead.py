@@ -18,7 +18,7 @@ from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, shared_by_group
 from andrea.attention.implementations import native
-from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD
+from andrea.attention.implementations.triton import DTYPES, WIDEST_HEAD, runs_on
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import HeadStatistics, head_statistics
@@ -138,8 +138,8 @@ def one_product_is_faster(x: Tensor) -> bool:
 
 
 def one_pass_is_faster(x: Tensor) -> bool:
-    """Whether our Triton kernel may prepare queries, keys and values. On a CPU only tests run it, interpreted."""
-    return x.is_cuda and HAS_TRITON
+    """Whether our Triton kernel may prepare queries, keys and values."""
+    return runs_on(x.device)
 
 
 def is_plain(layer: nn.Module) -> bool:

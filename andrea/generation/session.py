@@ -23,7 +23,7 @@ from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.packing import SOURCE, is_built_in, library
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
-from andrea.runtime.device import WEIGHT_DTYPE, choose_precision
+from andrea.runtime.device import WEIGHT_DTYPE, choose_precision, unused_gpu
 from andrea.runtime.files import check_writable, lines_of, replace_text, storing
 from andrea.runtime.native import REASONS
 from andrea.runtime.streams import at_words, raise_output_failure
@@ -48,7 +48,8 @@ def sample(config: SampleConfig, device: torch.device) -> int:
     engine = make_engine(config, model, tokenizer, dtype, in_place=True)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
     tokens = [last_tokens(engine, each) for each in prompts]
-    tell(at_words(description) + "\n\n")
+    about = [description, *(unused_gpu() if config.device == "auto" else [])]
+    tell(at_words("\n".join(about)) + "\n\n")
     request = request_of(config)
     with contextlib.suppress(ReaderEnded):
         if config.prompts is not None:

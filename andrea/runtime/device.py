@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ PEAK_FLOPS = {
 }
 
 MALLOC_TRIM_THRESHOLD, MALLOC_TOP_PAD, MALLOC_MMAP_MAX = -1, -2, -4  # mallopt's option numbers, from <malloc.h>
+AMPERE = 80  # compute capability times ten of the first NVIDIA GPUs with bf16 instructions, and the first for Triton
 # The type that a precision stands for. Weights are converted to it for inference.
 WEIGHT_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -73,7 +77,8 @@ def choose_device(requested: str) -> torch.device:
     if kind == "auto":
         return torch.device(available[0])
     if kind not in available or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
-        raise UserError(f"device={requested} is not on this machine; available: {', '.join(available)}")
+        refusal = f"device={requested} is not on this machine; available: {', '.join(available)}"
+        raise UserError("; ".join([refusal, *unused_gpu()]))
     if index and kind == "cuda":
         torch.cuda.set_device(int(index))
     return torch.device(requested)
@@ -94,6 +99,31 @@ def has_fp64(device: torch.device) -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
+
+
+def unused_gpu(root: Path = Path("/")) -> list[str]:
+    """One line that says why torch cannot use this machine's NVIDIA or AMD GPU; none without such a GPU, or if it can.
+
+    root: the folder that holds dev/ and proc/. nvidia-smi is also a sign: Windows, WSL and a driver that is not loaded
+    show no file.
+    """
+    files = {"NVIDIA": ("proc/driver/nvidia/gpus", "dev/nvidia0"), "AMD": ("dev/kfd",)}
+    makers = [maker for maker, signs in files.items() if any((root / sign).exists() for sign in signs)]
+    if not makers and shutil.which("nvidia-smi"):
+        makers = ["NVIDIA"]
+    if not makers or torch.cuda.is_available():
+        return []
+    library, version = ("CUDA", torch.version.cuda) if makers[0] == "NVIDIA" else ("ROCm", torch.version.hip)
+    if version is None:
+        why = f"torch {torch.__version__} is built without {library} (docs/machines.md has the command)"
+    else:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r}; "
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:
+            why += " ".join(str(error).split())
+    return [f"an {makers[0]} GPU is here, but torch cannot use it: {why}"]
 
 
 def choose_threads(requested: int | str) -> int:
@@ -151,12 +181,24 @@ def choose_precision(requested: str, device: torch.device) -> Choice:
     if requested != "auto":
         return Choice(requested, "as configured")
     if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) >= (8, 0):
+        if capability_of(device) >= AMPERE:
             return Choice("bf16", "the GPU has bf16 instructions")
         return Choice("fp16", "the GPU has no bf16 instructions; the loss is scaled automatically")
     if device.type == "cpu" and cpu_multiplies_bf16():
         return Choice("bf16", "this CPU has bf16 instructions")
     return Choice("fp32", "bf16 is not faster on this device")
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace torch's function
+def capability_of(device: torch.device) -> int:
+    """Compute capability times ten: 70 (V100), 75 (T4), 80, 90, 100, …
+
+    80 on a CPU, where Triton's interpreter runs, and on an AMD GPU, whose numbers mean other hardware.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return AMPERE
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -27,7 +27,7 @@ from andrea.runtime.system import HANG_UP
 from andrea.text.shards import DataLost
 from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
-from andrea.training.health.attention import scalars
+from andrea.training.health.attention import finite_or_none, scalars
 from andrea.training.health.health import optimizer_remedy, remedy_settings
 from andrea.training.optimizer import rate_at, relength
 from andrea.training.planning.length import TimeBudget, fixes_length, is_open
@@ -470,6 +470,8 @@ class Trainer:
                 self.unjudged.append((number, loss, norm))
             elif not self.step.scale.may_back_off():
                 return False
+            else:
+                self.records.console.say(f"step {number}: fp16 overflowed: no update, and the loss scale is halved")
         return True
 
     def tell_health(self) -> None:
@@ -567,11 +569,13 @@ class Trainer:
         """The record of the last step. Its speed is the mean since the last record."""
         figures: dict[str, float | None] = {
             "train/loss": self.figures["loss"],
-            "train/gradient_norm": self.figures["norm"],
+            "train/gradient_norm": finite_or_none(self.figures["norm"]),
             "train/rate": rate,
             "train/epoch": self.progress.tokens / self.step.loader.tokens_per_epoch,
             **self.throughput.take_figures(),
         }
+        if self.step.scale.active:
+            figures["train/loss_scale"] = float(self.step.scale.factor)
         if update.heads is not None:
             figures |= scalars(update.heads, "attention/step")
         if self.config.attention.qk_clip is not None:

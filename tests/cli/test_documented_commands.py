@@ -1,7 +1,8 @@
-"""The commands of README.md and docs/ are accepted as they stand, and fit the default model."""
+"""The commands of README.md and docs/, its notebook too, are accepted as they stand, and fit the default model."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +20,8 @@ from andrea.config import (
 from andrea.insight.lens.lens import choose_heads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOK = ROOT / "docs" / "colab.ipynb"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), NOTEBOOK]
 COMMAND = re.compile(
     r"(?:^    |`)(?:(?:torchrun|sbatch) .*?)?(?:python )?(?:(train|sample)\.py|-m andrea (\w+))\b(?!  )([^`\n]*)",
     re.MULTILINE,
@@ -29,10 +31,19 @@ KINDS = CONFIGS_OF_COMMANDS | {"prepare": RunConfig}
 POSITIONAL = {"compare": "runs", "runs": "runs_dir", "dashboard": None}
 
 
+def text_of(page: Path) -> str:
+    """The page's text; of a notebook its cells, whose commands are indented as in the other pages."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = ("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return re.sub("^!", "    ", "\n".join(cells), flags=re.MULTILINE)
+
+
 def commands(page: Path) -> list[tuple[str, list[str]]]:
     """Each command of the page with its words; the shell's comments and what follows &&, > and | are left out."""
     found = []
-    for script, command, rest in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", "")):
+    for script, command, rest in COMMAND.findall(text_of(page).replace("\\\n", "")):
         words = shlex.split(rest, comments=True)
         ends = [index for index, word in enumerate(words) if word in ("&&", ">", "|")]
         found.append((script or command, words[: min(ends, default=len(words))]))
@@ -51,6 +62,10 @@ def test_the_commands_of_the_pages_are_accepted(page: Path) -> None:
             model = group_config("model", "andrea-nano")
             if name == "lens":
                 choose_heads(config.heads, model.n_layer, model.n_head)
+
+
+def test_the_notebook_trains_and_samples() -> None:
+    assert [name for name, _ in commands(NOTEBOOK)][-2:] == ["train", "sample"]
 
 
 def test_the_heads_in_comments_and_messages_exist_in_the_default_model() -> None:

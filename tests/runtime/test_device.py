@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from andrea.runtime.device import (
     choose_precision,
     choose_threads,
     peak_flops,
+    unused_gpu,
 )
 
 CPU = torch.device("cpu")
@@ -28,6 +30,64 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="not on this machine"):
             choose_device("cuda:0")
+
+
+CPU_BUILD = f"torch {torch.__version__} is built without CUDA (docs/machines.md has the command)"
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver"
+
+
+@pytest.mark.parametrize(
+    ("sign", "build", "hidden", "why"),
+    [
+        ("proc/driver/nvidia/gpus/0000:00:04.0", None, None, CPU_BUILD),
+        ("nvidia-smi", None, "", CPU_BUILD),  # to show it would not help
+        ("dev/kfd", None, None, CPU_BUILD.replace("CUDA", "ROCm")),
+        ("dev/nvidia0", "13.0", None, OLD_DRIVER.replace("\n", " ")),
+        ("dev/nvidia0", "13.0", "", "CUDA_VISIBLE_DEVICES=''; " + OLD_DRIVER.replace("\n", " ")),
+        ("dev/null", "13.0", None, None),
+    ],
+)
+def test_one_line_says_why_torch_cannot_use_the_card_that_is_there(
+    sign: str, build: str | None, hidden: str | None, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError(OLD_DRIVER)
+
+    (tmp_path / sign).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / sign).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    maker = "AMD" if sign == "dev/kfd" else "NVIDIA"
+    expected = [f"an {maker} GPU is here, but torch cannot use it: {why}"] if why else []
+    assert unused_gpu(tmp_path) == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert unused_gpu(tmp_path) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that has no GPU to use")
+def test_train_and_sample_say_why_they_run_without_the_card(
+    tmp_path: Path, tiny_run, script, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With this machine's own torch, which finds no card."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    said = "an NVIDIA GPU is here, but torch cannot use it: "
+    assert tiny_run("name=a", "train.steps=2", "train.sample_tokens=0") == 0
+    assert capsys.readouterr().out.count(said) == 1
+    sample = [f"checkpoint={tmp_path / 'runs' / 'a'}", "max_new_tokens=1"]
+    assert script("sample")(sample) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count(said) == 1 and said not in captured.out
+    assert script("sample")([*sample, "device=cpu"]) == 0
+    assert said not in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"device=cuda is not on this machine; available: .*; {said}"):
+        choose_device("cuda")
 
 
 def test_threads_are_at_least_one_and_as_asked() -> None:

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from andrea.attention.compatibility import Case, Result, refusal_of_start
+from andrea.attention.compatibility import Case, Result, refusal_of_triton
 from andrea.attention.kernels import as_batch_of_heads
 from andrea.attention.mask import Causal, Mask, SlidingWindow, visible_interval, visible_keys
 from andrea.attention.modifiers import ScoreModifiers, alibi_slopes, capped
@@ -21,7 +21,7 @@ def refusal(case: Case) -> str | None:
     """Why FlexAttention cannot serve the case, or None. On a CPU it has no backward pass."""
     if case.query.device.type != "cuda":
         return f"it needs a CUDA GPU, got device={case.query.device.type}"
-    return refusal_of_start(case)
+    return refusal_of_triton(case)
 
 
 def run(case: Case) -> Result:

@@ -60,7 +60,8 @@ def attend_reference(
     scores_of: computes the scores in place of `compatibility.scores`. modifiers, sink: as in `Case`.
     """
     key, value = shared_by_group(key, query), shared_by_group(value, query)
-    scores = (scores_of or compatibility.scores)(query, key)
+    # torch.compile cannot tell in torch 2.11 whether a partial is true.
+    scores = (compatibility.scores if scores_of is None else scores_of)(query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if modifiers is not None:
         query_position = positions(query.shape[-2], start, query.device)[..., None]

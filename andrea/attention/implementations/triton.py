@@ -11,20 +11,26 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Case, Result, refusal_of_start, shared_by_group
+from andrea.attention.compatibility import Case, Result, refusal_of_triton, shared_by_group
 from andrea.attention.kernels import as_batch_of_heads
 from andrea.attention.mask import Causal, positions, visible_interval
 from andrea.attention.modifiers import alibi_slopes
 from andrea.attention.statistics import AttentionStatistics, sees, sink_mass_of
+from andrea.runtime.device import AMPERE, capability_of
 
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # a constant: torch.compile warns about a cached function
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether our Triton kernels run on the device. On a CPU only tests run them, interpreted."""
+    return device.type == "cuda" and HAS_TRITON and capability_of(device) >= AMPERE
+
+
 def refusal(case: Case) -> str | None:
     """Why the kernel cannot serve the case, or None."""
-    reason = refusal_of_start(case)
+    reason = refusal_of_triton(case)
     if reason is not None:
         return reason
     query, key, value, mask = case.query, case.key, case.value, case.mask

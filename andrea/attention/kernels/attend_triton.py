@@ -34,6 +34,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea.attention.kernels import in_rows, like_heads, sink_gradient
+from andrea.runtime.device import capability_of
 
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -68,7 +69,7 @@ class Tuning:
 
 def tuning(query: Tensor, value: Tensor) -> Tuning:
     """The tiles for query (B, H, T, D) and value (B, G, S, Dv)."""
-    return tiles_of(padded(max(query.shape[-1], value.shape[-1])), query.dtype, capability_of(query))
+    return tiles_of(padded(max(query.shape[-1], value.shape[-1])), query.dtype, capability_of(query.device))
 
 
 def tiles_of(width: int, dtype: torch.dtype, capability: int) -> Tuning:
@@ -102,17 +103,6 @@ def tiles_of(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     if capability >= 90:
         return Tuning(Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(64, 64, 4, 3))
     return Tuning(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 2), Blocks(128, 64, 8, 2))
-
-
-def capability_of(tensor: Tensor) -> int:
-    """Compute capability times ten: 80, 90, 100, …; under the interpreter 80.
-
-    Also 80 on an AMD GPU, whose numbers mean other hardware: it has no tensor memory accelerator.
-    """
-    if tensor.device.type != "cuda" or torch.version.hip is not None:
-        return 80
-    major, minor = torch.cuda.get_device_capability(tensor.device)
-    return 10 * major + minor
 
 
 def padded(width: int) -> int:
@@ -551,7 +541,7 @@ def described(
         and all(stride > 0 and stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
         for tensor in tensors
     )
-    if capability_of(one) < DESCRIPTORS_FROM or one.dtype == torch.float32 or not aligned:
+    if capability_of(one.device) < DESCRIPTORS_FROM or one.dtype == torch.float32 or not aligned:
         return one, other, False
     tiles = (
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, block, padded(tensor.shape[-1])])

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from andrea.attention import HeadStatistics
-from andrea.attention.implementations.triton import HAS_TRITON
+from andrea.attention.implementations.triton import runs_on
 from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import RunConfig, UserError
@@ -111,7 +111,7 @@ def cross_entropy_in_chunks(
 
 
 def uses_kernel(rows: Tensor) -> bool:
-    return rows.is_cuda and HAS_TRITON
+    return runs_on(rows.device)
 
 
 def rounded_up(number: int, multiple: int) -> int:

@@ -28,6 +28,7 @@ from andrea.runtime.device import (
     choose_threads,
     determinism_restored,
     set_determinism,
+    unused_gpu,
 )
 from andrea.text.corpus import Corpus
 from andrea.training.health.attention import measures_every_step
@@ -268,6 +269,7 @@ def lines_of(asked: RunConfig, config: RunConfig, here: Situation, n_step: int, 
         f"micro-batch: {config.train.micro_batch} of {config.sequences_per_step} sequences"
         + (f" on each of {ranks.size} ranks" if ranks.size > 1 else ""),
         f"device: {describe_device(here.machine.device, config.threads)} · {config.precision} ({choices['precision'].why})",
+        *(unused_gpu() if asked.device == "auto" else []),
         *small_text_lines(asked, config, here.corpus),
     ]
     if ranks.started_by_torchrun:

@@ -101,14 +101,14 @@ def test_many_small_tiles(mask, monkeypatch):
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_tiles_of_every_card(capability, width, monkeypatch):
     """More keys and queries than a tile has, so that whole tiles and parts of tiles are computed."""
-    monkeypatch.setattr(fused, "capability_of", lambda tensor: capability)
+    monkeypatch.setattr(fused, "capability_of", lambda device: capability)
     judge(Case(1, 2, 1, 131, 139, width, width, "window & documents & padding", torch.float16), "triton")
 
 
 @pytest.mark.parametrize("mask", OF_EACH_KIND)
 def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
     """From Hopper on, 16-bit tiles come through tensor descriptors; their bounds are the tensor's own."""
-    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    monkeypatch.setattr(fused, "capability_of", lambda device: 90)
     used, described = [], fused.described
     monkeypatch.setattr(fused, "described", lambda *given: used.append(described(*given)) or used[-1])
     judge(Case(2, 4, 2, 71, 71, 24, 40, mask, torch.float16), "triton", measured=True)
@@ -117,7 +117,7 @@ def test_hoppers_copy_engine_reads_the_same_numbers(mask, monkeypatch):
 
 
 def test_what_the_copy_engine_cannot_read_is_read_by_address(monkeypatch):
-    monkeypatch.setattr(fused, "capability_of", lambda tensor: 90)
+    monkeypatch.setattr(fused, "capability_of", lambda device: 90)
     fits = torch.randn(1, 2, 5, 16).half()
     odd_stride, misaligned = torch.randn(1, 2, 5, 17).half()[..., :16], torch.randn(161).half()[1:].view(1, 2, 5, 16)
     assert fused.described(fits, fits, 16)[2]

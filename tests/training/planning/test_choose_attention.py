@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from andrea.api.command_line import configure
 from andrea.attention.mask import SlidingWindow
-from andrea.config import RunConfig
+from andrea.config import RunConfig, UserError
 from andrea.training.planning import plan
 from andrea.training.planning.plan import choose_attention
 
@@ -28,6 +28,17 @@ def test_on_a_gpu_auto_is_the_fastest_implementation(
     with FakeTensorMode():
         choice = choose_attention(run, torch.device("cuda"))
     assert choice.value == chosen and why in choice.why
+
+
+def test_a_kernel_that_the_card_is_too_old_for_is_refused_before_anything_is_built(monkeypatch) -> None:
+    """One line that names the key; planning comes before the model, so nothing was traced."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    words = ["precision=fp16", "train.micro_batch=2", "attention.implementation=triton"]
+    with FakeTensorMode(), pytest.raises(UserError) as refused:
+        choose_attention(configure(RunConfig, "train", words), torch.device("cuda"))
+    line = str(refused.value)
+    assert "needs a GPU of compute capability 8.0, got 7.5; choose another, or attention.implementation=auto" in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("deterministic", ["true", "false"])
