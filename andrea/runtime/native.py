@@ -30,7 +30,7 @@ from andrea.runtime.files import file_sha256, replace_text, replacing
 
 # The parts of -ffast-math that let sums be vectorised, without those that break NaN.
 MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
-# clang takes -mcpu=native on ARM only, and -march=native elsewhere only.
+# On ARM -march=native is unknown to older versions of clang, and elsewhere -mcpu=native to all.
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=c++17", *MATH, "-shared", "-fPIC"]
 POINTER, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
