@@ -9,19 +9,28 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int64_t LANES = 16;  // numbers in a vector register
+// Numbers in a vector register. With wider vectors g++ keeps the sums in memory.
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+#elif defined(__AVX2__)
+constexpr int64_t LANES = 8;
 #else
-constexpr int64_t LANES = 8;  // two registers of ARM's
+constexpr int64_t LANES = 4;  // NEON and SSE
 #endif
+constexpr int64_t SUMS = LANES == 4 ? 8 : 4;  // independent sums of a product; ARM's processors add up to four vectors at once
 constexpr float OWN_VALUE_EPSILON = 1e-6f;  // as in attention/multihead.py
 using Floats = float __attribute__((vector_size(4 * LANES)));
-using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
-using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
 
 struct BF16 {
     uint16_t bits;
@@ -54,10 +63,18 @@ Floats vector(const float* x) {
     std::memcpy(&v, x, sizeof v);
     return v;
 }
-Floats vector(const BF16* x) {
-    Halves h;
-    std::memcpy(&h, x, sizeof h);
-    return Floats(__builtin_convertvector(h, Bits) << 16);
+Floats vector(const BF16* x) {  // by name, because g++ takes up to seven instructions where the processors have one or two
+#if defined(__AVX512F__)
+    return Floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
+#elif defined(__AVX2__)
+    return Floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x)), 16));
+#elif defined(__ARM_NEON)
+    return Floats(vshll_n_u16(vld1_u16(&x->bits), 16));
+#else
+    Floats v;
+    for (int64_t lane = 0; lane < LANES; ++lane) v[lane] = number(x[lane]);
+    return v;
+#endif
 }
 
 float sum(Floats v) {
@@ -66,49 +83,77 @@ float sum(Floats v) {
     return total;
 }
 
-// Four independent sums, because with a single sum each addition would wait for the addition before it.
+// Independent sums, because with a single sum each addition would wait for the addition before it. Only with its loops
+// unrolled does g++ keep them in registers.
 template <typename W>
 float dot(const W* w, const float* x, int64_t n) {
-    Floats a{}, b{}, c{}, d{};
+    Floats sums[SUMS] = {};
     int64_t k = 0;
-    for (; k + 4 * LANES <= n; k += 4 * LANES) {
-        a += vector(w + k) * vector(x + k);
-        b += vector(w + k + LANES) * vector(x + k + LANES);
-        c += vector(w + k + 2 * LANES) * vector(x + k + 2 * LANES);
-        d += vector(w + k + 3 * LANES) * vector(x + k + 3 * LANES);
-    }
-    for (; k + LANES <= n; k += LANES) a += vector(w + k) * vector(x + k);
-    float total = sum((a + b) + (c + d));
+    for (; k + SUMS * LANES <= n; k += SUMS * LANES)
+#pragma GCC unroll SUMS
+        for (int64_t i = 0; i < SUMS; ++i) sums[i] += vector(w + k + i * LANES) * vector(x + k + i * LANES);
+    for (; k + LANES <= n; k += LANES) sums[0] += vector(w + k) * vector(x + k);
+#pragma GCC unroll SUMS
+    for (int64_t i = 1; i < SUMS; ++i) sums[0] += sums[i];
+    float total = sum(sums[0]);
     for (; k < n; ++k) total += number(w[k]) * x[k];
     return total;
 }
 
+// Whether one instruction multiplies pairs of bf16 and adds them in fp32 (ARM's). Both factors are then bf16.
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+constexpr bool HAS_BF16_PRODUCTS = true;
+
+float dot(const BF16* w, const BF16* x, int64_t n) {
+    const auto at = [](const BF16* place) { return vreinterpretq_bf16_u16(vld1q_u16(&place->bits)); };
+    float32x4_t sums[4] = {};
+    int64_t k = 0;
+    for (; k + 32 <= n; k += 32)
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < 4; ++i) sums[i] = vbfdotq_f32(sums[i], at(w + k + 8 * i), at(x + k + 8 * i));
+    for (; k + 8 <= n; k += 8) sums[0] = vbfdotq_f32(sums[0], at(w + k), at(x + k));
+    float total = vaddvq_f32((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; k < n; ++k) total += number(w[k]) * number(x[k]);
+    return total;
+}
+#else
+constexpr bool HAS_BF16_PRODUCTS = false;
+#endif
 template <typename T>
-std::vector<float> in_fp32(const T* x, int64_t n) {
-    std::vector<float> copy(n);
-    for (int64_t k = 0; k < n; ++k) copy[k] = number(x[k]);
+using Factor = std::conditional_t<HAS_BF16_PRODUCTS, T, float>;
+
+template <typename To, typename T>
+std::vector<To> copied(const T* x, int64_t n) {
+    std::vector<To> copy(n);
+    for (int64_t k = 0; k < n; ++k) store(&copy[k], number(x[k]));
     return copy;
 }
 
-// Whether the processor adds up products of signed and unsigned bytes in one instruction (VNNI).
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// Whether the processor adds up products of a signed byte and a Byte in one instruction (VNNI, or ARM's dot product).
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool HAS_BYTE_PRODUCTS = true;
 #else
 constexpr bool HAS_BYTE_PRODUCTS = false;
 #endif
+#ifdef __ARM_FEATURE_DOTPROD
+using Byte = int8_t;
+#else
+using Byte = uint8_t;
+#endif
+constexpr int32_t SHIFT = std::is_signed_v<Byte> ? -128 : 32768;  // brings 16 bits with a sign into the range of 256 high + low
 
 // A row of numbers as step · u, with u an integer of 16 bits, so that products with int8 weights are integer sums. If the
-// processor multiplies bytes, u + 32768 is kept in two of them.
+// processor multiplies bytes, u + SHIFT = 256 high + low is kept in two of them.
 struct Integers {
     std::vector<int16_t> whole;
-    std::vector<uint8_t> high, low;
+    std::vector<Byte> high, low;
     float step;
 };
 
 template <typename T>
 Integers in_integers(const T* x, int64_t n) {
     const int64_t n_whole = HAS_BYTE_PRODUCTS ? 0 : n, n_half = n - n_whole;
-    Integers row{std::vector<int16_t>(n_whole), std::vector<uint8_t>(n_half), std::vector<uint8_t>(n_half), 0};
+    Integers row{std::vector<int16_t>(n_whole), std::vector<Byte>(n_half), std::vector<Byte>(n_half), 0};
     float largest = 0;
     for (int64_t k = 0; k < n; ++k) largest = std::max(largest, std::fabs(number(x[k])));
     if (!(largest > 0) || !std::isfinite(largest)) row.step = largest > 0 ? NAN : 0;  // zeros stay zeros, infinity becomes NaN
@@ -118,8 +163,8 @@ Integers in_integers(const T* x, int64_t n) {
         const float in_steps = row.step > 0 ? number(x[k]) / row.step : 0;
         const int32_t u = int32_t(std::lrint(std::min(32767.0f, std::max(-32767.0f, in_steps))));
         if (HAS_BYTE_PRODUCTS) {
-            row.high[k] = uint8_t((u + 32768) >> 8);
-            row.low[k] = uint8_t((u + 32768) & 255);
+            row.low[k] = Byte(u + SHIFT);
+            row.high[k] = Byte((u + SHIFT - row.low[k]) / 256);
         } else row.whole[k] = int16_t(u);
     }
     return row;
@@ -130,13 +175,25 @@ constexpr int64_t LONGEST_EXACT = 512;  // so many products of int8 and int16 fi
 // The sum of w · u over a row, exactly. sum: that of w alone.
 int64_t integer_dot(const int8_t* w, const Integers& row, int64_t n, int64_t sum) {
     if (HAS_BYTE_PRODUCTS) {
-        const uint8_t *high = row.high.data(), *low = row.low.data();
+        const Byte *high = row.high.data(), *low = row.low.data();
         int32_t of_high = 0, of_low = 0;
-        for (int64_t k = 0; k < n; ++k) {
+        int64_t k = 0;
+#ifdef __ARM_FEATURE_DOTPROD  // clang does not find the instruction by itself
+        int32x4_t highs[2] = {}, lows[2] = {};
+        for (; k + 32 <= n; k += 32)
+#pragma GCC unroll 2
+            for (int64_t i = 0; i < 2; ++i) {
+                const int8x16_t weights = vld1q_s8(w + k + 16 * i);
+                highs[i] = vdotq_s32(highs[i], weights, vld1q_s8(high + k + 16 * i));
+                lows[i] = vdotq_s32(lows[i], weights, vld1q_s8(low + k + 16 * i));
+            }
+        of_high = vaddvq_s32(highs[0] + highs[1]), of_low = vaddvq_s32(lows[0] + lows[1]);
+#endif
+        for (; k < n; ++k) {
             of_high += int32_t(w[k]) * high[k];
             of_low += int32_t(w[k]) * low[k];
         }
-        return 256 * int64_t(of_high) + of_low - 32768 * sum;
+        return 256 * int64_t(of_high) + of_low - SHIFT * sum;
     }
     int64_t total = 0;
     for (int64_t start = 0; start < n; start += LONGEST_EXACT) {
@@ -162,15 +219,16 @@ struct Matrix {
 
 // Input rows in the form that the matrix needs. Every thread makes its own copy, because waiting for a shared copy would
 // take longer.
+template <typename T>
 struct Rows {
-    std::vector<float> numbers;
+    std::vector<Factor<T>> numbers;
     std::vector<Integers> integers;
 };
 
 template <typename T>
-Rows rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row) {
-    Rows rows;
-    if (!matrix.scale) rows.numbers = in_fp32(x, n_row * matrix.n_in);
+Rows<T> rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row) {
+    Rows<T> rows;
+    if (!matrix.scale) rows.numbers = copied<Factor<T>>(x, n_row * matrix.n_in);
     else
         for (int64_t m = 0; m < n_row; ++m) rows.integers.push_back(in_integers(x + m * matrix.n_in, matrix.n_in));
     return rows;
@@ -178,7 +236,7 @@ Rows rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row) {
 
 // Entry n of row m of the product.
 template <typename T>
-float product(const Matrix<T>& matrix, const Rows& rows, int64_t m, int64_t n) {
+float product(const Matrix<T>& matrix, const Rows<T>& rows, int64_t m, int64_t n) {
     const int64_t n_in = matrix.n_in;
     float value;
     if (!matrix.scale) value = dot(static_cast<const T*>(matrix.weight) + n * n_in, rows.numbers.data() + m * n_in, n_in);
@@ -194,7 +252,7 @@ float product(const Matrix<T>& matrix, const Rows& rows, int64_t m, int64_t n) {
 // the team computes its share of y and then waits for the others.
 template <typename T>
 void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, bool added = false) {
-    const Rows rows = rows_for(matrix, x, n_row);
+    const Rows<T> rows = rows_for(matrix, x, n_row);
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < matrix.n_out; ++n)
         for (int64_t m = 0; m < n_row; ++m) {
@@ -213,7 +271,7 @@ void linear(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row) {
 template <typename T>
 void rms_norm(const T* x, const float* weight, T* y, int64_t n_row, int64_t n, float epsilon) {
     for (int64_t m = 0; m < n_row; ++m) {
-        const std::vector<float> row = in_fp32(x + m * n, n);
+        const std::vector<float> row = copied<float>(x + m * n, n);
         float factor = 1 / std::sqrt(dot(row.data(), row.data(), n) / n + epsilon);
         for (int64_t k = 0; k < n; ++k) store(y + m * n + k, row[k] * factor * weight[k]);
     }
@@ -223,7 +281,7 @@ void rms_norm(const T* x, const float* weight, T* y, int64_t n_row, int64_t n, f
 // unless this is null, scale it, and rotate it by the angles of its position.
 template <typename T>
 std::vector<float> placed(const T* x, int64_t d, float epsilon, const float* norm, float scale, const float* turn) {
-    std::vector<float> head = in_fp32(x, d);
+    std::vector<float> head = copied<float>(x, d);
     float factor = epsilon < 0 ? scale : scale / std::sqrt(dot(head.data(), head.data(), d) / d + epsilon);
     for (int64_t k = 0; k < d; ++k) head[k] *= norm ? factor * norm[k] : factor;
     if (turn) {
@@ -309,8 +367,8 @@ void exclude_by_team(const T* qkv, const float* share, T* retrieved, const Shape
 #pragma omp for schedule(static)
     for (int64_t each = 0; each < shape.n_row * n_head; ++each) {
         const int64_t m = each / n_head, h = each % n_head, row = m * (n_head + 2 * shape.n_kv_head);
-        const std::vector<float> v = in_fp32(qkv + (row + n_head + shape.n_kv_head + h / in_group) * d, d);
-        const std::vector<float> z = in_fp32(retrieved + each * d, d);
+        const std::vector<float> v = copied<float>(qkv + (row + n_head + shape.n_kv_head + h / in_group) * d, d);
+        const std::vector<float> z = copied<float>(retrieved + each * d, d);
         const float along = dot(z.data(), v.data(), d) / (dot(v.data(), v.data(), d) + OWN_VALUE_EPSILON) * share[h];
         for (int64_t k = 0; k < d; ++k) store(retrieved + each * d + k, z[k] - along * v[k]);
     }
@@ -320,7 +378,7 @@ void exclude_by_team(const T* qkv, const float* share, T* retrieved, const Shape
 // `retrieved` (n_row, H D) that it belongs to: those of a head, or one. Rounds where MultiHeadAttention.finish does.
 template <typename T>
 void gate_heads_by_team(const Matrix<T>& gate, const T* x, T* retrieved, int64_t n_row, int64_t d_attended) {
-    const Rows rows = rows_for(gate, x, n_row);
+    const Rows<T> rows = rows_for(gate, x, n_row);
     const int64_t n_channel = d_attended / gate.n_out;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < gate.n_out; ++n)
@@ -422,7 +480,7 @@ void decode(
             if (layer.head_gate.weight) gate_heads_by_team(layer.head_gate, normed.data(), retrieved.data(), n_row, d_attended);
             linear_by_team(layer.output, retrieved.data(), x, n_row, true);
             if (!shape.parallel_residual) rms_norm(x, layer.mlp_norm, mlp_normed.data(), n_row, d_model, shape.norm_epsilon);
-            const Rows rows = rows_for(layer.up, mlp_normed.data(), n_row);
+            const Rows<T> rows = rows_for(layer.up, mlp_normed.data(), n_row);
 #pragma omp for schedule(static)
             for (int64_t n = 0; n < shape.d_mlp; ++n)
                 for (int64_t m = 0; m < n_row; ++m) {

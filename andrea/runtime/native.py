@@ -22,6 +22,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from andrea.runtime.code_cache import cache_folder
@@ -30,12 +31,14 @@ from andrea.runtime.system import user_id
 
 # The parts of -ffast-math that let sums be vectorised, without those that break NaN.
 MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
-FLAGS = ["-O3", "-march=native", "-std=c++17", *MATH, "-fopenmp", "-shared", "-fPIC"]
+# On ARM -march=native is unknown to older versions of clang, and elsewhere -mcpu=native to all.
+NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+FLAGS = ["-O3", NATIVE, "-std=c++17", *MATH, "-shared", "-fPIC"]
 POINTER, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 LONGEST_LOAD_SECONDS = 60
-LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+LOAD = "import ctypes, sys; [ctypes.CDLL(path, ctypes.RTLD_GLOBAL) for path in sys.argv[1:]]"
 
 
 REASONS: dict[Path, str] = {}  # why `compiled_library` has no functions of a file
@@ -51,14 +54,17 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
 
     REASONS then says why.
     """
-    if sys.platform != "linux":
-        REASONS[source] = "our C++ is compiled on Linux only"
+    if sys.platform not in ("linux", "darwin"):
+        REASONS[source] = "our C++ is compiled on Linux and macOS only"
         return None
     try:
-        compiler = shlex.split(os.environ.get("CXX", "g++")) or [""]
+        compiler = shlex.split(os.environ.get("CXX", "g++" if sys.platform == "linux" else "clang++")) or [""]
         if shutil.which(compiler[0]) is None:
             REASONS[source] = f"no C++ compiler is found ({compiler[0] or 'CXX is empty'}); install g++"
             return None
+        for library in openmp()[1]:
+            ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+        compiler += [*FLAGS, *openmp()[0]]
         name, folder = library_name(source, compiler), cache_folder()
         if folder is not None:
             with contextlib.suppress(OSError):  # the disk is full, or the system loads no libraries from this folder
@@ -72,10 +78,25 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
+@functools.cache
+def openmp() -> tuple[list[str], list[str]]:
+    """The compiler's options for threads, and the libraries that must be loaded first. Both are empty without threads.
+
+    On macOS only the OpenMP that torch itself has loaded will do: a second one, such as Homebrew's, would end the process
+    (github.com/pytorch/pytorch/issues/78490). Apple's clang has none, and that of torch's wheel cannot be linked, because
+    the file names a place where it is not. Therefore its functions are found at loading, as in torch's own extensions.
+    """
+    if sys.platform != "darwin":
+        return ["-fopenmp"], []
+    places = Path(torch.__file__).parent / "lib", Path(sys.prefix) / "lib"  # of torch's wheel, of conda
+    found = [str(place / "libomp.dylib") for place in places if (place / "libomp.dylib").exists()]
+    return ["-Xpreprocessor", "-fopenmp", "-undefined", "dynamic_lookup"] if found else [], found[:1]
+
+
 def library_name(source: Path, compiler: list[str]) -> str:
     """The file name, with a hash of everything that the compiled code depends on."""
     answer = subprocess.run([*compiler, "--version"], capture_output=True, stdin=subprocess.DEVNULL).stdout
-    content = [source.read_text(encoding="utf-8"), *compiler, *FLAGS, answer.decode(errors="replace"), processor()]
+    content = [source.read_text(encoding="utf-8"), *compiler, answer.decode(errors="replace"), processor()]
     return f"{source.stem}-{hashlib.sha256(chr(0).join(content).encode()).hexdigest()[:16]}.so"
 
 
@@ -101,14 +122,16 @@ def is_intact(path: Path, checksum: Path) -> bool:
 
 def build(path: Path, source: Path, compiler: list[str]) -> None:
     """Compile the file, and load the library in a separate process. Raises NotCompiled, or OSError if loading fails."""
-    compiled = subprocess.run([*compiler, *FLAGS, str(source), "-o", path], capture_output=True)
+    compiled = subprocess.run([*compiler, str(source), "-o", path], capture_output=True)
     if compiled.returncode:
         lines = compiled.stderr.decode(errors="replace").strip().split("\n")  # the first may only name a function
         first_error = next((line for line in lines if "error" in line), lines[0])
         raise NotCompiled(first_error or f"{compiler[0]} ended with exit code {compiled.returncode}")
     try:
         loaded = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", LOAD, str(path)], capture_output=True, timeout=LONGEST_LOAD_SECONDS
+            [sys.executable, "-I", "-S", "-c", LOAD, *openmp()[1], str(path)],
+            capture_output=True,
+            timeout=LONGEST_LOAD_SECONDS,
         )
     except subprocess.TimeoutExpired:
         raise OSError(f"the compiled library does not load within {LONGEST_LOAD_SECONDS} s") from None
@@ -118,7 +141,10 @@ def build(path: Path, source: Path, compiler: list[str]) -> None:
 
 
 def processor() -> str:
-    """The facts that -march=native depends on. Machines that share a home directory may have different processors."""
+    """The facts that NATIVE depends on. Machines that share a home directory may have different processors."""
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
     first_core = Path("/proc/cpuinfo").read_text().split("\n\n")[0].split("\n")
     names = ("model name", "flags", "Features", "CPU part")
     return "\n".join([platform.machine(), *(line for line in first_core if line.startswith(names))])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from andrea.runtime import native
 from andrea.runtime.native import COUNT, REASONS, address, compiled_library
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="needs g++ on Linux")
@@ -188,3 +189,45 @@ def test_a_cache_that_others_can_write_to_is_closed(source: Path, tmp_path: Path
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     assert twice(source) == 6 and cache.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def like_macos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This module as on macOS, as far as Linux can show it: the folder of torch's libraries, which is empty."""
+    libraries = tmp_path / "torch" / "lib"
+    libraries.mkdir(parents=True)
+    monkeypatch.setattr(torch, "__file__", str(libraries.parent / "__init__.py"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(native, "processor", lambda: "Apple M1")  # asked of a program that Linux may lack
+    native.openmp.cache_clear()
+    yield libraries
+    native.openmp.cache_clear()
+
+
+def test_on_macos_threads_are_those_of_torch_s_own_openmp(like_macos: Path) -> None:
+    """No other: a second OpenMP in the process would end it."""
+    own = like_macos / "libomp.dylib"
+    own.touch()
+    options, first = native.openmp()
+    assert "-fopenmp" in options and first == [str(own)]
+
+
+def test_on_macos_without_openmp_there_is_one_thread(
+    source: Path, like_macos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++")
+    source.write_text("#ifdef _OPENMP\n#error threads\n#endif\n" + source.read_text())
+    assert twice(source) == 6
+
+
+def test_on_macos_the_compiler_is_clang(source: Path, like_macos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert compiled_library(source) is None and "clang++" in REASONS[source]
+
+
+def test_elsewhere_nothing_is_compiled(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert compiled_library(source) is None
+    assert REASONS[source] == "our C++ is compiled on Linux and macOS only"

@@ -25,7 +25,7 @@ from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT, CallBlock, call_block
-from andrea.runtime.device import WEIGHT_DTYPE, autocast
+from andrea.runtime.device import WEIGHT_DTYPE, autocast, cpu_multiplies_bf16
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 from andrea.text.loader import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
@@ -177,8 +177,11 @@ def native_loss_of_chunk(
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The compiled function; None without a compiler, or on a processor without bf16 instructions."""
-    functions = compiled_library(SOURCE)
+    """The compiled function; None without a compiler, or on a processor without bf16 instructions.
+
+    On others training computes in fp32, and torch's compiled loss is a small part of a step: a kernel would not pay.
+    """
+    functions = compiled_library(SOURCE) if cpu_multiplies_bf16() else None
     if functions is None or not functions.has_bf16():
         return None
     functions.cross_entropy.argtypes = [POINTER] * 3 + [COUNT] * 3 + [NUMBER, COUNT]
