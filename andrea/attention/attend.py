@@ -85,7 +85,7 @@ def attend(
       auto       the fastest implementation that can compute this call
       reference  the textbook formula, for every compatibility function, and for gradients of gradients too
       chunked    the additive function, without storing its (T, S, n) tensor of hidden values
-      native     our fused kernel for CPUs: causal, in bf16
+      native     our fused kernels for CPUs: causal, in bf16 or fp32
       sdpa       torch's choice among its fused kernels; sdpa_flash, sdpa_efficient, sdpa_cudnn: one of them (CUDA)
       flex       torch's FlexAttention (CUDA)
       triton     our fused kernel (CUDA)
@@ -162,7 +162,7 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
         if device == "cuda" and triton.refusal(case) is None:
             return "triton", "our kernel computes the statistics in the same pass"
         return "reference", "only the reference implementation computes statistics for this case"
-    # Our kernel refuses every other type of product; then most steps on a CPU need not ask it.
+    # In fp32 our kernel is for compiled training, below; then most steps on a CPU need not ask it.
     if device == "cpu" and case.product_dtype == torch.bfloat16 and native.refusal(case) is None:
         return "native", "our kernel for CPUs with bf16 instructions"
     if (reason := sdpa.refusal(case)) is not None:
@@ -170,8 +170,11 @@ def choose(implementation: str, case: Case) -> tuple[str, str]:
             return "triton", f"our kernel; {reason}"
         return "reference", reason
     compiled = torch.compiler.is_compiling() if case.compiled is None else case.compiled
-    if compiled and device == "cpu" and case.query.requires_grad and case.key.shape[-2] <= WRITTEN_OUT_KEYS:
-        return "reference", f"the fastest for compiled training on a CPU with at most {WRITTEN_OUT_KEYS} keys"
+    if compiled and device == "cpu" and case.query.requires_grad:
+        if native.is_measured_in_fp32() and native.refusal(case) is None:
+            return "native", "our kernel for CPUs in fp32, the fastest for compiled training with AVX2"
+        if case.key.shape[-2] <= WRITTEN_OUT_KEYS:
+            return "reference", f"the fastest for compiled training on a CPU with at most {WRITTEN_OUT_KEYS} keys"
     return "sdpa", "torch's fused kernels support every compatibility function that can be written as a dot product"
 
 

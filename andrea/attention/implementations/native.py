@@ -1,4 +1,5 @@
-"""Our kernels for CPUs (kernels/attend.cpp): causal attention, and the convolution over tokens, in bf16.
+"""Our kernels for CPUs: causal attention and the convolution over tokens in bf16 (kernels/attend.cpp), and plain causal
+attention in fp32 (kernels/attend_fp32.cpp).
 
 B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head, K mixed tokens.
 """
@@ -18,20 +19,23 @@ from andrea.attention.mask import Causal
 from andrea.attention.modifiers import alibi_slopes
 from andrea.runtime.native import COUNT, NUMBER, POINTER, REASONS, address, compiled_library
 
-SOURCE = Path(__file__).parents[1] / "kernels" / "attend.cpp"
+KERNELS = Path(__file__).parents[1] / "kernels"
+SOURCES = {torch.bfloat16: KERNELS / "attend.cpp", torch.float32: KERNELS / "attend_fp32.cpp"}
 D_STEP = 16  # the width of a head must be a multiple of this number
 MOST_MIXED = 8
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled functions; None without a compiler, or on a processor that does not multiply in bf16."""
-    functions = compiled_library(SOURCE)
-    if functions is None or not functions.multiplies_bf16():
+def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
+    """The compiled functions; None without a compiler, or for bf16 on a processor that does not multiply in bf16."""
+    functions, is_bf16 = compiled_library(SOURCES[dtype]), dtype == torch.bfloat16
+    if functions is None or (is_bf16 and not functions.multiplies_bf16()):
         return None
     functions.attend_forward.argtypes = [POINTER] * 6 + [COUNT] * 5 + [NUMBER] + [POINTER] * 2
     functions.attend_backward.argtypes = [POINTER] * 10 + [COUNT] * 5 + [NUMBER] + [POINTER]
     functions.attend_forward.restype = functions.attend_backward.restype = None
+    if not is_bf16:
+        return functions
     functions.convolve_forward.argtypes = [POINTER] * 4 + [COUNT] * 5
     functions.convolve_backward.argtypes = [POINTER] * 6 + [COUNT] * 5
     functions.convolve_forward.restype = functions.convolve_backward.restype = None
@@ -39,11 +43,17 @@ def library() -> ctypes.CDLL | None:
 
 
 @torch.compiler.assume_constant_result
-def reason_without_library() -> str | None:
+def is_measured_in_fp32() -> bool:
+    """Whether this is a processor of the kind where the kernel for fp32 was seen to be faster than torch's."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+@torch.compiler.assume_constant_result
+def reason_without_library(dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the functions cannot be used on this machine, or None. Compiling them takes a moment the first time."""
-    if library() is not None:
+    if library(dtype) is not None:
         return None
-    return REASONS.get(SOURCE, "it needs a processor with bf16 instructions (AVX512-BF16)")
+    return REASONS.get(SOURCES[dtype], "it needs a processor with bf16 instructions (AVX512-BF16)")
 
 
 def steps_of(*tensors: Tensor) -> ctypes.Array:
@@ -60,8 +70,10 @@ def refusal(case: Case) -> str | None:
     query, key, value = case.query, case.key, case.value
     if query.device.type != "cpu":
         return f"it runs on CPUs only, got device={query.device.type}"
-    if case.product_dtype != torch.bfloat16:
-        return f"it computes in bf16, got {case.product_dtype}"
+    if case.product_dtype not in SOURCES:
+        return f"it computes in bf16 and fp32, got {case.product_dtype}"
+    if case.product_dtype == torch.float32 and not (case.modifiers is None and case.sink is None):
+        return "in fp32 it computes plain scores only, without a soft cap, ALiBi or sinks"
     if not isinstance(case.mask, Causal):
         return "it supports the causal mask only"
     start = case.first_position
@@ -69,7 +81,7 @@ def refusal(case: Case) -> str | None:
         return "it needs equal numbers of queries and keys, both starting at position 0"
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % D_STEP:
         return f"it needs keys and values of equal width, a multiple of {D_STEP}, got {query.shape[-1]} and {value.shape[-1]}"
-    return reason_without_library()
+    return reason_without_library(case.product_dtype)
 
 
 def run(case: Case) -> Result:
@@ -86,16 +98,16 @@ def run(case: Case) -> Result:
 def native_attention(
     query: Tensor, key: Tensor, value: Tensor, softcap: float, slopes: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention in bf16. query (B, H, T, D), key and value (B, G, T, D) -> output (B, H, T, D), and log-sum-exp
+    """Causal attention in bf16 or fp32. query (B, H, T, D), key and value (B, G, T, D) -> output (B, H, T, D), and log-sum-exp
     (B, H, T) in fp32. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks' logits (H,). Both
-    are fp32.
+    are fp32, and for queries in bf16 only.
     """
     query, key, value = in_rows(query), in_rows(key), in_rows(value)
     output, lse = outputs(query)
     tensors = query, key, value, output
     pointers = *map(Tensor.data_ptr, tensors), lse.data_ptr()
     scoring = softcap, address(slopes), address(sink)
-    library().attend_forward(*pointers, steps_of(*tensors), *shape_of(query, key), *scoring)
+    library(query.dtype).attend_forward(*pointers, steps_of(*tensors), *shape_of(query, key), *scoring)
     return output, lse
 
 
@@ -119,7 +131,8 @@ def native_attention_backward(
     gradients = tuple(map(like_heads, (query, key, value)))
     before, after = (query, key, value, output), (d_output, *gradients)
     pointers = *map(Tensor.data_ptr, before), lse.contiguous().data_ptr(), *map(Tensor.data_ptr, after)
-    library().attend_backward(*pointers, steps_of(*before, *after), *shape_of(query, key), softcap, address(slopes))
+    shape = shape_of(query, key)
+    library(query.dtype).attend_backward(*pointers, steps_of(*before, *after), *shape, softcap, address(slopes))
     return gradients
 
 

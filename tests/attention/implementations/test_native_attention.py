@@ -1,4 +1,4 @@
-"""Our attention kernel for CPUs, by the rule for every fast path, and as an operator of torch."""
+"""Our attention kernels for CPUs, by the rule for every fast path, and as an operator of torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,38 @@ import torch
 from oracle import Case, judge
 
 from andrea.attention import Case as AttentionCase
-from andrea.attention import DotProduct, ScaledDotProduct, alibi_slopes, attend, causal, choose, refusal, sliding_window
+from andrea.attention import (
+    DotProduct,
+    ScaledDotProduct,
+    ScoreModifiers,
+    alibi_slopes,
+    attend,
+    causal,
+    choose,
+    refusal,
+    sliding_window,
+)
 from andrea.attention.implementations.native import library, native_attention
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(autouse=True)
-def it_can_run_here():
+@pytest.fixture(params=[BF16, FP32], ids=["bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if request.param == BF16:
+        needs_bf16()
+    assert library(request.param) is not None, "g++ makes the kernels that are tested here; install it"
+    return request.param
+
+
+@pytest.fixture(name="needs_bf16")
+def needs_bf16_fixture() -> None:
+    needs_bf16()
+
+
+def needs_bf16() -> None:
     if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("this processor does not multiply in bf16")
-    assert library() is not None, "g++ makes the kernel that is tested here; install it"
 
 
 #         B  H  G    T    D
@@ -30,31 +51,31 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_errs_no_more_than_the_readable_path(shape):
+def test_it_errs_no_more_than_the_readable_path(shape, dtype):
     B, H, G, T, D = shape
-    judge(Case(B, H, G, T, T, D, D, "causal", BF16), "native")
+    judge(Case(B, H, G, T, T, D, D, "causal", dtype), "native")
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[-1]])
 @pytest.mark.parametrize(
     "how", [{"softcap": 1.5}, {"alibi": True}, {"sink": True}, {"softcap": 4.0, "alibi": True, "sink": True}]
 )
-def test_modifiers_and_sinks(shape, how):
+def test_modifiers_and_sinks(shape, how, needs_bf16):
     B, H, G, T, D = shape
     judge(Case(B, H, G, T, T, D, D, "causal", BF16, **how), "native")
 
 
-def draw(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+def draw(*shape: int, seed: int = 1, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def by_native(query, key, value):
     return attend(query, key, value, compatibility=DotProduct(), mask=causal(), implementation="native")
 
 
-def test_rows_may_lie_anywhere():
+def test_rows_may_lie_anywhere(dtype):
     """As a model's projections leave them, cut out of one tensor, turned, or one head for all."""
-    packed = draw(2, 37, 3, 4, 16)
+    packed = draw(2, 37, 3, 4, 16, dtype=dtype)
     apart = [packed[:, :, index].transpose(1, 2) for index in range(3)]
     turned = [each.mT.contiguous().mT for each in apart]
     lengths = [each.contiguous() for each in apart]
@@ -66,8 +87,8 @@ def test_rows_may_lie_anywhere():
     assert torch.equal(by_native(*(each[None] for each in apart)), expected[None])  # two of them
 
 
-def test_it_repeats_to_the_bit_whatever_the_threads():
-    query, key, value, upstream = (draw(2, 5, 150, 32, seed=seed).requires_grad_() for seed in range(4))
+def test_it_repeats_to_the_bit_whatever_the_threads(dtype):
+    query, key, value, upstream = (draw(2, 5, 150, 32, seed=seed, dtype=dtype).requires_grad_() for seed in range(4))
     results, before = [], torch.get_num_threads()
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
@@ -79,8 +100,8 @@ def test_it_repeats_to_the_bit_whatever_the_threads():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_every_row_that_sees_it_and_in_no_other(bad):
-    query, key, value = (draw(1, 1, 40, 16, seed=seed) for seed in range(3))
+def test_what_is_not_finite_shows_in_every_row_that_sees_it_and_in_no_other(bad, dtype):
+    query, key, value = (draw(1, 1, 40, 16, seed=seed, dtype=dtype) for seed in range(3))
     spoilt = key.clone()
     spoilt[0, 0, 21, 3] = bad
     output, clean = by_native(query, spoilt, value), by_native(query, key, value)
@@ -90,28 +111,29 @@ def test_what_is_not_finite_shows_in_every_row_that_sees_it_and_in_no_other(bad)
     assert torch.equal(seen, expected[0, 0].isfinite().all(1)) and not seen[21:].all()
 
 
-def test_a_large_score_takes_all():
-    query, key = torch.full((1, 1, 20, 16), 30.0).to(BF16), torch.zeros(1, 1, 20, 16).to(BF16)
+def test_a_large_score_takes_all(dtype):
+    query, key = torch.full((1, 1, 20, 16), 30.0, dtype=dtype), torch.zeros(1, 1, 20, 16, dtype=dtype)
     key[:, :, 4] = 30.0
-    value = draw(1, 1, 20, 16)
+    value = draw(1, 1, 20, 16, dtype=dtype)
     assert torch.equal(by_native(query, key, value)[0, 0, 4:], value[0, 0, 4].expand(16, 16))
 
 
-def test_it_is_an_operator_of_torch():
-    inputs = [draw(2, 4, 19, 16, seed=1), draw(2, 2, 19, 16, seed=2), draw(2, 2, 19, 16, seed=3)]
+def test_it_is_an_operator_of_torch(dtype):
+    inputs = [draw(2, n_head, 19, 16, seed=seed, dtype=dtype) for seed, n_head in ((1, 4), (2, 2), (3, 2))]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     inputs = [each.requires_grad_() for each in inputs]
     torch.library.opcheck(native_attention, (*inputs, 0.0, None, None), test_utils=checks)
-    scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True))
-    torch.library.opcheck(native_attention, (*inputs, *scoring), test_utils=checks)
+    if dtype == BF16:
+        scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True))
+        torch.library.opcheck(native_attention, (*inputs, *scoring), test_utils=checks)
 
 
 @pytest.mark.untraced
-def test_compiled_and_under_autocast_it_is_the_same():
+def test_compiled_and_under_autocast_it_is_the_same(dtype):
     query, key, value = (draw(2, 3, 29, 16, seed=seed).float().requires_grad_() for seed in range(3))
 
     def step(query, key, value):
-        with torch.autocast("cpu", BF16):
+        with torch.autocast("cpu", BF16, enabled=dtype == BF16):
             return by_native(query, key, value).float().square().sum()
 
     results = []
@@ -125,7 +147,7 @@ def test_compiled_and_under_autocast_it_is_the_same():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"dtype": torch.float32}, "computes in bf16, got torch.float32"),
+        ({"dtype": torch.float64}, "computes in bf16 and fp32, got torch.float64"),
         ({"mask": sliding_window(3)}, "the causal mask only"),
         ({"mask": None}, "the causal mask only"),
         ({"n_key": 12}, "equal numbers of queries and keys"),
@@ -135,7 +157,7 @@ def test_compiled_and_under_autocast_it_is_the_same():
     ],
 )
 def test_what_it_cannot_serve_it_says_and_auto_takes_another(change, said):
-    case = {"dtype": BF16, "mask": causal(), "n_key": 11, "width": 16, "start": None} | change
+    case = {"dtype": FP32, "mask": causal(), "n_key": 11, "width": 16, "start": None} | change
     query = draw(1, 2, 11, case["width"]).to(case["dtype"])
     key = draw(1, 2, case["n_key"], case["width"]).to(case["dtype"])
     value = draw(1, 2, case["n_key"], change.get("width_of_value", case["width"])).to(case["dtype"])
@@ -146,7 +168,24 @@ def test_what_it_cannot_serve_it_says_and_auto_takes_another(change, said):
     assert choose("auto", asked)[0] != "native"
 
 
-def test_auto_takes_it_where_it_serves():
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512", "DEFAULT"])
+def test_auto_takes_it_in_fp32_for_compiled_training_where_it_was_measured(capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    query = draw(1, 2, 600, 16, dtype=FP32).requires_grad_()
+    case = AttentionCase(query, query, query, ScaledDotProduct(), causal(), compiled=True)
+    assert (choose("auto", case)[0] == "native") == (capability == "AVX2")
+    for change in ({"compiled": False}, {"query": query.detach()}, {"modifiers": ScoreModifiers(softcap=5.0)}):
+        assert choose("auto", dataclasses.replace(case, **change))[0] != "native"
+
+
+@pytest.mark.parametrize("change", [{"modifiers": ScoreModifiers(alibi=True)}, {"sink": torch.zeros(2)}])
+def test_in_fp32_scores_are_plain(change):
+    query = draw(1, 2, 11, 16, dtype=FP32)
+    case = AttentionCase(query, query, query, ScaledDotProduct(), causal(), **change)
+    assert "plain scores only" in refusal("native", case)
+
+
+def test_auto_takes_it_where_it_serves(needs_bf16):
     query = draw(1, 2, 600, 16)
     case = AttentionCase(query, query, query, ScaledDotProduct(), causal())
     assert choose("auto", case)[0] == "native"
