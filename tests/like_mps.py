@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "like_mps"
 
@@ -51,9 +52,10 @@ def compute(operation: Any, *args: Any, **kwargs: Any) -> Any:
     given = {id(off_device(each)): each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
     args, kwargs = tree_map(off_device, (args, kwargs))
     result = operation(*args, **kwargs)
-    return tree_map(
-        lambda each: given.get(id(each), OnDevice(each)) if isinstance(each, torch.Tensor) else each, result
-    )
+    with torch.inference_mode(False):  # in which a tensor of a class of our own cannot be made
+        return tree_map(
+            lambda each: given.get(id(each), OnDevice(each)) if isinstance(each, torch.Tensor) else each, result
+        )
 
 
 def off_device(each: Any) -> Any:
@@ -62,12 +64,22 @@ def off_device(each: Any) -> Any:
     return torch.device("cpu") if isinstance(each, torch.device) else each
 
 
-def main() -> int:
-    _setup_privateuseone_for_python_backend(NAME)
+class Module(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+def main() -> None:
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     kernels = torch.library.Library("_", "IMPL")
     kernels.fallback(compute, "PrivateUse1")
     make = torch.tensor  # itself it cannot put a tensor on a device whose kernels are Python
     torch.tensor = lambda data, *, device=None, **how: make(data, **how).to(device)
+
+    save = safetensors.torch.save_file  # it asks for the address of numbers
+    safetensors.torch.save_file = lambda tensors, *rest, **how: save(
+        {name: off_device(tensor.detach()) for name, tensor in tensors.items()}, *rest, **how
+    )
 
     import andrea.runtime.device as devices
 
@@ -75,8 +87,8 @@ def main() -> int:
     from andrea.__main__ import main as run_command
     from andrea.cli.exit_code import run
 
-    return run(run_command, sys.argv[1:])
+    run(run_command, sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

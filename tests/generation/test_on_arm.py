@@ -28,6 +28,7 @@ def run_twins(folder: Path, compile_: list[str], emulator: list[str]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # compilers and emulators: about a minute
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_the_kernels_for_arm_err_no_more_than_their_roundings(compiler, processor, tmp_path):

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from conftest import ROOT, tiny_words
 
 pytestmark = pytest.mark.slow
