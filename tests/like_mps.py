@@ -50,8 +50,11 @@ class OnDevice(torch.Tensor):
 def compute(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation on the CPU. What it returns of its arguments (in place, or `out`) stays what it was."""
     given = {id(off_device(each)): each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+    leaves_device = kwargs.get("device") == torch.device("cpu")
     args, kwargs = tree_map(off_device, (args, kwargs))
     result = operation(*args, **kwargs)
+    if leaves_device:
+        return result
     with torch.inference_mode(False):  # in which a tensor of a class of our own cannot be made
         return tree_map(
             lambda each: given.get(id(each), OnDevice(each)) if isinstance(each, torch.Tensor) else each, result
