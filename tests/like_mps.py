@@ -39,6 +39,14 @@ class OnDevice(torch.Tensor):
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(with_tensors(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(
+            with_tensors(index), value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self.dtype)
+        )
+
     def tolist(self) -> list:
         return self.inner.tolist()  # torch's refuses tensors whose kernels are Python
 
@@ -59,6 +67,13 @@ def compute(operation: Any, *args: Any, **kwargs: Any) -> Any:
         return tree_map(
             lambda each: given.get(id(each), OnDevice(each)) if isinstance(each, torch.Tensor) else each, result
         )
+
+
+def with_tensors(index: Any) -> Any:
+    """An index whose lists are tensors: torch would put them on the device itself, which it cannot here."""
+    if isinstance(index, tuple):
+        return tuple(map(with_tensors, index))
+    return torch.tensor(list(index)) if isinstance(index, (list, range)) else index
 
 
 def off_device(each: Any) -> Any:

@@ -27,16 +27,19 @@ def validation(run: Path) -> list[float]:
     return [record["val/loss"] for record in records if "val/loss" in record]
 
 
-def test_a_device_without_fp64_trains_resumes_samples_and_is_looked_at(tmp_path: Path, notes: Path, tiny_run) -> None:
-    words = tiny_words(tmp_path, notes, "name=there", "attention.implementation=sdpa", "train.steps=8")
-    run_like_mps(tmp_path, "train", *words)
-    run_like_mps(tmp_path, "train", f"runs_dir={tmp_path / 'runs'}", "name=there", "resume=auto", "train.steps=12")
+def test_a_device_without_fp64_trains_resumes_samples_and_is_looked_at(
+    tmp_path: Path, notes: Path, tiny_run, script
+) -> None:
+    new = ["attention.implementation=sdpa", "train.steps=8"]
+    longer = [f"runs_dir={tmp_path / 'runs'}", "resume=auto", "train.steps=12"]
+    run_like_mps(tmp_path, "train", *tiny_words(tmp_path, notes, "name=there", *new))
+    run_like_mps(tmp_path, "train", "name=there", *longer)
     run = tmp_path / "runs" / "there"
     failed_extras = [log.read_text(encoding="utf-8") for log in run.glob("run.log")]
     assert not failed_extras and list(run.glob("**/*.html"))
-    assert tiny_run("name=here", "attention.implementation=sdpa", "train.steps=12") == 0
+    assert tiny_run("name=here", *new) == script("train")(["name=here", *longer]) == 0
     there, here = validation(run), validation(tmp_path / "runs" / "here")
-    assert len(there) == len(here) == 3 and there == pytest.approx(here, rel=1e-4)
+    assert there and there == pytest.approx(here, rel=1e-4)
     where = f"checkpoint={run}"
     assert run_like_mps(tmp_path, "sample", where, "prompt=the", "max_new_tokens=4", "top_p=0.9").startswith("the")
     run_like_mps(tmp_path, "lens", where, "prompt=the end", f"out={tmp_path / 'lens.html'}")
