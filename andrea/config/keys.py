@@ -287,7 +287,7 @@ def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
 # The default choice of each group, named in configs/train.yaml, holds every key of the group with a comment. The other
 # choices inherit its values (`defaults: [NAME, _self_]`) and hold only what differs.
 
-# The build copies configs/ into the package (setup.py). A clone, also an editable install, has it beside the package.
+# The build copies configs/ into the package (shipped.py). A clone, also an editable install, has it beside the package.
 PACKAGE = Path(str(importlib.resources.files("andrea")))
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
 

@@ -1,9 +1,8 @@
-"""Ships configs/ as andrea/configs. All else about the package is in pyproject.toml."""
+"""Ships configs/ as andrea/configs: a step of setuptools, named in pyproject.toml. Nothing else imports this file."""
 
 import shutil
 from pathlib import Path
 
-from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
@@ -13,5 +12,6 @@ class WithConfigs(build_py):
         if not self.editable_mode:  # an editable install reads the checkout's own
             shutil.copytree("configs", Path(self.build_lib, "andrea", "configs"), dirs_exist_ok=True)
 
-
-setup(cmdclass={"build_py": WithConfigs})
+    def get_source_files(self) -> list[str]:
+        """What the sdist holds."""
+        return [*super().get_source_files(), *(str(path) for path in Path("configs").rglob("*") if path.is_file())]
