@@ -173,6 +173,26 @@ def test_a_held_lock_is_waited_for(tmp_path: Path) -> None:
     assert order == ["waits", "released", "held"] and holder.wait() == 0
 
 
+COUNTER = """
+import sys
+from pathlib import Path
+from andrea.runtime.files import exclusive_lock
+folder = Path(sys.argv[1])
+count = folder / "count"
+for _ in range(300):
+    with exclusive_lock(folder / ".lock", on_wait=lambda: None):
+        count.write_text(str(int(count.read_text()) + 1))
+"""
+
+
+def test_processes_that_take_the_lock_at_the_same_time_hold_it_one_after_the_other(tmp_path: Path) -> None:
+    """Each holder removes the file while others open it and ask for its state. Two holders at once would lose counts."""
+    (tmp_path / "count").write_text("0")
+    counters = [subprocess.Popen([sys.executable, "-c", COUNTER, str(tmp_path)]) for _ in range(3)]
+    assert [counter.wait() for counter in counters] == [0, 0, 0]
+    assert (tmp_path / "count").read_text() == "900" and not (tmp_path / ".lock").exists()
+
+
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     """A run folder of somebody else may hold such a link. The lock would empty the file that it points to."""
     other, path = tmp_path / "other", tmp_path / ".lock"
