@@ -21,7 +21,8 @@ from andrea.checkpoint.model import load_model
 from andrea.config import DataConfig, TokenizerConfig, parse
 from andrea.generation import Engine
 from andrea.text.corpus import open_corpus
-from andrea.text.loader import IGNORED_TARGET, validation_batches
+from andrea.text.loader import validation_batches
+from andrea.text.windows import IGNORED_TARGET
 
 WAYS = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "int8": (torch.bfloat16, True)}
 

@@ -25,8 +25,9 @@ from andrea.generation.session import check_batch, decoding_dtype, describe, las
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
-from andrea.text.loader import IGNORED_TARGET, count_windows, validation_batches
+from andrea.text.loader import validation_batches
 from andrea.text.tokenizer import Tokenizer
+from andrea.text.windows import IGNORED_TARGET, TextWindows
 
 TextOrIds = str | Sequence[int] | np.ndarray | Tensor
 # The keys of configs/sample.yaml that `generate` and `stream` accept.
@@ -155,7 +156,7 @@ class LoadedModel:
             return torch.zeros(0)
         stream, length = np.array(ids), self.model.config.sequence_length
         most = max(1, LARGEST_LOGITS // (length * self.model.n_vocab))
-        batches = validation_batches(stream, length, min(WINDOWS_AT_ONCE, most, count_windows(stream, length)))
+        batches = validation_batches(stream, length, min(WINDOWS_AT_ONCE, most, len(TextWindows(stream, length))))
         with torch.inference_mode():
             return torch.cat([self.nats_of(*batch) for batch in batches])
 

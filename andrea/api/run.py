@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from typing import Any
 
 from andrea.api.command_line import CommandLine, compose, read
 from andrea.api.precompile_headers import precompile_headers
@@ -11,12 +13,18 @@ from andrea.config.keys import flatten
 from andrea.runtime.own_parts import allowing
 from andrea.training.progress import FinishedRun
 
+CONVERSATIONS = ("chat", "python_chat")  # kinds of data
+TUNING_RATE = 0.1  # of the rates of a new model: a step must not undo what was learned before
+TUNING_PATIENCE = 3  # evaluations
+
 
 def train_one(argv: list[str]) -> FinishedRun:
     """Train the run that the command line `argv` describes. Raises UserError."""
     started = time.monotonic()
     line = read(RunConfig, argv)
     composed = compose("train", line)
+    if composed["data"]["kind"] in CONVERSATIONS:
+        composed = for_conversations(composed, line.values)
     named = composed["attention"]["compatibility"], composed["model"]["mlp"]  # by the user, not by a checkpoint
     if composed["init_from"] not in (None, "", "null"):
         from andrea.interop.importing.import_model import imported_if_foreign
@@ -34,6 +42,27 @@ def train_one(argv: list[str]) -> FinishedRun:
     precompile_headers(typed, argv)
     with allowing(named, typed.trust):
         return new_or_resumed(typed, line, started)
+
+
+def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`composed`, not parsed yet, with what suits conversations, unless it was typed. values: as typed.
+
+    No conversation sees another that stands in the same window. A model that was trained before (init_from) gets a share of
+    the learning rates, and the rates begin to fall when the held-out loss has risen a few times.
+    """
+    suited: dict[str, Any] = {"attention.across_documents": False}
+    if composed["init_from"] not in (None, "", "null"):
+        rates = {
+            f"optimizer.{key}": rate for key, rate in composed["optimizer"].items() if key.endswith("learning_rate")
+        }
+        suited |= {key: TUNING_RATE * float(rate) for key, rate in rates.items() if rate is not None}
+        suited["train.patience"] = TUNING_PATIENCE
+    plain = copy.deepcopy(composed)
+    for key, value in suited.items():
+        group, _, name = key.partition(".")
+        if key not in values:
+            plain[group][name] = value
+    return plain
 
 
 def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> FinishedRun:

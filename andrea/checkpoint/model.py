@@ -17,6 +17,7 @@ from andrea.runtime.own_parts import allowing, is_own, source_sha256
 from andrea.text.tokenizer import Tokenizer
 
 WEIGHT_TYPES = {"F32", "BF16", "F16", "F64"}  # as safetensors calls them
+VOCABULARY_ROWS = ("embedding.weight", "head.weight", "value_embedding.table.weight")  # one row for each token
 N_PORTION = 8  # a reader keeps the pages of its files in memory, and is closed after each such share of the weights
 
 
@@ -62,8 +63,10 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     return model.eval().requires_grad_(False)
 
 
-def load_results(model: GPT, checkpoint: Checkpoint) -> None:
+def load_results(model: GPT, checkpoint: Checkpoint, n_added: int = 0) -> None:
     """Copy the weights that are the result of the checkpoint's run into the model.
+
+    n_added: tokens that the model has in addition, at the end of its vocabulary; their rows become the mean of the others.
 
     Raises Damaged, or RuntimeError if names or shapes are not the model's.
     """
@@ -71,6 +74,9 @@ def load_results(model: GPT, checkpoint: Checkpoint) -> None:
     in_files, weights = reader.shapes, model.state_dict()
     found = {name: in_files[place] for name, place in stored.items()}
     expected = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if n_added:
+        rows = {name: shape[0] for name, shape in found.items() if name.endswith(VOCABULARY_ROWS)}
+        found |= {name: (n_row + n_added, *found[name][1:]) for name, n_row in rows.items()}
     if found != expected:
         differ = found.items() ^ expected.items()
         raise RuntimeError(f"the weights of {checkpoint.path} differ from the model's: {differ}")
@@ -79,7 +85,12 @@ def load_results(model: GPT, checkpoint: Checkpoint) -> None:
         n_read += weights[name].numel()
         if n_read > most:
             (reader, _), n_read = checkpoint.open_results(), weights[name].numel()
-        weights[name].copy_(reader.read(place))
+        read = reader.read(place)
+        if n_added and name in rows:
+            weights[name][: rows[name]].copy_(read)
+            weights[name][rows[name] :] = read.float().mean(0)
+        else:
+            weights[name].copy_(read)
 
 
 def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:

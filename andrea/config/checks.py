@@ -126,7 +126,7 @@ def check_attention(attention: AttentionConfig, path: str) -> None:
 
 
 def check_source(source: SourceConfig, path: str) -> None:
-    if source.kind in ("text", "shards") and not source.path:
+    if source.kind in ("text", "shards", "chat") and not source.path:
         raise UserError(
             f"{path}.path is missing: {path}.kind={source.kind} reads a file or a folder; set {path}.path=…"
         )
@@ -137,13 +137,15 @@ def check_selection(source: SourceConfig | DataConfig, path: str) -> None:
     """Raise UserError if files or a field are selected for a source that is no text of the user's own."""
     for key in ("include", "exclude", "field"):
         value = getattr(source, key)
-        if value and source.kind != "text":
+        if value and source.kind not in ("text", "chat"):
             advice = f"set {path}.sources.NAME.{key}" if source.kind == "mixture" else f"leave {path}.{key} out"
-            raise UserError(f"{path}.{key}={value} is read by data=text only, got {path}.kind={source.kind}; {advice}")
+            raise UserError(
+                f"{path}.{key}={value} is read by data=text and data=chat, got {path}.kind={source.kind}; {advice}"
+            )
 
 
 def check_data(data: DataConfig, path: str) -> None:
-    if data.kind in ("text", "shards") and not data.path:
+    if data.kind in ("text", "shards", "chat") and not data.path:
         raise UserError(f"{path}.path is missing: data={data.kind} reads a file or a folder; set {path}.path=…")
     if data.kind == "mixture" and not data.sources:
         raise UserError(

@@ -238,7 +238,7 @@ class AttentionConfig:
 class SourceConfig:
     """One named source of a mixture."""
 
-    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu"]
+    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "chat", "python_chat"]
     path: PathText | None = None
     weight: PositiveNumber | None = None
     include: list[Text] = dataclasses.field(default_factory=list)
@@ -248,7 +248,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "mixture"]
+    kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "mixture", "chat", "python_chat"]
     path: PathText | None
     sources: dict[str, SourceConfig]
     sample_prompt: Text = Text("")

@@ -256,7 +256,7 @@ class GrowingText:
         self.tokens = self.lookup.tokens  # the tokens of the prompt and the new ones
         self.generator = torch.Generator().manual_seed(request.seed + sample)
         self.stream = TextStream(tokenizer, request.stop, n_skipped=len(SPACE) if is_healed else 0)
-        self.end_of_text = tokenizer.end_of_text
+        self.ends = tokenizer.ends
         self.tokens_left = request.max_new_tokens
         self.has_ended = False
 
@@ -269,7 +269,7 @@ class GrowingText:
         self.lookup.append(token)
         self.needs_space = False
         self.tokens_left -= 1
-        if token == self.end_of_text:
+        if token in self.ends:
             text, ended = self.stream.finish(), "end_of_text"
         else:
             is_last = self.tokens_left == 0
@@ -338,10 +338,10 @@ class Engine:
         n_cut = max(0, len(tokens) - n_window)
         return tokens[n_cut:] if len(tokens) >= n_window else [self.tokenizer.end_of_text, *tokens], n_cut
 
-    def write(self, prompt: str, request: Request) -> list[str]:
-        """Generate the texts of `request.num_samples` samples; the prompt is not included."""
+    def write(self, prompt: str | list[int], request: Request) -> list[str]:
+        """Generate the texts of `request.num_samples` samples; the prompt, a text or tokens, is not included."""
         texts = [""] * request.num_samples
-        for generated in self.stream(self.encode(prompt), request):
+        for generated in self.stream(self.encode(prompt) if isinstance(prompt, str) else prompt, request):
             texts[generated.sample] += generated.text
         return texts
 

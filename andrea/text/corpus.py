@@ -21,6 +21,7 @@ from typing import Any
 
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file, reading
+from andrea.text.chat import ChatTokenizer, for_chat
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
 from andrea.text.listing import Selection
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
@@ -31,6 +32,7 @@ from andrea.text.prepare import (
     data_dir_errors,
     data_dir_lock,
     fingerprint_of,
+    is_chat,
     prepare,
 )
 from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
@@ -54,6 +56,7 @@ class PreparedSource:
     train_bytes: int  # bytes of training text
     val_bytes: int  # bytes of validation text
     folder: Path
+    chat: ChatTokenizer | None = None  # the tokenizer of conversations; None: running text
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
     check_weights(configs)
     tokenizer = with_vocabulary_size(tokenizer, sources, data_dir, report)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
+    if existing is not None and any(map(is_chat, sources)):
+        existing = for_chat(existing)
     origin = tokenizer_origin(tokenizer, existing, sources)
     folders = [
         SourceFolder(source, config.weight, folder_of(source, tokenizer, origin, data_dir))
@@ -99,9 +104,13 @@ def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, repor
     path = Path(config.path).expanduser() if config.path else None
     if config.kind == "pystdlib":
         return Source(name, "pystdlib", path, f"{key}.path")
-    if config.kind == "text":
+    if config.kind == "python_chat":
+        from andrea.text.python_chat import write_python_chat
+
+        return Source(name, "chat", write_python_chat(data_dir / "python_chat"), f"{key}.path")
+    if config.kind in ("text", "chat"):
         selection = Selection(tuple(config.include), tuple(config.exclude), config.field)
-        return Source(name, "text", path, f"{key}.path", selection)
+        return Source(name, config.kind, path, f"{key}.path", selection)
     if config.kind in ("shakespeare", "fineweb_edu") and path is None:
         path = downloaded(config.kind, data_dir, report)
     assert path is not None, "the configuration's checks demand a path"
@@ -182,15 +191,16 @@ def tokenizer_origin(
     """
     if existing is not None:
         return [existing.identity]
+    chat = ["chat"] if any(map(is_chat, sources)) else []
     if config.kind == "gpt2":
-        return ["gpt2"]
+        return ["gpt2", *chat]
     shards = [source for source in sources if isinstance(source, ShardSource)]
     if shards:
         raise UserError(
             f"tokenizer=bpe trains a vocabulary on text, but {shards[0].key}={shards[0].root} holds tokens already; "
             f"choose the tokenizer they were made with: tokenizer=gpt2, or tokenizer.path=…"
         )
-    return [config.kind, config.vocab_size, [source.hashed for source in sources]]
+    return [config.kind, config.vocab_size, [source.hashed for source in sources], *chat]
 
 
 def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: list[Any], data_dir: Path) -> Path:
@@ -235,6 +245,9 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     if min(len(train), len(val)) < 2:
         raise UserError(f"{path} is damaged: too few tokens to train and to validate on; {remedy}")
     source = PreparedSource(folder.source.name, folder.weight, train, val, sizes["train"], sizes["val"], path)
+    if is_chat(folder.source):
+        assert isinstance(tokenizer, ChatTokenizer), tokenizer
+        source = dataclasses.replace(source, chat=tokenizer)
     return source, fingerprint
 
 
@@ -270,6 +283,8 @@ def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | 
 def held_out_of_run(state: dict[str, Any], data_dir: Path) -> TokenStream | None:
     """The held-out tokens of a run, by its checkpoint's state; None if they are not in data_dir, or of several sources."""
     data = state["config"].get("data") or {}
+    if data.get("kind") in ("chat", "python_chat"):  # `evaluate tasks=chat` judges answers
+        return None
     return find_held_out(data_dir, state.get("data", ""), data.get("kind") or "")
 
 

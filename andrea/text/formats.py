@@ -21,13 +21,14 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, final
 
 from andrea.config import UserError
 from andrea.runtime.files import size_words
+from andrea.text.chat import ASSISTANT, SYSTEM, USER, Turn
 from andrea.text.encodings import (
     BINARY,
     GZIP,
@@ -60,9 +61,8 @@ PAIRS = (
     ("instruction", "output"), ("instruction", "response"), ("prompt", "completion"), ("prompt", "response"),
     ("question", "answer"), ("question", "response"), ("input", "output"),
 )  # fmt: skip
-SYSTEM, CONTEXT = ("system", "system_prompt"), ("input", "context")  # read with a pair, if they are there
+INSTRUCTIONS, CONTEXT = ("system", "system_prompt"), ("input", "context")  # read with a pair, if they are there
 CONTINUED = ("prompt", "completion")
-USER, ASSISTANT = "user", "assistant"
 ROLES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
 
 
@@ -73,10 +73,11 @@ class Document:
     key: str  # relative posix path, with "#index" for a record; its hash decides the split
     size: int  # bytes
     open: Callable[[], IO[bytes]]
+    turns: tuple[Turn, ...] = ()  # of a conversation
 
 
-def in_memory(key: str, data: bytes) -> Document:
-    return Document(key, len(data), lambda: io.BytesIO(data))
+def in_memory(key: str, data: bytes, turns: Sequence[Turn] = ()) -> Document:
+    return Document(key, len(data), lambda: io.BytesIO(data), tuple(turns))
 
 
 def documents_of(path: Path, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
@@ -346,7 +347,8 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
     if not fields:
         findings.lacks_field(field, record, key, is_file=False)
         return
-    text = text_of(record, fields)
+    turns = turns_of(record, fields)
+    text = text_of(record, fields, turns)
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if not isinstance(data, bytes):
         findings.leave_out(f'the field "{" + ".join(fields)}" is not text', key)
@@ -356,7 +358,7 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
         findings.leave_out(NOT_TEXT, key)
     else:
         findings.read_by[fields] += 1
-        yield in_memory(key, data)
+        yield in_memory(key, data, turns or ())
 
 
 # ----------------------------------------------------------------------------------------------- the text of a record
@@ -374,31 +376,46 @@ def fields_of(names: Collection[str], wanted: str | None) -> tuple[str, ...]:
             return (single,)
     for question, answer in PAIRS:
         if question in names and answer in names:
-            return tuple(dict.fromkeys(name for name in (*SYSTEM, question, *CONTEXT, answer) if name in names))
+            return tuple(dict.fromkeys(name for name in (*INSTRUCTIONS, question, *CONTEXT, answer) if name in names))
     return ()
 
 
-def text_of(record: dict[str, Any], fields: tuple[str, ...]) -> Any:
-    """The text of a record, of the fields that `fields_of` has found; None, or another value, if they are not text."""
+def text_of(record: dict[str, Any], fields: tuple[str, ...], turns: list[Turn] | None) -> Any:
+    """The text of a record, of the fields that `fields_of` has found; None, or another value, if they are not text.
+
+    turns: of `turns_of`.
+    """
     values = [record[field] if record[field] is not None else "" for field in fields]
-    if len(fields) == 1:
-        return conversation(values[0]) if isinstance(values[0], list) else values[0]
-    if all(isinstance(value, list) for value in values):  # TRL's: prompt and completion are messages
-        return conversation([message for value in values for message in value])
-    if not all(isinstance(value, str) for value in values):
-        return None
-    if fields == CONTINUED:
+    if len(fields) == 1 and not isinstance(values[0], list):
+        return values[0]
+    if fields == CONTINUED and all(isinstance(value, str) for value in values):
         return "".join(values)
-    roles = ["system" if field in SYSTEM else ASSISTANT if field == fields[-1] else USER for field in fields]
+    return None if turns is None else as_text(turns)
+
+
+def as_text(turns: Sequence[Turn]) -> str:
+    """ "role: content", with an empty line between two turns."""
+    return "\n\n".join(f"{turn.role}: {turn.content}" for turn in turns) + "\n" if turns else ""
+
+
+def turns_of(record: dict[str, Any], fields: tuple[str, ...] | None = None) -> list[Turn] | None:
+    """The turns of a record that is a conversation, or a question with its answer; else None. fields: of `fields_of`."""
+    fields = fields_of(record, None) if fields is None else fields
+    values = [record[field] if record[field] is not None else "" for field in fields]
+    if values and all(isinstance(value, list) for value in values):  # TRL's prompt and completion are messages, too
+        return turns_of_messages([message for value in values for message in value])
+    if len(fields) == 1 or not all(isinstance(value, str) for value in values):
+        return None
+    roles = [SYSTEM if field in INSTRUCTIONS else ASSISTANT if field == fields[-1] else USER for field in fields]
     turns = []
     for role, entries in itertools.groupby(zip(roles, values, strict=True), key=lambda entry: entry[0]):
-        content = "\n\n".join(value for _, value in entries if value)  # a question and its context are one message
-        turns.append({"role": role, "content": content})
-    return conversation(turns)
+        content = "\n\n".join(value for _, value in entries if value)  # a question and its context are one turn
+        turns += [Turn(role, content)] if content else []
+    return turns
 
 
-def conversation(messages: list[Any]) -> str | None:
-    """A list of messages as text; None if an entry is no message."""
+def turns_of_messages(messages: list[Any]) -> list[Turn] | None:
+    """The turns of a list of messages, without empty ones; None if an entry is no message."""
     turns = []
     for message in messages:
         role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
@@ -408,5 +425,5 @@ def conversation(messages: list[Any]) -> str | None:
         if isinstance(content, list):  # parts, of which some may be images
             content = "".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
         if isinstance(content, str) and content:  # a call of a tool may have none
-            turns.append(f"{ROLES.get(role, role)}: {content}")
-    return "\n\n".join(turns) + "\n" if turns else ""
+            turns.append(Turn(ROLES.get(role, role), content))
+    return turns

@@ -20,6 +20,7 @@ import numpy as np
 
 from andrea.config import LARGEST_VOCABULARY, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file
+from andrea.text.chat import ChatTokenizer, without_special
 from andrea.text.shards import token_type
 from andrea.text.tokenizer import (
     DESCRIPTION,
@@ -52,18 +53,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / DESCRIPTION
     try:
         description = from_json(read_plain_file(path, LARGEST_FILE_BYTES))
-        kind, identity = description["kind"], description["identity"]
-        if kind in RankTokenizer.KINDS:
-            found: Tokenizer = RankTokenizer(kind, read_ranks(folder / RANKS))
-        elif kind == "byte":
-            found = ByteTokenizer()
-        elif kind == "hf":
-            if type(description["end_of_text"]) is not int:
-                raise ValueError("end_of_text is not a token")
-            content = read_plain_file(folder / HF_FILE, LARGEST_FILE_BYTES)
-            found = HfTokenizer(content, description["end_of_text"], description["n_vocab"], folder / HF_FILE)
+        identity = description["identity"]
+        if "special" in description:
+            found: Tokenizer = ChatTokenizer(described_tokenizer(folder, description["base"]))
         else:
-            raise ValueError(f"unknown kind {kind}")
+            found = described_tokenizer(folder, description)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read ({error.strerror}): {folder} holds no tokenizer") from error
     except UserError:
@@ -76,6 +70,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"them was changed; copy {DESCRIPTION} and {RANKS} again, or prepare the data again"
         )
     return found
+
+
+def described_tokenizer(folder: Path, description: dict[str, Any]) -> Tokenizer:
+    """The tokenizer without special tokens that `description` describes, with the files of `folder`."""
+    kind = description["kind"]
+    if kind in RankTokenizer.KINDS:
+        return RankTokenizer(kind, read_ranks(folder / RANKS))
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind != "hf":
+        raise ValueError(f"unknown kind {kind}")
+    if type(description["end_of_text"]) is not int:
+        raise ValueError("end_of_text is not a token")
+    content = read_plain_file(folder / HF_FILE, LARGEST_FILE_BYTES)
+    return HfTokenizer(content, description["end_of_text"], description["n_vocab"], folder / HF_FILE)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -117,7 +126,8 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     if not config.path:
         return None
     found = from_path(path, "bpe")
-    if config.vocab_size not in (None, "auto", found.n_vocab):
+    # A run that was tuned for chat keeps the size that it began with.
+    if config.vocab_size not in (None, "auto", found.n_vocab, without_special(found).n_vocab):
         raise UserError(
             f"tokenizer.path={config.path} holds {found.n_vocab} tokens, not tokenizer.vocab_size={config.vocab_size}; "
             f"set tokenizer.vocab_size={found.n_vocab}"
@@ -156,7 +166,7 @@ def load_gpt2(path: str | None) -> Tokenizer:
     Raises UserError if the tokenizer cannot be read or downloaded.
     """
     found = download_gpt2() if path is None else from_path(Path(path).expanduser(), "gpt2")
-    if found.n_vocab != 50257:
+    if without_special(found).n_vocab != 50257:
         raise UserError(
             f"tokenizer.path={path} holds {found.n_vocab} tokens, but GPT-2 has 50257; choose tokenizer=bpe for it"
         )
@@ -217,6 +227,7 @@ class HfTokenizer(Tokenizer):
                 f"most {LARGEST_VOCABULARY} are possible); name the tokenizer that belongs to the model"
             )
         self.kind, self.content, self.end_of_text, self.n_vocab = "hf", content, end_of_text, n_vocab
+        self.ends = (end_of_text,)
         self.digest = hashlib.sha256(content).hexdigest()
         about = hashlib.sha256(f"{self.digest} {end_of_text}".encode()).hexdigest()
         self.identity = f"hf-{n_vocab}-{about[:8]}"
@@ -239,7 +250,7 @@ class HfTokenizer(Tokenizer):
         (folder / HF_FILE).write_bytes(self.content)
         super().save(folder)
 
-    def description(self) -> dict[str, str | int]:
+    def description(self) -> dict[str, Any]:
         return super().description() | {"sha256": self.digest}
 
     def as_read(self) -> dict[str, Any]:

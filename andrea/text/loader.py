@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from andrea.text.chat import ChatTokenizer, ConversationWindows
 from andrea.text.corpus import PreparedSource
-from andrea.text.shards import TokenStream, in_blocks
+from andrea.text.shards import TokenStream
+from andrea.text.windows import IGNORED_TARGET, ReorderedStream, TextWindows, Windows, document_begins
 
-IGNORED_TARGET = -100  # target of the padding after a stream's end; torch's default ignore_index
 BLOCK = 1024  # in each block of this many samples the sources have exactly their shares, rounded to 1/BLOCK
 ROUNDS = 8  # rounds of the Feistel network
 
@@ -37,27 +38,27 @@ class Loader:
     def __init__(
         self, sources: Sequence[PreparedSource], sequence_length: int, seed: int, end_of_text: int | None = None
     ) -> None:
-        self.streams = [source.train for source in sources]
+        self.in_order = [windows_of(source.train, sequence_length, source.chat) for source in sources]
         self.sequence_length, self.seed, self.end_of_text = sequence_length, seed, end_of_text
         self.begins: dict[int, np.ndarray] = {}  # source -> the first token of each document, once it is needed
-        self.reordered: dict[int, tuple[int, ReorderedStream]] = {}  # source -> the epoch read last, and its order
-        self.windows = np.array([count_windows(stream, sequence_length) for stream in self.streams])
-        assert self.windows.all(), "a prepared source has at least one window"
-        self.tokens_per_epoch = sum(len(stream) - 1 for stream in self.streams)
+        self.reordered: dict[int, tuple[int, TextWindows]] = {}  # source -> the epoch read last, and its windows
+        self.windows = np.array([len(windows) for windows in self.in_order])
+        self.tokens_per_epoch = sum(windows.n_token for windows in self.in_order)
+        chats = [windows for windows in self.in_order if isinstance(windows, ConversationWindows)]
+        self.lines = [line for windows in chats if (line := windows.describe())]  # for the terminal
         weighted = len(sources) > 1 and any(source.weight is not None for source in sources)
         self.slots = slots_of(shares([source.weight for source in sources], self.windows)) if weighted else None
 
     def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets, (count, T) int64 each, of samples first_sample … first_sample + count - 1."""
         places = zip(*self.locate(np.arange(first_sample, first_sample + count)), strict=True)
-        windows = ((self.stream_in(epoch, source), window) for source, window, epoch in places)
-        return read_windows(windows, count, self.sequence_length)
+        chosen = ((self.windows_in(epoch, source), window) for source, window, epoch in places)
+        return read_windows(chosen, count, self.sequence_length)
 
     def count_targets(self, first_sample: int, count: int) -> int:
         """The number of targets in samples first_sample … first_sample + count - 1. No token is read."""
         which, window, _ = self.locate(np.arange(first_sample, first_sample + count))
-        lengths = np.array([len(stream) for stream in self.streams])
-        return int(np.clip(lengths[which] - 1 - window * self.sequence_length, 0, self.sequence_length).sum())
+        return sum(windows.count_targets(window[which == source]) for source, windows in enumerate(self.in_order))
 
     def sample_seeds(self, first_sample: int, count: int) -> Tensor:
         """(count,) int64 from 0 to 2^30 - 1: a random number for each sample, from which the model derives its dropout."""
@@ -71,17 +72,21 @@ class Loader:
             return self.windows / self.windows.sum()
         return np.bincount(self.slots, minlength=len(self.windows)) / BLOCK
 
-    def stream_in(self, epoch: int, source: int) -> TokenStream | ReorderedStream:
-        """The tokens of a source in the order in which `epoch` reads its documents."""
-        stream = self.streams[source]
-        if epoch == 0 or self.end_of_text is None:
-            return stream
+    def windows_in(self, epoch: int, source: int) -> Windows:
+        """The windows of a source in an epoch, which reads the documents of a text in an order of its own.
+
+        Conversations stay in their windows: these are read in another order, and no window begins inside one.
+        """
+        in_order = self.in_order[source]
+        if epoch == 0 or self.end_of_text is None or not isinstance(in_order, TextWindows):
+            return in_order
         if source not in self.begins:
-            self.begins[source] = document_begins(stream, self.end_of_text)
+            self.begins[source] = document_begins(in_order.stream, self.end_of_text)
         if source not in self.reordered or self.reordered[source][0] != epoch:
             n = len(self.begins[source])
             order = permute(np.arange(n), n, f"{self.seed} documents of source {source} epoch {epoch}")
-            self.reordered[source] = epoch, ReorderedStream(stream, self.begins[source], order)
+            stream = ReorderedStream(in_order.stream, self.begins[source], order)
+            self.reordered[source] = epoch, TextWindows(stream, self.sequence_length)
         return self.reordered[source][1]
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,7 +116,7 @@ class Loader:
         """For each sample: its source (count,), and the number of earlier samples from the same source (count,)."""
         which, nth = np.empty_like(samples), np.empty_like(samples)
         blocks = samples // BLOCK
-        quota = np.bincount(self.slots, minlength=len(self.streams))
+        quota = np.bincount(self.slots, minlength=len(self.windows))
         for block in np.unique(blocks):
             here = blocks == block
             order = self.slots[permute(np.arange(BLOCK), BLOCK, f"{self.seed} block {block}")]
@@ -123,41 +128,6 @@ class Loader:
             which[here] = order[position]
             nth[here] = block * quota[order[position]] + before[position]
         return which, nth
-
-
-class ReorderedStream:
-    """A token stream with its documents in another order: `len(stream)`, and `stream[start:stop]` as int64 (stop - start,).
-
-    Nothing is copied: documents are read where they are.
-    """
-
-    def __init__(self, stream: TokenStream, begins: np.ndarray, order: np.ndarray) -> None:
-        """begins (documents,): the first token of each document. order (documents,): the document to read at each place."""
-        self.stream, self.begins = stream, begins[order]
-        self.ends = np.concatenate([[0], np.cumsum(np.diff(begins, append=len(stream))[order])])
-
-    def __len__(self) -> int:
-        return len(self.stream)
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        start, stop, step = span.indices(len(self))
-        assert step == 1, "a token stream supports only slices with step 1"
-        place, parts = int(np.searchsorted(self.ends, start, side="right")) - 1, [np.empty(0, dtype=np.int64)]
-        while start < stop:
-            end = min(stop, int(self.ends[place + 1]))
-            shift = int(self.begins[place] - self.ends[place])
-            parts.append(self.stream[start + shift : end + shift])
-            start, place = end, place + 1
-        return np.concatenate(parts)
-
-
-def document_begins(stream: TokenStream, end_of_text: int) -> np.ndarray:
-    """(documents,) int64: the first token of each document. What precedes the first end_of_text counts as a document."""
-    n_read, found = 0, [np.zeros(1, np.int64)]
-    for tokens in in_blocks(stream):
-        found.append(n_read + np.flatnonzero(tokens == end_of_text))
-        n_read += len(tokens)
-    return np.unique(np.concatenate(found))
 
 
 def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
@@ -214,24 +184,19 @@ def mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def count_windows(stream: TokenStream, sequence_length: int) -> int:
-    return -(-max(0, len(stream) - 1) // sequence_length)
-
-
-def read_windows(
-    windows: Iterable[tuple[TokenStream | ReorderedStream, int]], count: int, sequence_length: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (count, T) int64 each, of windows, each the T tokens at a place in its stream.
-
-    After a stream's end, and in rows without a window, tokens are 0 and targets IGNORED_TARGET.
-    """
+def read_windows(chosen: Iterable[tuple[Windows, int]], count: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, (count, T) int64 each, of windows. What a window leaves free has token 0 and IGNORED_TARGET."""
     tokens = np.zeros((count, sequence_length), np.int64)
     targets = np.full((count, sequence_length), IGNORED_TARGET, np.int64)
-    for row, (stream, window) in enumerate(windows):
-        start = int(window) * sequence_length
-        read = stream[start : start + sequence_length + 1]
-        tokens[row, : len(read) - 1], targets[row, : len(read) - 1] = read[:-1], read[1:]
+    for row, (windows, window) in enumerate(chosen):
+        read = windows.read(int(window))
+        tokens[row, : len(read[0])], targets[row, : len(read[1])] = read
     return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def windows_of(stream: TokenStream, sequence_length: int, chat: ChatTokenizer | None) -> Windows:
+    """The windows of a stream of text or, with the tokenizer of its conversations, of these."""
+    return TextWindows(stream, sequence_length) if chat is None else ConversationWindows(stream, sequence_length, chat)
 
 
 def validation_batches(
@@ -241,17 +206,20 @@ def validation_batches(
     most_tokens: int | None = None,
     part: int = 0,
     parts: int = 1,
+    chat: ChatTokenizer | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and targets (batch, T) of all windows in order. Each token but the first is a target exactly once.
+    """Tokens and targets (batch, T) of all windows in order. Each token of text but the first is a target exactly once.
 
     Rows beyond the last window have the target IGNORED_TARGET.
     most_tokens: use only the first windows that cover this many tokens.
     part, parts: yield every `parts`-th batch, beginning with batch `part`. All parts have the same number of batches.
+    chat: the tokenizer, if the stream holds conversations.
     """
-    windows = count_windows(stream, sequence_length)
+    windows = windows_of(stream, sequence_length, chat)
+    n_window = len(windows)
     if most_tokens is not None:
-        windows = min(windows, -(-most_tokens // sequence_length))
-    rounds = -(-windows // (batch * parts))
+        n_window = min(n_window, -(-most_tokens // sequence_length))
+    rounds = -(-n_window // (batch * parts))
     for first in range(part * batch, rounds * batch * parts, batch * parts):
-        chosen = range(first, min(first + batch, windows))
-        yield read_windows(((stream, window) for window in chosen), batch, sequence_length)
+        chosen = range(first, min(first + batch, n_window))
+        yield read_windows(((windows, window) for window in chosen), batch, sequence_length)

@@ -28,6 +28,7 @@ from andrea.runtime.files import (
     replace_text,
     size_words,
 )
+from andrea.text.chat import ChatTokenizer, encode_conversation, for_chat
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
 from andrea.text.shards import ShardSource, ShardWriter, in_blocks, open_shard, split_shards
 from andrea.text.sources import Piece, Report, Source, Split
@@ -75,6 +76,8 @@ def prepare(
             folder.source.check(report)
     with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
         tokenizer = existing or find_or_train(folders, config, report)
+        if any(is_chat(folder.source) for folder in folders):
+            tokenizer = for_chat(tokenizer)
         for folder in folders:
             if folder.path.exists():  # another process has made it, or it is that of another source of the same files
                 continue
@@ -86,6 +89,10 @@ def prepare(
             else:
                 meta = meta_of_shards[folder.path]
             finish(folder, tokenizer, meta, report)
+
+
+def is_chat(source: Source | ShardSource) -> bool:
+    return isinstance(source, Source) and source.kind == "chat"
 
 
 # --------------------------------------------------------------------------------------------------- the vocabulary
@@ -171,12 +178,9 @@ def write_shard(
         next(pieces)
     name = f"{split}-{len(progress['shards']):06d}.bin"
     writer = ShardWriter(folder / name, tokenizer.n_vocab)
-    end_of_text = np.array([tokenizer.end_of_text])
     while writer.count < SHARD_TOKENS and not progress["done"]:
         group = take(pieces, GROUP_BYTES)
-        for piece, tokens in zip(group, tokenizer.encode_batch([piece.text for piece in group], threads), strict=True):
-            if piece.begins_document:
-                writer.append(end_of_text)
+        for tokens in encode_pieces(group, tokenizer, threads):
             writer.append(tokens)
         progress["pieces"] += len(group)
         progress["documents"] += sum(piece.begins_document for piece in group)
@@ -188,6 +192,16 @@ def write_shard(
         progress["shards"].append({"file": name, "tokens": n_token, "sha256": digest})
     else:
         writer.path.unlink()
+
+
+def encode_pieces(group: list[Piece], tokenizer: Tokenizer, threads: int) -> Iterator[np.ndarray]:
+    """The tokens of each piece, end_of_text first where a document begins."""
+    if isinstance(tokenizer, ChatTokenizer) and any(piece.turns for piece in group):
+        for piece in group:
+            yield np.array(encode_conversation(tokenizer, piece.turns))
+        return
+    for piece, tokens in zip(group, tokenizer.encode_batch([piece.text for piece in group], threads), strict=True):
+        yield np.concatenate([[tokenizer.end_of_text], tokens]) if piece.begins_document else tokens
 
 
 def take(pieces: Iterator[Piece], size: int) -> list[Piece]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from andrea.config import UserError
 from andrea.runtime.files import size_words
+from andrea.text.chat import ASSISTANT, ROLES, Turn
 from andrea.text.encodings import cut_at, whole_blocks
 from andrea.text.formats import Document, documents_of
 from andrea.text.listing import PASSING, Findings, Selection, list_python, list_text, selected
@@ -29,6 +30,8 @@ Report = Callable[[str], None]  # shows one line to the user
 HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
 FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
 READER = 2  # changes with what is read of the same files, so that they are prepared again
+CHAT_READER = "chat 1"  # the same for conversations
+HELD_OUT_FILE = "held_out.jsonl"  # of a folder of conversations: exactly these are held out
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 
 
@@ -38,6 +41,7 @@ class Piece:
 
     text: str
     begins_document: bool
+    turns: tuple[Turn, ...] = ()  # of a conversation, which is one piece
 
 
 class Source:
@@ -46,7 +50,7 @@ class Source:
     def __init__(
         self,
         name: str,
-        kind: Literal["pystdlib", "text"],
+        kind: Literal["pystdlib", "text", "chat"],
         path: Path | None,
         key: str = "data.path",
         selection: Selection = Selection(),  # noqa: B008 (frozen)
@@ -58,7 +62,7 @@ class Source:
         if not os.path.exists(self.root):
             raise UserError(f"{key}={self.root} does not exist; name a file or a folder")
         try:
-            found = list_text(self.root) if kind == "text" else list_python(self.root, NOT_LIBRARY)
+            found = list_python(self.root, NOT_LIBRARY) if kind == "pystdlib" else list_text(self.root)
         except OSError as error:
             if error.errno in PASSING:
                 raise
@@ -71,7 +75,7 @@ class Source:
         if not self.files:
             why = "; ".join(self.unread.lines())
             sought, remedy = (
-                ("text", "name a file or folder of text") if kind == "text" else (".py", "data=text reads text")
+                (".py", "data=text reads text") if kind == "pystdlib" else ("text", "name a file or folder of text")
             )
             raise UserError(f"{key}={self.root} holds no {sought} file{f' ({why})' * bool(why)}; {remedy}")
         self.bytes = sum(size for _, size, *_ in self.listing)
@@ -86,7 +90,8 @@ class Source:
         """The facts that are hashed into the prepared folder's name, besides the tokenizer."""
         if self.kind == "pystdlib":
             return self.listing
-        return [*self.listing, {"name": self.name, "field": self.selection.field, "reader": READER}]
+        reader = CHAT_READER if self.kind == "chat" else READER
+        return [*self.listing, {"name": self.name, "field": self.selection.field, "reader": reader}]
 
     def check(self, report: Report) -> int:
         """Read all files once, report which are left out or converted, and return the number of usable bytes.
@@ -140,6 +145,11 @@ class Source:
     def pieces(self, split: Split) -> Iterator[Piece]:
         """The split's text in a fixed order, in pieces of at most about PIECE_BYTES."""
         for document in self.documents_again():
+            if self.kind == "chat":
+                if self.is_held_out(document) == (split == "val"):
+                    text = "".join(read_pieces(document, 0, document.size))
+                    yield Piece(text, begins_document=True, turns=document.turns)
+                continue
             if self.cuts_documents:
                 with document.open() as file:
                     middle = cut_at(file, document.size)
@@ -156,8 +166,10 @@ class Source:
         """Whether the last tenth of each document is held out, instead of whole documents.
 
         The last tenth is held out if there are few documents, or if the hashes of all documents fall into the same
-        split.
+        split. A conversation is never cut.
         """
+        if self.kind == "chat":
+            return False
         sides, count = set(), 0
         for document in self.documents_again():
             count += 1
@@ -168,8 +180,22 @@ class Source:
 
     def is_held_out(self, document: Document) -> bool:
         """Whether a whole document is held out: by its name's hash, or, of copies on both sides, by their text's hash."""
+        if self.kind == "chat":
+            if self.has_held_out_file:
+                return document.key.partition("#")[0] == HELD_OUT_FILE
+            return size_and_digest(document)[1] in self.held_out_conversations
         text = size_and_digest(document) if document.size in self.copied_sizes else None
         return text[1][0] < HELD_OUT_BELOW if text in self.copies else is_held_out(document.key)
+
+    @property
+    def has_held_out_file(self) -> bool:
+        return any(name == HELD_OUT_FILE for name, *_ in self.listing)
+
+    @cached_property
+    def held_out_conversations(self) -> set[bytes]:
+        """The digests of a tenth of the conversations, at least of one. All copies of a conversation have one digest."""
+        digests = sorted({size_and_digest(document)[1] for document in self.documents_again()})
+        return set(digests[: max(1, len(digests) * HELD_OUT_BELOW // 256)])
 
     @cached_property
     def copied_sizes(self) -> set[int]:
@@ -182,7 +208,7 @@ class Source:
         Only held-out texts are kept in memory, a tenth. Python's library is left as it is, because its split is
         documented, and figures of many runs depend on it: it has two such texts, of 135 bytes together.
         """
-        if self.kind == "pystdlib":
+        if self.kind in ("pystdlib", "chat"):
             return Counter()
         held_out = Counter(size_and_digest(each) for each in self.documents_again() if is_held_out(each.key))
         sizes, others = {size for size, _ in held_out}, Counter[tuple[int, bytes]]()
@@ -206,7 +232,21 @@ class Source:
     def every_document(self, findings: Findings) -> Iterator[Document]:
         """The usable documents of both splits in a fixed order. Unusable ones are added to `findings`."""
         for file, (name, *_) in zip(self.files, self.listing, strict=True):
-            yield from documents_of(file, name, self.selection.field, findings)
+            for document in documents_of(file, name, self.selection.field, findings):
+                if self.kind != "chat" or is_conversation(document, findings):
+                    yield document
+
+
+def is_conversation(document: Document, findings: Findings) -> bool:
+    """Whether the document is a conversation with an answer. If not, it is added to `findings`."""
+    roles = {turn.role for turn in document.turns}
+    if not roles:
+        findings.leave_out("documents that are no conversation", document.key)
+    elif other := roles - set(ROLES):
+        findings.leave_out(f"conversations with the role {min(other)!r:.40}", document.key)
+    elif ASSISTANT not in roles:
+        findings.leave_out("conversations in which the assistant says nothing", document.key)
+    return bool(roles) and not roles - set(ROLES) and ASSISTANT in roles
 
 
 def texts_at(path: Path, key: str, field: str | None, report: Report) -> list[str]:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class Tokenizer(ABC):
     kind: str
     n_vocab: int
     end_of_text: int
+    ends: tuple[int, ...]  # the tokens with which a generated text ends
     identity: str  # kind, size, and the first 8 hex digits of the content's sha256, such as bpe-4096-1a2b3c4d
 
     @abstractmethod
@@ -81,7 +82,7 @@ class Tokenizer(ABC):
         """Write tokenizer.json, and the ranks if the tokenizer has any; `load_tokenizer` reads them."""
         (folder / DESCRIPTION).write_text(json.dumps(self.description(), indent=1) + "\n", encoding="utf-8")
 
-    def description(self) -> dict[str, str | int]:
+    def description(self) -> dict[str, Any]:
         """The content of tokenizer.json."""
         return {
             "kind": self.kind,
@@ -96,7 +97,7 @@ class ByteTokenizer(Tokenizer):
     """One token for each byte value of UTF-8, and end_of_text: V = 257."""
 
     def __init__(self) -> None:
-        self.kind, self.n_vocab, self.end_of_text = "byte", 257, 256
+        self.kind, self.n_vocab, self.end_of_text, self.ends = "byte", 257, 256, (256,)
         self.identity = f"byte-257-{hashlib.sha256(bytes(range(256))).hexdigest()[:8]}"
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -117,7 +118,7 @@ class RankTokenizer(Tokenizer):
 
         assert kind in self.KINDS and sorted(ranks.values()) == list(range(len(ranks))), "ranks are 0 … V-2"
         self.kind, self.ranks = kind, ranks
-        self.end_of_text, self.n_vocab = len(ranks), len(ranks) + 1
+        self.end_of_text, self.n_vocab, self.ends = len(ranks), len(ranks) + 1, (len(ranks),)
         self.table = [*sorted(ranks, key=lambda token: ranks[token]), b""]
         self.rank_file = b"".join(
             base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.table[:-1])
@@ -145,7 +146,7 @@ class RankTokenizer(Tokenizer):
         (folder / RANKS).write_bytes(self.rank_file)
         super().save(folder)
 
-    def description(self) -> dict[str, str | int]:
+    def description(self) -> dict[str, Any]:
         return super().description() | {"pattern": PATTERN, "sha256": self.digest}
 
 

@@ -18,9 +18,11 @@ from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.device import large_blocks_apart
+from andrea.text.chat import USER, ChatTokenizer, Turn, fitting_prompt
 from andrea.text.corpus import Corpus
-from andrea.text.loader import IGNORED_TARGET, validation_batches
+from andrea.text.loader import validation_batches
 from andrea.text.tokenizer import Tokenizer
+from andrea.text.windows import IGNORED_TARGET
 from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.health import Evidence, Health
@@ -162,6 +164,7 @@ class Evaluator:
                     max(1, int(share * len(source.val))) if share < 1 else most_tokens,
                     self.ranks.rank,
                     self.ranks.size,
+                    source.chat,
                 )
                 sums = sums_over(
                     batches, lambda *batch: self.step.loss_sum(*batch)[0], self.bytes_of_token, self.step.device
@@ -219,8 +222,11 @@ class Evaluator:
         """A text for the reader, with SAMPLE_PENALTY, which the texts for the health checks do not have."""
         model = self.model()
         if model is not None:
+            prompt = str(self.config.data.sample_prompt)
+            if isinstance(self.corpus.tokenizer, ChatTokenizer):
+                prompt += "\n"  # the answer is a turn of its own
             for text in self.written(model, 1, SAMPLE_PENALTY):
-                self.records.sample({"prompt": str(self.config.data.sample_prompt), "text": text})
+                self.records.sample({"prompt": prompt, "text": text})
 
     def make_up(self) -> None:
         """Make the lens page and the sample of the checkpoint's step, which was evaluated, where the run folder lacks them."""
@@ -255,7 +261,12 @@ class Evaluator:
         return self.heads
 
     def texts(self, model: GPT, count: int) -> list[str]:
-        """At least `count` texts of the model as it is, without a repetition penalty; none if train.sample_tokens is 0."""
+        """At least `count` texts of the model as it is, without a repetition penalty; none if train.sample_tokens is 0.
+
+        None of a chat model either: what is judged are long texts, not short answers.
+        """
+        if isinstance(self.corpus.tokenizer, ChatTokenizer):
+            return []
         if len(self.judged_texts) < count:
             self.judged_texts = self.written(model, count, repetition_penalty=1.0)
         return self.judged_texts
@@ -269,8 +280,17 @@ class Evaluator:
             seed = self.config.seed + self.progress.step
             request = Request(train.sample_tokens, num_samples=count, seed=seed, sampling=sampling)
             with self.records.extra("writing samples"):
-                texts = Engine(model, self.corpus.tokenizer).write(str(self.config.data.sample_prompt), request)
+                prompt = sample_tokens(self.config, self.corpus.tokenizer)
+                texts = Engine(model, self.corpus.tokenizer).write(prompt, request)
         return texts
+
+
+def sample_tokens(config: RunConfig, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that a sample continues: end_of_text and data.sample_prompt, of a chat model as the user's message."""
+    prompt = str(config.data.sample_prompt)
+    if isinstance(tokenizer, ChatTokenizer):
+        return fitting_prompt(tokenizer, [Turn(USER, prompt)], config.model.sequence_length)[0]
+    return [tokenizer.end_of_text, *tokenizer.encode(prompt)][-config.model.sequence_length :]
 
 
 def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:

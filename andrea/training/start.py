@@ -165,7 +165,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | Non
     """
     model = blank_model(config, tokenizer)
     if source is not None:
-        load_results(model, source)
+        load_results(model, source, tokenizer.n_vocab - source.tokenizer().n_vocab)
     elif fresh:
         initialise(model, torch.Generator().manual_seed(config.seed), Transfer.of(config.model, config.optimizer))
     return model
@@ -250,6 +250,8 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     if budget:
         console.seconds_left = budget.seconds_left
     loader = Loader(corpus.sources, config.model.sequence_length, config.seed, corpus.tokenizer.end_of_text)
+    for line in loader.lines:
+        console.say(line)
 
     ranks = parallel.ranks
     ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))

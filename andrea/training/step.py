@@ -17,8 +17,9 @@ from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.runtime import host_copy
 from andrea.runtime.out_of_memory import is_out_of_memory
-from andrea.text.loader import IGNORED_TARGET, Loader
+from andrea.text.loader import Loader
 from andrea.text.shards import DataLost
+from andrea.text.windows import IGNORED_TARGET
 from andrea.training.health.health import remedy_settings
 from andrea.training.optimizer import LossScale, Optimizer, clip_logits
 from andrea.training.parallel.ranks import Parallel

@@ -10,18 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andrea.text.loader import (
-    BLOCK,
-    IGNORED_TARGET,
-    Loader,
-    count_windows,
-    document_begins,
-    permute,
-    shares,
-    slots_of,
-    validation_batches,
-)
+from andrea.text.loader import BLOCK, Loader, permute, shares, slots_of, validation_batches
 from andrea.text.shards import TokenStream
+from andrea.text.windows import IGNORED_TARGET, TextWindows, document_begins
 
 
 @dataclass(frozen=True)
@@ -29,6 +20,7 @@ class Made:
     name: str
     weight: float | None
     train: TokenStream
+    chat: None = None
 
 
 def made(start: int, count: int, weight: float | None = None) -> Made:
@@ -56,7 +48,7 @@ ORDER = [3, 2, 1, 0, 6, 5, 4]
 @given(tokens=st.integers(2, 97), length=st.integers(1, 13), seed=st.integers(0, 9), epoch=st.integers(0, 3))
 def test_every_token_is_a_target_once_in_each_epoch(tokens: int, length: int, seed: int, epoch: int) -> None:
     loader = Loader([made(0, tokens)], length, seed)
-    windows = count_windows(loader.streams[0], length)
+    windows = len(loader.in_order[0])
     _, targets = loader.batch(epoch * windows, windows)
     assert sorted(targets[targets != IGNORED_TARGET].tolist()) == list(range(1, tokens))
     assert loader.tokens_per_epoch == tokens - 1
@@ -152,7 +144,7 @@ def read_epoch(loader: Loader, epoch: int) -> np.ndarray:
 def test_each_epoch_reads_every_document_whole(lengths: list[int], length: int, epoch: int) -> None:
     lengths = [max(2, lengths[0]), *lengths[1:]]
     loader = Loader([documents("one", lengths)], length, seed=1, end_of_text=END)
-    read, written = read_epoch(loader, epoch), loader.streams[0][:]
+    read, written = read_epoch(loader, epoch), loader.in_order[0].stream[:]
     pieces = [np.split(tokens, np.flatnonzero(tokens == END)[1:]) for tokens in (read, written)]
     found, expected = (sorted(map(tuple, piece)) for piece in pieces)
     assert found == expected and len(found) == len(lengths)
@@ -233,7 +225,7 @@ def test_parts_of_validation_have_equally_many_batches_and_score_the_same(
     of_parts = [list(validation_batches(stream, 5, batch, most, part, parts)) for part in range(parts)]
     assert len({len(batches) for batches in of_parts}) == 1
     scored = torch.cat([targets.flatten() for batches in of_parts for _, targets in batches])
-    windows = min(count_windows(stream, 5), -(-most // 5))  # as many as hold `most` tokens, whatever the batch
+    windows = min(len(TextWindows(stream, 5)), -(-most // 5))  # as many as hold `most` tokens, whatever the batch
     assert sorted(scored[scored != IGNORED_TARGET].tolist()) == list(range(1, min(tokens, 5 * windows + 1)))
 
 

@@ -27,7 +27,9 @@ PROBE_TOKENS = 2048  # in the probe, at most; but at least one sequence of each 
 def probe_batch(corpus: Corpus, sequence_length: int) -> Tensor:
     """The probe, B sequences of T tokens, (B, T) int64: the first held-out sequences of every source."""
     each = max(1, PROBE_TOKENS // sequence_length // len(corpus.sources))
-    return torch.cat([next(validation_batches(source.val, sequence_length, each))[0] for source in corpus.sources])
+    return torch.cat(
+        [next(validation_batches(source.val, sequence_length, each, chat=source.chat))[0] for source in corpus.sources]
+    )
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from torch import Tensor
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import Checkpoint
 from andrea.config import MEASURES_HEADS, OptimizerConfig, RunConfig
+from andrea.text.chat import ChatTokenizer
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import Standing
@@ -598,7 +599,7 @@ def make_health(
 ) -> Health:
     """The health of a run, with the state that `checkpoint` saved if one is given."""
     reference = None
-    if run.train.sample_tokens:
+    if run.train.sample_tokens and not isinstance(corpus.tokenizer, ChatTokenizer):
         held_out = [source.val for source in corpus.sources]
         reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
     health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), reference, planned_epochs)

@@ -27,8 +27,8 @@ from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT, CallBlock, call_block
 from andrea.runtime.device import WEIGHT_DTYPE, autocast, cpu_multiplies_bf16
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
-from andrea.text.loader import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
+from andrea.text.windows import IGNORED_TARGET
 
 # ---------------------------------------------------------------------------------------------------------------- fused
 # Fuses head, soft cap and cross-entropy, so that the full logits are never in memory.

@@ -13,6 +13,7 @@ from andrea.checkpoint import Checkpoint, Damaged, locate, read_checkpoint
 from andrea.checkpoint.model import check_shapes, configs_of
 from andrea.config import RunConfig, UserError, readable_path, to_plain
 from andrea.runtime import torchrun
+from andrea.text.chat import for_chat
 from andrea.text.load_tokenizer import configured_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
@@ -46,11 +47,11 @@ def with_teachers(composed: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_of(named: Any, runs_dir: Any, key: str = "init_from") -> Checkpoint:
-    """The checkpoint that `key` names. Raises UserError."""
+    """The checkpoint that `key` names; auto: the result of the newest run. Raises UserError."""
     report = print if torchrun.is_rank_0() else lambda line: None
     paths = {key: str(named), "runs_dir": str(runs_dir)}
     requested, place = (readable_path(name, path) for name, path in paths.items())
-    return locate(requested, Path(place), key=key, report=report)
+    return locate(None if str(named) == "auto" else requested, Path(place), key=key, report=report)
 
 
 def check_source(config: RunConfig) -> None:
@@ -64,7 +65,7 @@ def source_of_weights(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
     """The checkpoint of init_from. Raises UserError if its tokenizer differs from `tokenizer`, that of this run's text."""
     source = read_checkpoint(Path(config.init_from))
     theirs = source.tokenizer()
-    if theirs.identity != tokenizer.identity:  # a vocabulary that was trained just now
+    if tokenizer.identity not in (theirs.identity, for_chat(theirs).identity):  # a vocabulary that was trained just now
         raise UserError(
             f"init_from={config.init_from} was trained with the tokenizer {theirs.identity}, but this run uses "
             f"{tokenizer.identity}; leave tokenizer out to use the tokenizer of init_from"
