@@ -23,8 +23,6 @@ def train_one(argv: list[str]) -> FinishedRun:
     started = time.monotonic()
     line = read(RunConfig, argv)
     composed = compose("train", line)
-    if composed["data"]["kind"] in CONVERSATIONS:
-        composed = for_conversations(composed, line.values)
     named = composed["attention"]["compatibility"], composed["model"]["mlp"]  # by the user, not by a checkpoint
     if composed["init_from"] not in (None, "", "null"):
         from andrea.interop.importing.import_model import imported_if_foreign
@@ -32,6 +30,8 @@ def train_one(argv: list[str]) -> FinishedRun:
 
         composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
         composed = with_source(composed, line.groups, line.values)
+    if composed["data"]["kind"] in CONVERSATIONS:
+        composed = for_conversations(composed, line.values)
     if composed["train"]["teachers"]:
         from andrea.training.planning.init_from import with_teachers
 

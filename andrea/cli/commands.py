@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from andrea.config import (
     UserError,
 )
 from andrea.runtime.program import typed_command, typed_words
+
+CHAT_SAMPLING = {"temperature": 0.7, "repetition_penalty": 1.0}  # an answer repeats words of its question
 
 
 def to_key_value(words: list[str], positional: str) -> list[str]:
@@ -46,6 +49,9 @@ def train(argv: list[str]) -> int:
 def sample(argv: list[str]) -> int:
     """Generate text with a trained model."""
     config = configure(SampleConfig, "sample", argv)
+    if config.chat:
+        typed = {word.partition("=")[0] for word in argv}
+        config = dataclasses.replace(config, **{key: value for key, value in CHAT_SAMPLING.items() if key not in typed})
 
     from andrea.generation.session import sample
     from andrea.runtime.device import choose_device, choose_threads

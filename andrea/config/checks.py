@@ -248,6 +248,12 @@ def check_sample(config: SampleConfig, path: str) -> None:
         raise UserError(
             "out=FILE holds the texts of prompt or prompts; leave out interactive, or redirect its output: > FILE"
         )
+    if config.chat and (
+        config.prompts is not None or config.interactive or config.out is not None or config.num_samples > 1
+    ):
+        raise UserError(
+            "chat=true is a conversation in the terminal; leave out prompts, interactive, out and num_samples"
+        )
     if config.top_p == 0:
         raise UserError(
             "top_p=0 leaves no token to choose; use a number above 0, or temperature=0 for the likeliest token"

@@ -135,7 +135,6 @@ OTHER_NAMES = {
     "repetition_penalty": "repeat_penalty",
     "stop": "stop_strings",
     "lookahead": "prompt_lookup_num_tokens",
-    "interactive": "chat",
     "heads": "head layer",
     "to": "format target",
     "dtype": "precision torch_dtype outtype quantize quantization",

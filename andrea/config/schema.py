@@ -406,6 +406,7 @@ class SampleConfig:
     precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
     compile: Literal["on", "off"]
     trust: bool = False
+    chat: bool = False
 
 
 @dataclass(frozen=True)

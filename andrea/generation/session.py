@@ -42,6 +42,10 @@ def sample(config: SampleConfig, device: torch.device) -> int:
         check_writable(out)
     prompt = read_prompt(config.prompt)
     checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
+    if config.chat:
+        from andrea.generation.chat_session import chat, check_can_chat
+
+        check_can_chat(tokenizer)
     dtype = decoding_dtype(config.precision, model)
     numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
     description = describe(checkpoint, model, tokenizer, f"{device}, {numbers}")
@@ -54,6 +58,8 @@ def sample(config: SampleConfig, device: torch.device) -> int:
     with contextlib.suppress(ReaderEnded):
         if config.prompts is not None:
             show_texts(prompts, engine.stream_all(tokens, request), out)
+        elif config.chat:
+            chat(engine, prompt, request)
         elif config.interactive:
             answer_lines(engine, prompt, request)
         else:
@@ -251,7 +257,7 @@ def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
             return
 
 
-def ask(is_interrupted: bool) -> str:
+def ask(is_interrupted: bool, prompt: str = PROMPT) -> str:
     """The next line of standard input. Raises KeyboardInterrupt at the second Ctrl-C, EOFError at the input's end.
 
     is_interrupted: whether the last text was already ended by Ctrl-C.
@@ -262,13 +268,13 @@ def ask(is_interrupted: bool) -> str:
         sys.stdin.isatty() and sys.stdout.isatty()
     )  # there, input() edits the line, and must know what precedes it
     try:
-        tell("" if in_terminal else PROMPT)
-        return input(PROMPT if in_terminal else "").removesuffix("\r")
+        tell("" if in_terminal else prompt)
+        return input(prompt if in_terminal else "").removesuffix("\r")
     except KeyboardInterrupt:
         tell("\n")
         if is_interrupted:
             raise
-        return ask(is_interrupted=True)
+        return ask(True, prompt)
 
 
 class ReaderEnded(Exception):

@@ -113,7 +113,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     """The tokenizer that `config` names; None if it must be trained on the corpus. Raises UserError if it is unusable."""
     if config.kind == "byte":
-        return ByteTokenizer()
+        return from_path(Path(config.path).expanduser(), "byte") if config.path else ByteTokenizer()
     if config.kind == "gpt2":
         return load_gpt2(config.path)
     path = Path(config.path or "").expanduser()
@@ -144,7 +144,7 @@ def from_path(path: Path, kind: str) -> Tokenizer:
         raise UserError(
             f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
         )
-    if os.path.isfile(path):
+    if os.path.isfile(path) and kind != "byte":
         return RankTokenizer(kind, read_ranks(path))
     if not os.path.exists(path / DESCRIPTION):
         if kind == "gpt2":

@@ -13,7 +13,7 @@ from andrea.checkpoint import Checkpoint, Damaged, locate, read_checkpoint
 from andrea.checkpoint.model import check_shapes, configs_of
 from andrea.config import RunConfig, UserError, readable_path, to_plain
 from andrea.runtime import torchrun
-from andrea.text.chat import for_chat
+from andrea.text.chat import ChatTokenizer, for_chat
 from andrea.text.load_tokenizer import configured_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
@@ -77,7 +77,8 @@ def source_of_weights(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
 def tokenizer_keys(source: Checkpoint, tokenizer: Tokenizer) -> dict[str, Any]:
     """The values of the `tokenizer` group that describe the source's tokenizer."""
     if tokenizer.kind == "byte":
-        return {"kind": "byte", "vocab_size": None, "path": None}
+        path = str(source.path) if isinstance(tokenizer, ChatTokenizer) else None
+        return {"kind": "byte", "vocab_size": None, "path": path}
     size = tokenizer.n_vocab if tokenizer.kind == "bpe" else None
     return {"kind": tokenizer.kind, "vocab_size": size, "path": str(source.path)}
 
