@@ -16,7 +16,7 @@ import operator
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -29,7 +29,7 @@ from andrea.text.sources import Source
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 SEED = 1
 HELD_OUT_SHARE = 0.1
-N_CONVERSATION = {TRAIN: 800, HELD_OUT: 90}  # conversations of several questions
+N_CONVERSATION = {TRAIN: 1200, HELD_OUT: 130}  # conversations of several questions
 MOST_OF_MODULE = 13  # functions and classes of one module
 LONGEST_SENTENCE, LONGEST_SIGNATURE, LONGEST_LIST = 80, 48, 5  # characters, characters, names
 
@@ -44,14 +44,15 @@ tempfile textwrap threading timeit traceback types typing unittest urllib.parse 
 """.split()
 ELSEWHERE = {*dir(builtins), *sys.stdlib_module_names}  # names that may mean something else than a module's function
 UNUSUAL = re.compile(r"\b_|\bself\b")  # parameters that a caller does not give
-DEFINED = re.compile(rb"^(?:async )?(?:def|class) (\w+)", re.MULTILINE)
+DEFINED = re.compile(rb"^([ \t]*)(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 # A period ends a sentence if a capital letter follows. The text before it ends with no other period, as in "etc."
 SENTENCE = re.compile(r"(.*?[^.\s])\.(?= +[A-Z(]|$)")
 
 
 @dataclass(frozen=True)
 class Library:
-    """trees: the parsed file of each of MODULES. n_defining: of each name, the modules of the whole library that define it."""
+    """trees: the parsed file of each of MODULES. n_defining: of each name, how many modules of the whole library
+    define it outside of a class."""
 
     trees: dict[str, ast.Module]
     n_defining: Counter[str]
@@ -65,7 +66,9 @@ def read_library() -> Library:
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         content = file.read_bytes()
         if module != "ntpath":  # os.path of another system
-            library.n_defining.update({name.decode() for name in DEFINED.findall(content)})
+            names = [(not indent, name.decode()) for indent, name in DEFINED.findall(content)]
+            library.n_defining.update({name for is_outside, name in names if is_outside})
+            library.n_defining.update({name: 0 for _, name in names})  # methods: names that exist
         if module in MODULES:
             library.trees["os.path" if module == "posixpath" else module] = ast.parse(content)
     if len(library.trees) < len(MODULES) / 2:
@@ -87,8 +90,14 @@ def public_definitions(tree: ast.Module) -> list[ast.FunctionDef | ast.ClassDef]
     return [each for each in found if each.name in exported or not exported]
 
 
-def is_public_method(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list
+def methods_of(node: ast.ClassDef) -> list[str]:
+    """The public methods that the class's body defines, without properties; [] if some depend on the system."""
+    if any(isinstance(each, ast.If | ast.Try) for each in node.body):
+        return []
+    functions = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    is_property = re.compile(r"property|\.setter|\.deleter|overload")
+    found = [each.name for each in functions if not any(map(is_property.search, map(ast.unparse, each.decorator_list)))]
+    return list(dict.fromkeys(name for name in found if name[0] != "_"))
 
 
 def parameters_of(arguments: ast.arguments) -> tuple[str, list[str]]:
@@ -129,67 +138,108 @@ class Problem:
     follow_ups: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-SIGNATURE = (
-    "What is the signature of {}?", "Show me the signature of {}.", "Write down the signature of {}.", "Signature of {}?",
-    "What does the signature of {} look like?", "How do I call {}?",
-)  # fmt: skip
-PURPOSE = (
-    "What does {} do?", "What is {} for?", "Explain {}.", "Describe {} in one sentence.", "Tell me what {} does.",
-    "What is the purpose of {}?",
-)  # fmt: skip
-PARAMETERS = (
-    "Which parameters does {} take?", "What are the parameters of {}?", "List the parameters of {}.",
-    "Name the parameters of {}.", "What arguments does {} accept?", "Which arguments can I pass to {}?",
-)  # fmt: skip
-MODULE = (
-    "Which module has {}?", "Where is {} defined?", "In which module is {}?", "Which module do I import for {}?",
-    "Which module contains {}?", "What module does {} come from?",
-)  # fmt: skip
-OF_MODULE = (
-    "What is the module {} for?", "What does the module {} do?", "Describe the module {}.", "Explain the module {}.",
-    "What is in the module {}?", "Tell me about the module {}.",
-)  # fmt: skip
-METHODS = (
-    "Which methods does the class {} define?", "List the methods of {}.", "What methods does {} have?",
-    "Name the methods of the class {}.", "What are the methods of {}?", "Which methods can I call on {}?",
-)  # fmt: skip
-ABOUT = {"signature": SIGNATURE, "purpose": PURPOSE, "parameters": PARAMETERS}
+# {} or {0}: what is asked about
+TEMPLATES = {
+    "signature": (
+        "What is the signature of {}?", "Show me the signature of {}.", "Write down the signature of {}.",
+        "Signature of {}?", "What does the signature of {} look like?", "How do I call {}?",
+    ),
+    "purpose": (
+        "What does {} do?", "What is {} for?", "Explain {}.", "Describe {} in one sentence.", "Tell me what {} does.",
+        "What is the purpose of {}?",
+    ),
+    "about_module": (
+        "What is the module {} for?", "What does the module {} do?", "Describe the module {}.", "Explain the module {}.",
+        "What is in the module {}?", "Tell me about the module {}.",
+    ),
+    "parameters": (
+        "Which parameters does {} take?", "What are the parameters of {}?", "List the parameters of {}.",
+        "Name the parameters of {}.", "What arguments does {} accept?", "Which arguments can I pass to {}?",
+    ),
+    "module": (
+        "Which module has {}?", "Where is {} defined?", "In which module is {}?", "Which module do I import for {}?",
+        "Which module contains {}?", "What module does {} come from?",
+    ),
+    "methods": (
+        "Which methods does the class {} define?", "List the methods that {} defines.", "What methods does {} define?",
+        "Name the methods of the class {}.", "Which methods are defined in {}?", "What are the methods of {}?",
+    ),
+    "addition": (
+        "What is {} + {}?", "{} + {} = ?", "Add {} and {}.", "How much is {} plus {}?", "What is the sum of {} and {}?",
+    ),
+    "subtraction": (
+        "What is {} - {}?", "{} - {} = ?", "Subtract {1} from {0}.", "How much is {} minus {}?", "Take {1} away from {0}.",
+    ),
+    "comparison": (
+        "Is {} {} {} True or False?", "True or False: {} {} {}", "Is it true that {} {} {}?", "Check {} {} {}.",
+    ),
+    "sequence": (
+        "Which number comes next: {}", "Continue the range: {}", "What comes after {}?", "What is the next number: {}",
+    ),
+    "brackets": (
+        "Close the brackets: {}", "Which brackets are missing: {}", "Complete the brackets: {}", "What closes this: {}",
+    ),
+    "expression": (">>> {}", "What does {} evaluate to?", "What is the value of {}?", "Evaluate this: {}"),
+    "reverse": ("Reverse {}.", "What is {} backwards?", "Write {} in reverse.", "Spell {} backwards."),
+    "upper": (
+        "Write {} in upper case.", "Convert {} to upper case.", "What is {} in capital letters?", "Change {} to upper case.",
+    ),
+    "length": ("How many letters does {} have?", "How long is {}?", "What is the length of {}?", "Count the letters of {}."),
+    "letter": ("What is the {1} letter of {0}?", "Name the {1} letter of {0}.", "Which letter does {0} {2} with?"),
+    "count": ("How many times does {1} occur in {0}?", "How often is {1} in {0}?", "Count the letter {1} in {0}."),
+}  # fmt: skip
+REFERRED_TO = (
+    "signature",
+    "purpose",
+    "parameters",
+    "module",
+    "addition",
+    "subtraction",
+    "reverse",
+)  # by later questions
 FOLLOW_UPS = {
     "signature": ("What is its signature?", "And its signature?", "How do I call it?"),
     "purpose": ("What does it do?", "And what does it do?", "What is it for?"),
     "parameters": ("Which parameters does it take?", "And its parameters?", "What are its parameters?"),
+    "about_module": ("What is that module for?", "And what does that module do?", "Describe that module."),
 }
 
 
 def facts_of(library: Library) -> Iterator[Problem]:
     """The questions about modules, functions and classes."""
     for module, tree in library.trees.items():
-        if about := first_sentence(tree):
-            yield Problem("purpose", filled(OF_MODULE, module), about)
+        about_module = first_sentence(tree)
+        if about_module:
+            yield Problem("purpose", filled("about_module", module), about_module)
         for node in public_definitions(tree)[:MOST_OF_MODULE]:
             name, about = f"{module}.{node.name}", first_sentence(node)
-            answers = {"purpose": about} if about else {}
-            if isinstance(node, ast.ClassDef):
-                methods = list(dict.fromkeys(each.name for each in node.body if is_public_method(each)))
-                if 2 <= len(methods) <= LONGEST_LIST:
-                    yield Problem("methods", filled(METHODS, name), ", ".join(methods))
-            elif about:
-                signature, names = parameters_of(node.args)
-                if max(len(signature) / LONGEST_SIGNATURE, len(names) / LONGEST_LIST) <= 1 and not UNUSUAL.search(
-                    signature
-                ):
-                    answers["signature"] = f"{name}({signature})"
-                    answers["parameters"] = ", ".join(names) or "It takes no parameters."
-            follow_ups = {kind: (FOLLOW_UPS[kind], answer) for kind, answer in answers.items()}
+            is_unique = library.n_defining[node.name] == 1 and node.name not in ELSEWHERE
+            if about and is_unique:
+                of_module = ((FOLLOW_UPS["about_module"], about_module),) if about_module else ()
+                yield Problem("module", filled("module", node.name), module, follow_ups=of_module)
+            if isinstance(node, ast.ClassDef) and 2 <= len(methods := methods_of(node)) <= LONGEST_LIST:
+                yield Problem("methods", filled("methods", name), ", ".join(methods))
+            answers = answers_about(node, name, about)
             for kind, answer in answers.items():
-                others = tuple(each for other, each in follow_ups.items() if other != kind)
-                yield Problem(kind, filled(ABOUT[kind], name), answer, follow_ups=others)
-            if about and library.n_defining[node.name] == 1 and node.name not in ELSEWHERE:
-                yield Problem("module", filled(MODULE, node.name), module, follow_ups=(follow_ups["purpose"],))
+                others = tuple((FOLLOW_UPS[other], answers[other]) for other in answers if other != kind)
+                short = filled(kind, node.name)[:2] if is_unique and kind == "purpose" else ()
+                yield Problem(kind, (*filled(kind, name), *short), answer, follow_ups=others)
 
 
-def filled(templates: Iterable[str], *values: object) -> tuple[str, ...]:
-    return tuple(template.format(*values) for template in templates)
+def answers_about(node: ast.FunctionDef | ast.ClassDef, name: str, about: str) -> dict[str, str]:
+    """kind: answer of the questions about a function or class, for those whose answer is short."""
+    answers = {"purpose": about} if about else {}
+    if about and isinstance(node, ast.FunctionDef):
+        signature, names = parameters_of(node.args)
+        if len(signature) <= LONGEST_SIGNATURE and len(names) <= LONGEST_LIST and not UNUSUAL.search(signature):
+            answers["signature"] = f"{name}({signature})"
+            answers["parameters"] = ", ".join(names) or "It takes no parameters."
+    return answers
+
+
+def filled(kind: str, *values: object) -> tuple[str, ...]:
+    """All phrasings of a question."""
+    return tuple(template.format(*values) for template in TEMPLATES[kind])
 
 
 HELLO, WELCOME = "Hello! What would you like to know about Python?", "You are welcome."
@@ -200,16 +250,16 @@ SMALL_TALK = {  # answer: beginnings, endings
     ),
     WELCOME: (
         ("Thanks", "Thank you", "Many thanks", "Great, thanks", "Perfect, thank you", "OK, thank you"),
-        ("", "!", ".", " for your help", " for the answer.", ", that helps", " very much!"),
+        ("", "!", ".", " for your help", " for the answer.", ", that helps", " for that!"),
     ),
     "Goodbye!": (("Bye", "Goodbye", "See you", "Good night", "Bye for now", "That is all, bye"), ("", "!", ".")),
     "I am a small language model that answers questions about Python.": (
-        ("Who are you", "What are you", "Tell me who you are", "Are you a person", "Introduce yourself"),
-        ("", "?", ", please"),
+        ("Who are you", "What are you", "Are you a person", "Are you human", "Who am I talking to", "Are you a robot"),
+        ("", "?"),
     ),
     "You can ask me about functions, modules, short expressions and small numbers.": (
-        ("What can you do", "What can I ask you", "How can you help me", "What do you know", "Help"),
-        ("", "?", ", please"),
+        ("What can you do", "What can I ask you", "What can I ask", "How can you help me", "What do you know"),
+        ("", "?"),
     ),
 }
 
@@ -225,7 +275,7 @@ SYLLABLES = "bla dri flo gru kem lup mor nax pli quo rin ska tor vex wob zan".sp
 def unknown(library: Library, rng: Random) -> Iterator[Problem]:
     """Questions about what does not exist: invented names, and pairs of words from names that exist."""
     names = [node.name for tree in library.trees.values() for node in public_definitions(tree)]
-    parts = sorted({part for name in names if name.islower() for part in name.split("_") if len(part) > 3})
+    parts = sorted({part for name in names if name.islower() for part in name.split("_") if 3 < len(part) < 9})
 
     def invented() -> str:
         if rng.random() < 0.3:
@@ -236,14 +286,14 @@ def unknown(library: Library, rng: Random) -> Iterator[Problem]:
         if name in library.n_defining:
             continue
         thing = rng.choice(("function", "function", "function", "module", "class"))
-        if thing == "function":
-            shown = name if rng.random() < 0.5 else f"{rng.choice(list(library.trees))}.{name}"
-            templates = (*SIGNATURE, *PURPOSE, *PARAMETERS, *(MODULE if shown == name else ()))
-        else:
+        shown, kinds = name, ["signature", "purpose", "parameters", "module"]
+        if thing == "function" and rng.random() < 0.5:
+            shown, kinds = f"{rng.choice(list(library.trees))}.{name}", kinds[:3]
+        elif thing != "function":
             shown = name.title().replace("_", "") if thing == "class" else name
-            templates = OF_MODULE if thing == "module" else METHODS
-        answer = f"I do not know a {thing} named {shown}."
-        yield Problem("unknown", tuple(rng.sample(filled(templates, shown), 2)), answer, name)
+            kinds = ["methods" if thing == "class" else "about_module"]
+        asked = [question for kind in kinds for question in filled(kind, shown)]
+        yield Problem("unknown", tuple(rng.sample(asked, 2)), f"I do not know a {thing} named {shown}.", name)
 
 
 # ---------------------------------------------------------------------------------------------------- computed answers
@@ -257,6 +307,7 @@ pen pepper pie pig pizza plan plant pool print python queen rain red ring river 
 school sea seven ship shoe shop sister sky sleep snow song soup spoon star step stone stop string summer sun table tea
 test three tiger time toast tomato tool train tree true tuple value wall water wheel wind window winter wood word world
 """.split()
+LARGEST = 30  # operand of sums and differences
 LETTERS = "abcdexyz"  # of short strings: few, so that each pair of them is seen often
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
@@ -272,39 +323,24 @@ def distinct(count: int, make: Callable[[], Any]) -> list[Any]:
     return list(found)
 
 
+def computed(
+    rng: Random, kind: str, values: tuple[object, ...], answer: object, operand: Hashable, count: int = 2
+) -> Problem:
+    """A problem with `count` of its phrasings."""
+    return Problem(kind, tuple(rng.sample(filled(kind, *values), count)), str(answer), operand)
+
+
 def arithmetic(rng: Random) -> Iterator[Problem]:
-    """Sums and differences of numbers up to 30. `a + b` and `b + a` are held out together."""
-    added = (
-        "What is {} + {}?",
-        "{} + {} = ?",
-        "Add {} and {}.",
-        "How much is {} plus {}?",
-        "What is the sum of {} and {}?",
-    )
-    taken = (
-        "What is {} - {}?",
-        "{} - {} = ?",
-        "Subtract {1} from {0}.",
-        "How much is {} minus {}?",
-        "Compute {} - {}.",
-    )
-    pairs = [(a, b) for a in range(31) for b in range(31)]
-    for a, b in pairs:
-        yield Problem("addition", some(rng, added, 2, a, b), str(a + b), (min(a, b), max(a, b)))
-    for a, b in pairs:
-        if a >= b:
-            yield Problem("subtraction", some(rng, taken, 3, a, b), str(a - b), (a, b))
-
-
-def some(rng: Random, templates: tuple[str, ...], count: int, *values: object) -> tuple[str, ...]:
-    """`count` of the phrasings."""
-    return filled(rng.sample(templates, count), *values)
+    """Sums and differences of numbers up to LARGEST. `a + b` and `b + a` are held out together."""
+    for a in range(LARGEST + 1):
+        for b in range(LARGEST + 1):
+            yield computed(rng, "addition", (a, b), a + b, (min(a, b), max(a, b)))
+            if a >= b:
+                yield computed(rng, "subtraction", (a, b), a - b, (a, b))
 
 
 def comparisons(rng: Random) -> Iterator[Problem]:
-    templates = (
-        "Is {} {} {} True or False?", "True or False: {} {} {}", "Is it true that {} {} {}?", "Check {} {} {}.",
-    )  # fmt: skip
+    """Of numbers, which are equal in a third of them. `a < b` and `b > a` are held out together."""
 
     def operands() -> tuple[int, int]:
         a = rng.randrange(51)
@@ -312,27 +348,19 @@ def comparisons(rng: Random) -> Iterator[Problem]:
 
     for a, b in distinct(450, operands):
         for sign in rng.sample(sorted(COMPARISONS), 2):
-            answer = str(COMPARISONS[sign](a, b))
-            yield Problem("comparison", some(rng, templates, 1, a, sign, b), answer, (min(a, b), max(a, b)))
+            yield computed(rng, "comparison", (a, sign, b), COMPARISONS[sign](a, b), (min(a, b), max(a, b)), count=1)
 
 
 def sequences(rng: Random) -> Iterator[Problem]:
-    templates = (
-        "Which number comes next: {}", "Continue the range: {}", "What comes after {}?", "What is the next number: {}",
-    )  # fmt: skip
-    for start in range(31):
+    """The next number of a range, of which three or four are shown."""
+    for start in range(LARGEST + 1):
         for step in range(1, 7):
-            shown = [start + step * n for n in range(rng.choice((4, 5)))]
-            *before, answer = shown
-            text = ", ".join(map(str, before))
-            yield Problem("sequence", some(rng, templates, 4, text), str(answer), (start, step))
+            *shown, answer = range(start, start + step * rng.choice((4, 5)), step)
+            yield computed(rng, "sequence", (", ".join(map(str, shown)),), answer, (start, step), count=4)
 
 
 def brackets(rng: Random) -> Iterator[Problem]:
     """Some brackets alone, others in code whose end is missing."""
-    templates = (
-        "Close the brackets: {}", "Which brackets are missing: {}", "Complete the brackets: {}", "What closes this: {}",
-    )  # fmt: skip
 
     def opened() -> str:
         signs = [rng.choice("([{") for _ in range(rng.choice((1, 2, 3, 3, 4, 4, 5)))]
@@ -343,11 +371,11 @@ def brackets(rng: Random) -> Iterator[Problem]:
 
     for text in distinct(450, opened):
         answer = "".join(BRACKETS[sign] for sign in reversed(text) if sign in BRACKETS)
-        yield Problem("brackets", some(rng, templates, 2, text), answer, text)
+        yield computed(rng, "brackets", (text,), answer, text)
 
 
 def expressions(rng: Random) -> Iterator[Problem]:
-    templates = (">>> {}", "What does {} evaluate to?", "What is the value of {}?", "Evaluate this: {}")
+    """Expressions of small lists, strings and numbers, with their values."""
 
     def pair() -> tuple[str, str]:
         xs, ys = ([rng.randrange(10) for _ in range(rng.randint(2, 4))] for _ in "xy")
@@ -362,8 +390,8 @@ def expressions(rng: Random) -> Iterator[Problem]:
         ])  # fmt: skip
         return text, repr(value)
 
-    for text, answer in distinct(1000, pair):
-        yield Problem("expression", some(rng, templates, 2, text), answer, text)
+    for text, answer in distinct(950, pair):
+        yield computed(rng, "expression", (text,), answer, text)
 
 
 def short_string(rng: Random) -> str:
@@ -372,47 +400,22 @@ def short_string(rng: Random) -> str:
 
 def strings(rng: Random) -> Iterator[Problem]:
     """Questions about the letters of words, and of short strings that are no words."""
-    texts = [*WORDS, *distinct(250, lambda: short_string(rng))]
-    for text in texts:
+    for text in dict.fromkeys([*WORDS, *distinct(250, lambda: short_string(rng))]):
         quoted = repr(text)
-        reverse = ("Reverse {}.", "What is {} backwards?", "Write {} in reverse.", "Spell {} backwards.")
-        upper = (
-            "Write {} in upper case.",
-            "Convert {} to upper case.",
-            "What is {} in capital letters?",
-            "Change {} to upper case.",
-        )
-        length = (
-            "How many letters does {} have?",
-            "How long is {}?",
-            "What is the length of {}?",
-            "Count the letters of {}.",
-        )
-        first = ("What is the first letter of {}?", "First letter of {}?", "Which letter does {} begin with?")
-        last = ("What is the last letter of {}?", "Last letter of {}?", "Which letter does {} end with?")
-        yield Problem("reverse", some(rng, reverse, 2, quoted), text[::-1], text)
-        yield Problem("upper", some(rng, upper, 2, quoted), text.upper(), text)
-        yield Problem("length", some(rng, length, 2, quoted), str(len(text)), text)
-        yield Problem("letter", some(rng, first, 1, quoted), text[0], text)
-        yield Problem("letter", some(rng, last, 1, quoted), text[-1], text)
-        for letter in {rng.choice(text): None, rng.choice((rng.choice(text), rng.choice(LETTERS))): None}:
-            count = ("How many times does {} occur in {}?", "How often is {} in {}?", "Count the letter {} in {}.")
-            yield Problem("count", some(rng, count, 1, repr(letter), quoted), str(text.count(letter)), text)
+        yield computed(rng, "reverse", (quoted,), text[::-1], text)
+        yield computed(rng, "upper", (quoted,), text.upper(), text)
+        yield computed(rng, "length", (quoted,), len(text), text)
+        yield computed(rng, "letter", (quoted, "first", "begin"), text[0], text, count=1)
+        yield computed(rng, "letter", (quoted, "last", "end"), text[-1], text, count=1)
+        other = rng.choice(LETTERS)  # often in no place
+        for letter in dict.fromkeys((rng.choice(text), rng.choice((rng.choice(text), other)))):
+            yield computed(rng, "count", (quoted, repr(letter)), text.count(letter), text, count=1)
 
 
 # ----------------------------------------------------------------------------------------------- the split, and the files
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One phrasing of a problem."""
-
-    problem: Problem
-    question: str
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        return messages_of(self.question, self.problem.answer)
+Asked = tuple[Problem, str]  # a problem in one of its phrasings
 
 
 def messages_of(question: str, answer: str) -> list[dict[str, str]]:
@@ -434,7 +437,7 @@ def split(problems: list[Problem], rng: Random) -> dict[str, list[Asked]]:
         else:
             chosen = set(each.phrasings) if each.operand in held_out[each.kind] else set()
         for question in each.phrasings:
-            asked[HELD_OUT if question in chosen else TRAIN].setdefault(question, Asked(each, question))
+            asked[HELD_OUT if question in chosen else TRAIN].setdefault(question, (each, question))
     return {
         TRAIN: list(asked[TRAIN].values()),
         HELD_OUT: [each for question, each in asked[HELD_OUT].items() if question not in asked[TRAIN]],
@@ -442,19 +445,21 @@ def split(problems: list[Problem], rng: Random) -> dict[str, list[Asked]]:
 
 
 def conversation(by_kind: dict[str, list[Asked]], rng: Random) -> list[dict[str, str]]:
-    """The messages of a conversation of two to four questions. Some refer to the answer or the subject before."""
-    hello, thanks = (
-        [each for each in by_kind["small_talk"] if each.problem.answer == text] for text in (HELLO, WELCOME)
-    )
-    kinds = [kind for kind in by_kind if kind != "small_talk"]
-    messages = rng.choice(hello).messages if rng.random() < 0.2 else []
-    for _ in range(rng.choice((1, 1, 2))):
-        first = rng.choice(by_kind[rng.choice(kinds)])
-        messages += first.messages
-        if rng.random() < 0.7 or len(messages) == 2:
-            messages += follow_up(first.problem, rng)
-    if rng.random() < 0.3 or len(messages) == 2:
-        messages += rng.choice(thanks).messages
+    """The messages of a conversation of two to six questions. Some refer to the answer or the subject before."""
+
+    def small_talk_with(answer: str) -> list[dict[str, str]]:
+        return messages_of(
+            rng.choice([each for problem, each in by_kind["small_talk"] if problem.answer == answer]), answer
+        )
+
+    messages = small_talk_with(HELLO) if rng.random() < 0.2 else []
+    n_message = len(messages) + rng.choice((4, 4, 6, 8))
+    while len(messages) < n_message:
+        kind = rng.choice(REFERRED_TO if rng.random() < 0.6 else [each for each in by_kind if each != "small_talk"])
+        problem, question = rng.choice(by_kind[kind])
+        messages += messages_of(question, problem.answer) + follow_up(problem, rng)
+    if rng.random() < 0.3:
+        messages += small_talk_with(WELCOME)
     return messages
 
 
@@ -482,9 +487,9 @@ def conversations(seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
     files = {}
     for name, asked in split(problems, rng).items():
         by_kind: dict[str, list[Asked]] = {}
-        for each in asked:
-            by_kind.setdefault(each.problem.kind, []).append(each)
-        records = [{"messages": each.messages, "kind": each.problem.kind} for each in asked]
+        for problem, question in asked:
+            by_kind.setdefault(problem.kind, []).append((problem, question))
+        records = [{"messages": messages_of(each, problem.answer), "kind": problem.kind} for problem, each in asked]
         several = distinct(N_CONVERSATION[name], lambda by_kind=by_kind: json.dumps(conversation(by_kind, rng)))
         records += [{"messages": json.loads(each), "kind": "conversation"} for each in several]
         rng.shuffle(records)
