@@ -1,0 +1,508 @@
+"""Conversations about Python, made from the standard library on this machine: a data set that needs no download.
+
+A question is about a fact of the library (a signature, a docstring), or its answer is computed. The library's files are
+parsed, and never imported. The same seed and the same Python give the same bytes.
+
+A tenth is held out, and no question of it is in the training file. Of a fact some phrasings are held out: the fact was
+taught, but not in these words. Of a computed answer the operands are held out: the sum of these two numbers was not taught.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import operator
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from andrea.config import UserError
+from andrea.runtime.files import make_folder, replace_text, storing
+from andrea.text.sources import Source
+
+TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
+SEED = 1
+HELD_OUT_SHARE = 0.1
+N_CONVERSATION = {TRAIN: 1200, HELD_OUT: 130}  # conversations of several questions
+MOST_OF_MODULE = 13  # functions and classes of one module
+LONGEST_SENTENCE, LONGEST_SIGNATURE, LONGEST_LIST = 80, 48, 5  # characters, characters, names
+
+# ---------------------------------------------------------------------------------------------------------- the library
+
+# Modules that people use, and whose functions are written in Python. os.path is posixpath.py.
+MODULES = """
+ast base64 bisect calendar collections colorsys configparser contextlib copy csv dataclasses datetime difflib enum fnmatch
+fractions functools getpass glob gzip hashlib heapq hmac html inspect io ipaddress json keyword locale logging operator os
+pathlib pickle platform posixpath pprint queue random re secrets shlex shutil socket statistics string subprocess tarfile
+tempfile textwrap threading timeit traceback types typing unittest urllib.parse uuid warnings weakref webbrowser zipfile
+""".split()
+ELSEWHERE = {*dir(builtins), *sys.stdlib_module_names}  # names that may mean something else than a module's function
+UNUSUAL = re.compile(r"\b_|\bself\b")  # parameters that a caller does not give
+DEFINED = re.compile(rb"^([ \t]*)(?:async )?(?:def|class) (\w+)", re.MULTILINE)
+# A period ends a sentence if a capital letter follows. The text before it ends with no other period, as in "etc."
+SENTENCE = re.compile(r"(.*?[^.\s])\.(?= +[A-Z(]|$)")
+
+
+@dataclass(frozen=True)
+class Library:
+    """trees: the parsed file of each of MODULES. n_defining: of each name, how many modules of the whole library
+    define it outside of a class."""
+
+    trees: dict[str, ast.Module]
+    n_defining: Counter[str]
+
+
+def read_library() -> Library:
+    """Raises UserError if the library's Python files are not on this machine."""
+    source = Source("python_chat", "pystdlib", None)
+    library = Library({}, Counter())
+    for (path, *_), file in zip(source.listing, source.files, strict=True):
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        content = file.read_bytes()
+        if module != "ntpath":  # os.path of another system
+            names = [(not indent, name.decode()) for indent, name in DEFINED.findall(content)]
+            library.n_defining.update({name for is_outside, name in names if is_outside})
+            library.n_defining.update({name: 0 for _, name in names})  # methods: names that exist
+        if module in MODULES:
+            library.trees["os.path" if module == "posixpath" else module] = ast.parse(content)
+    if len(library.trees) < len(MODULES) / 2:
+        raise UserError(
+            f"data=python_chat found {len(library.trees)} of {len(MODULES)} modules of Python's library in {source.root}; "
+            f"install Python with its library, or use data=text"
+        )
+    return library
+
+
+def public_definitions(tree: ast.Module) -> list[ast.FunctionDef | ast.ClassDef]:
+    """The functions and classes of a module that are in its list `__all__`, or, without one, begin with no underscore."""
+    lists = [
+        each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__"
+    ]
+    names = [name for each in lists if isinstance(each, ast.List) for name in each.elts]
+    exported = {name.value for name in names if isinstance(name, ast.Constant)}
+    found = [each for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name[0] != "_"]
+    return [each for each in found if each.name in exported or not exported]
+
+
+def methods_of(node: ast.ClassDef) -> list[str]:
+    """The public methods that the class's body defines, without properties; [] if some depend on the system."""
+    if any(isinstance(each, ast.If | ast.Try) for each in node.body):
+        return []
+    functions = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    is_property = re.compile(r"property|\.setter|\.deleter|overload")
+    found = [each.name for each in functions if not any(map(is_property.search, map(ast.unparse, each.decorator_list)))]
+    return list(dict.fromkeys(name for name in found if name[0] != "_"))
+
+
+def parameters_of(arguments: ast.arguments) -> tuple[str, list[str]]:
+    """The parameters with their defaults, as in a signature but without annotations; and their names."""
+    starred = [("", each) for each in (*arguments.posonlyargs, *arguments.args)]
+    starred += [("*", arguments.vararg), *(("", each) for each in arguments.kwonlyargs), ("**", arguments.kwarg)]
+    named = [(star, each) for star, each in starred if each is not None]
+    for _, each in named:
+        each.annotation = None
+    return ast.unparse(arguments), [star + each.arg for star, each in named]
+
+
+def first_sentence(node: ast.FunctionDef | ast.ClassDef | ast.Module) -> str:
+    """The first sentence of the docstring; '' if there is none, or none that can be an answer."""
+    paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    found = SENTENCE.match(paragraph)
+    sentence = (found[1] if found else paragraph) + "."
+    is_plain = sentence[0].isupper() and sentence.isascii() and sentence.count("(") == sentence.count(")")
+    is_odd = re.search(r"->|>>>|[:;,!]\.|--|==|deprecat|^don't|^this ", sentence, re.IGNORECASE)
+    return sentence if is_plain and not is_odd and 12 <= len(sentence) <= LONGEST_SENTENCE else ""
+
+
+# -------------------------------------------------------------------------------------------------------- the questions
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question in several phrasings, and its one right answer.
+
+    operand: problems of one kind with the same operand are held out together. None: a fact, of which phrasings are held
+    out. follow_ups: (phrasings, answer) of questions that mean this problem's subject with `it`.
+    """
+
+    kind: str
+    phrasings: tuple[str, ...]
+    answer: str
+    operand: Hashable = None
+    follow_ups: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+
+# {} or {0}: what is asked about
+TEMPLATES = {
+    "signature": (
+        "What is the signature of {}?", "Show me the signature of {}.", "Write down the signature of {}.",
+        "Signature of {}?", "What does the signature of {} look like?", "How do I call {}?",
+    ),
+    "purpose": (
+        "What does {} do?", "What is {} for?", "Explain {}.", "Describe {} in one sentence.", "Tell me what {} does.",
+        "What is the purpose of {}?",
+    ),
+    "about_module": (
+        "What is the module {} for?", "What does the module {} do?", "Describe the module {}.", "Explain the module {}.",
+        "What is in the module {}?", "Tell me about the module {}.",
+    ),
+    "parameters": (
+        "Which parameters does {} take?", "What are the parameters of {}?", "List the parameters of {}.",
+        "Name the parameters of {}.", "What arguments does {} accept?", "Which arguments can I pass to {}?",
+    ),
+    "module": (
+        "Which module has {}?", "Where is {} defined?", "In which module is {}?", "Which module do I import for {}?",
+        "Which module contains {}?", "What module does {} come from?",
+    ),
+    "methods": (
+        "Which methods does the class {} define?", "List the methods that {} defines.", "What methods does {} define?",
+        "Name the methods of the class {}.", "Which methods are defined in {}?", "What are the methods of {}?",
+    ),
+    "addition": (
+        "What is {} + {}?", "{} + {} = ?", "Add {} and {}.", "How much is {} plus {}?", "What is the sum of {} and {}?",
+    ),
+    "subtraction": (
+        "What is {} - {}?", "{} - {} = ?", "Subtract {1} from {0}.", "How much is {} minus {}?", "Take {1} away from {0}.",
+    ),
+    "comparison": (
+        "Is {} {} {} True or False?", "True or False: {} {} {}", "Is it true that {} {} {}?", "Check {} {} {}.",
+    ),
+    "sequence": (
+        "Which number comes next: {}", "Continue the range: {}", "What comes after {}?", "What is the next number: {}",
+    ),
+    "brackets": (
+        "Close the brackets: {}", "Which brackets are missing: {}", "Complete the brackets: {}", "What closes this: {}",
+    ),
+    "expression": (">>> {}", "What does {} evaluate to?", "What is the value of {}?", "Evaluate this: {}"),
+    "reverse": ("Reverse {}.", "What is {} backwards?", "Write {} in reverse.", "Spell {} backwards."),
+    "upper": (
+        "Write {} in upper case.", "Convert {} to upper case.", "What is {} in capital letters?", "Change {} to upper case.",
+    ),
+    "length": ("How many letters does {} have?", "How long is {}?", "What is the length of {}?", "Count the letters of {}."),
+    "letter": ("What is the {1} letter of {0}?", "Name the {1} letter of {0}.", "Which letter does {0} {2} with?"),
+    "count": ("How many times does {1} occur in {0}?", "How often is {1} in {0}?", "Count the letter {1} in {0}."),
+}  # fmt: skip
+REFERRED_TO = (
+    "signature",
+    "purpose",
+    "parameters",
+    "module",
+    "addition",
+    "subtraction",
+    "reverse",
+)  # by later questions
+FOLLOW_UPS = {
+    "signature": ("What is its signature?", "And its signature?", "How do I call it?"),
+    "purpose": ("What does it do?", "And what does it do?", "What is it for?"),
+    "parameters": ("Which parameters does it take?", "And its parameters?", "What are its parameters?"),
+    "about_module": ("What is that module for?", "And what does that module do?", "Describe that module."),
+}
+
+
+def facts_of(library: Library) -> Iterator[Problem]:
+    """The questions about modules, functions and classes."""
+    for module, tree in library.trees.items():
+        about_module = first_sentence(tree)
+        if about_module:
+            yield Problem("purpose", filled("about_module", module), about_module)
+        for node in public_definitions(tree)[:MOST_OF_MODULE]:
+            name, about = f"{module}.{node.name}", first_sentence(node)
+            is_unique = library.n_defining[node.name] == 1 and node.name not in ELSEWHERE
+            if about and is_unique:
+                of_module = ((FOLLOW_UPS["about_module"], about_module),) if about_module else ()
+                yield Problem("module", filled("module", node.name), module, follow_ups=of_module)
+            if isinstance(node, ast.ClassDef) and 2 <= len(methods := methods_of(node)) <= LONGEST_LIST:
+                yield Problem("methods", filled("methods", name), ", ".join(methods))
+            answers = answers_about(node, name, about)
+            for kind, answer in answers.items():
+                others = tuple((FOLLOW_UPS[other], answers[other]) for other in answers if other != kind)
+                short = filled(kind, node.name)[:2] if is_unique and kind == "purpose" else ()
+                yield Problem(kind, (*filled(kind, name), *short), answer, follow_ups=others)
+
+
+def answers_about(node: ast.FunctionDef | ast.ClassDef, name: str, about: str) -> dict[str, str]:
+    """kind: answer of the questions about a function or class, for those whose answer is short."""
+    answers = {"purpose": about} if about else {}
+    if about and isinstance(node, ast.FunctionDef):
+        signature, names = parameters_of(node.args)
+        if len(signature) <= LONGEST_SIGNATURE and len(names) <= LONGEST_LIST and not UNUSUAL.search(signature):
+            answers["signature"] = f"{name}({signature})"
+            answers["parameters"] = ", ".join(names) or "It takes no parameters."
+    return answers
+
+
+def filled(kind: str, *values: object) -> tuple[str, ...]:
+    """All phrasings of a question."""
+    return tuple(template.format(*values) for template in TEMPLATES[kind])
+
+
+HELLO, WELCOME = "Hello! What would you like to know about Python?", "You are welcome."
+SMALL_TALK = {  # answer: beginnings, endings
+    HELLO: (
+        ("Hello", "Hi", "Hey", "Good morning", "Good afternoon", "Good evening", "Greetings"),
+        ("", "!", ".", " there", " there!", ", how are you?", ", assistant"),
+    ),
+    WELCOME: (
+        ("Thanks", "Thank you", "Many thanks", "Great, thanks", "Perfect, thank you", "OK, thank you"),
+        ("", "!", ".", " for your help", " for the answer.", ", that helps", " for that!"),
+    ),
+    "Goodbye!": (("Bye", "Goodbye", "See you", "Good night", "Bye for now", "That is all, bye"), ("", "!", ".")),
+    "I am a small language model that answers questions about Python.": (
+        ("Who are you", "What are you", "Are you a person", "Are you human", "Who am I talking to", "Are you a robot"),
+        ("", "?"),
+    ),
+    "You can ask me about functions, modules, short expressions and small numbers.": (
+        ("What can you do", "What can I ask you", "What can I ask", "How can you help me", "What do you know"),
+        ("", "?"),
+    ),
+}
+
+
+def small_talk() -> Iterator[Problem]:
+    for answer, (beginnings, endings) in SMALL_TALK.items():
+        yield Problem("small_talk", tuple(start + end for start in beginnings for end in endings), answer)
+
+
+SYLLABLES = "bla dri flo gru kem lup mor nax pli quo rin ska tor vex wob zan".split()
+
+
+def unknown(library: Library, rng: Random) -> Iterator[Problem]:
+    """Questions about what does not exist: invented names, and pairs of words from names that exist."""
+    names = [node.name for tree in library.trees.values() for node in public_definitions(tree)]
+    parts = sorted({part for name in names if name.islower() for part in name.split("_") if 3 < len(part) < 9})
+
+    def invented() -> str:
+        if rng.random() < 0.3:
+            return "_".join(rng.sample(parts, 2))
+        return "".join(rng.sample(SYLLABLES, rng.choice((2, 2, 3))))
+
+    for name in distinct(700, invented):
+        if name in library.n_defining:
+            continue
+        thing = rng.choice(("function", "function", "function", "module", "class"))
+        shown, kinds = name, ["signature", "purpose", "parameters", "module"]
+        if thing == "function" and rng.random() < 0.5:
+            shown, kinds = f"{rng.choice(list(library.trees))}.{name}", kinds[:3]
+        elif thing != "function":
+            shown = name.title().replace("_", "") if thing == "class" else name
+            kinds = ["methods" if thing == "class" else "about_module"]
+        asked = [question for kind in kinds for question in filled(kind, shown)]
+        yield Problem("unknown", tuple(rng.sample(asked, 2)), f"I do not know a {thing} named {shown}.", name)
+
+
+# ---------------------------------------------------------------------------------------------------- computed answers
+
+WORDS = """
+apple bag ball banana bean bed bell bird blue boat book box bread bus butter cake call car cat chair class clock code cup
+data day dog door dream dress egg end error face farm file fire fish flag float flower fly food fox free game garden glass
+gold good grass green hand hat heart hello help hill home horse house ice index input item jump key king lamp land leaf
+letter lion list loop map milk mirror moon mouse music name nest net night nose null number ocean open orange paper park
+pen pepper pie pig pizza plan plant pool print python queen rain red ring river road rock roof room root rose row sand
+school sea seven ship shoe shop sister sky sleep snow song soup spoon star step stone stop string summer sun table tea
+test three tiger time toast tomato tool train tree true tuple value wall water wheel wind window winter wood word world
+""".split()
+LARGEST = 30  # operand of sums and differences
+LETTERS = "abcdexyz"  # of short strings: few, so that each pair of them is seen often
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "<": operator.lt, ">": operator.gt, "==": operator.eq, "!=": operator.ne, "<=": operator.le, ">=": operator.ge,
+}  # fmt: skip
+
+
+def distinct(count: int, make: Callable[[], Any]) -> list[Any]:
+    """`count` different results of `make`, which must be able to give as many."""
+    found: dict[Any, None] = {}
+    while len(found) < count:
+        found.setdefault(make())
+    return list(found)
+
+
+def computed(
+    rng: Random, kind: str, values: tuple[object, ...], answer: object, operand: Hashable, count: int = 2
+) -> Problem:
+    """A problem with `count` of its phrasings."""
+    return Problem(kind, tuple(rng.sample(filled(kind, *values), count)), str(answer), operand)
+
+
+def arithmetic(rng: Random) -> Iterator[Problem]:
+    """Sums and differences of numbers up to LARGEST. `a + b` and `b + a` are held out together."""
+    for a in range(LARGEST + 1):
+        for b in range(LARGEST + 1):
+            yield computed(rng, "addition", (a, b), a + b, (min(a, b), max(a, b)))
+            if a >= b:
+                yield computed(rng, "subtraction", (a, b), a - b, (a, b))
+
+
+def comparisons(rng: Random) -> Iterator[Problem]:
+    """Of numbers, which are equal in a third of them. `a < b` and `b > a` are held out together."""
+
+    def operands() -> tuple[int, int]:
+        a = rng.randrange(51)
+        return a, rng.choice((a, rng.randrange(51), rng.randrange(51)))
+
+    for a, b in distinct(450, operands):
+        for sign in rng.sample(sorted(COMPARISONS), 2):
+            yield computed(rng, "comparison", (a, sign, b), COMPARISONS[sign](a, b), (min(a, b), max(a, b)), count=1)
+
+
+def sequences(rng: Random) -> Iterator[Problem]:
+    """The next number of a range, of which three or four are shown."""
+    for start in range(LARGEST + 1):
+        for step in range(1, 7):
+            *shown, answer = range(start, start + step * rng.choice((4, 5)), step)
+            yield computed(rng, "sequence", (", ".join(map(str, shown)),), answer, (start, step), count=4)
+
+
+def brackets(rng: Random) -> Iterator[Problem]:
+    """Some brackets alone, others in code whose end is missing."""
+
+    def opened() -> str:
+        signs = [rng.choice("([{") for _ in range(rng.choice((1, 2, 3, 3, 4, 4, 5)))]
+        if rng.random() < 0.5:
+            return "".join(signs)
+        code = "".join(sign if sign != "(" else rng.choice(("print(", "len(", "sum(", "set(")) for sign in signs)
+        return code + ", ".join(str(rng.randrange(10)) for _ in range(rng.choice((1, 2, 3))))
+
+    for text in distinct(450, opened):
+        answer = "".join(BRACKETS[sign] for sign in reversed(text) if sign in BRACKETS)
+        yield computed(rng, "brackets", (text,), answer, text)
+
+
+def expressions(rng: Random) -> Iterator[Problem]:
+    """Expressions of small lists, strings and numbers, with their values."""
+
+    def pair() -> tuple[str, str]:
+        xs, ys = ([rng.randrange(10) for _ in range(rng.randint(2, 4))] for _ in "xy")
+        s, t = short_string(rng), short_string(rng)
+        n, k, place = rng.randrange(2, 10), rng.randrange(2, 5), rng.randrange(2)
+        text, value = rng.choice([
+            (f"{xs} + {ys}", xs + ys), (f"{xs}[{place}]", xs[place]), (f"{xs}[-1]", xs[-1]), (f"{xs}[::-1]", xs[::-1]),
+            (f"len({xs})", len(xs)), (f"sum({xs})", sum(xs)), (f"max({xs})", max(xs)), (f"min({xs})", min(xs)),
+            (f"sorted({xs})", sorted(xs)), (f"{n} in {xs}", n in xs), (f"{s!r} + {t!r}", s + t), (f"{s!r} * {k}", s * k),
+            (f"{s!r}[{place}]", s[place]), (f"{s!r}[-1]", s[-1]), (f"len({s!r})", len(s)), (f"{s[:1]!r} in {t!r}", s[0] in t),
+            (f"list(range({n}))", list(range(n))), (f"[{n}] * {k}", [n] * k), (f"{n} * {xs[0]}", n * xs[0]),
+        ])  # fmt: skip
+        return text, repr(value)
+
+    for text, answer in distinct(950, pair):
+        yield computed(rng, "expression", (text,), answer, text)
+
+
+def short_string(rng: Random) -> str:
+    return "".join(rng.choices(LETTERS, k=rng.choice((2, 3, 3, 4))))
+
+
+def strings(rng: Random) -> Iterator[Problem]:
+    """Questions about the letters of words, and of short strings that are no words."""
+    for text in dict.fromkeys([*WORDS, *distinct(250, lambda: short_string(rng))]):
+        quoted = repr(text)
+        yield computed(rng, "reverse", (quoted,), text[::-1], text)
+        yield computed(rng, "upper", (quoted,), text.upper(), text)
+        yield computed(rng, "length", (quoted,), len(text), text)
+        yield computed(rng, "letter", (quoted, "first", "begin"), text[0], text, count=1)
+        yield computed(rng, "letter", (quoted, "last", "end"), text[-1], text, count=1)
+        other = rng.choice(LETTERS)  # often in no place
+        for letter in dict.fromkeys((rng.choice(text), rng.choice((rng.choice(text), other)))):
+            yield computed(rng, "count", (quoted, repr(letter)), text.count(letter), text, count=1)
+
+
+# ----------------------------------------------------------------------------------------------- the split, and the files
+
+
+Asked = tuple[Problem, str]  # a problem in one of its phrasings
+
+
+def messages_of(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def split(problems: list[Problem], rng: Random) -> dict[str, list[Asked]]:
+    """All phrasings of the problems, as the module's docstring says. No question is in both files, and none is there twice."""
+    operands: dict[str, dict[Hashable, None]] = {}
+    for each in problems:
+        if each.operand is not None:
+            operands.setdefault(each.kind, {}).setdefault(each.operand)
+    held_out = {kind: set(rng.sample(list(of), round(len(of) * HELD_OUT_SHARE))) for kind, of in operands.items()}
+    asked: dict[str, dict[str, Asked]] = {TRAIN: {}, HELD_OUT: {}}
+    for each in problems:
+        if each.operand is None:  # of 6 phrasings 0 or 1, of 49 phrasings 4 or 5
+            n_held_out = int(len(each.phrasings) * HELD_OUT_SHARE + rng.random())
+            chosen = set(rng.sample(each.phrasings, n_held_out))
+        else:
+            chosen = set(each.phrasings) if each.operand in held_out[each.kind] else set()
+        for question in each.phrasings:
+            asked[HELD_OUT if question in chosen else TRAIN].setdefault(question, (each, question))
+    return {
+        TRAIN: list(asked[TRAIN].values()),
+        HELD_OUT: [each for question, each in asked[HELD_OUT].items() if question not in asked[TRAIN]],
+    }
+
+
+def conversation(by_kind: dict[str, list[Asked]], rng: Random) -> list[dict[str, str]]:
+    """The messages of a conversation of two to six questions. Some refer to the answer or the subject before."""
+
+    def small_talk_with(answer: str) -> list[dict[str, str]]:
+        return messages_of(
+            rng.choice([each for problem, each in by_kind["small_talk"] if problem.answer == answer]), answer
+        )
+
+    messages = small_talk_with(HELLO) if rng.random() < 0.2 else []
+    n_message = len(messages) + rng.choice((4, 4, 6, 8))
+    while len(messages) < n_message:
+        kind = rng.choice(REFERRED_TO if rng.random() < 0.6 else [each for each in by_kind if each != "small_talk"])
+        problem, question = rng.choice(by_kind[kind])
+        messages += messages_of(question, problem.answer) + follow_up(problem, rng)
+    if rng.random() < 0.3:
+        messages += small_talk_with(WELCOME)
+    return messages
+
+
+def follow_up(problem: Problem, rng: Random) -> list[dict[str, str]]:
+    """A question that is understood only after `problem`, with its answer; [] for a kind that has none."""
+    if problem.follow_ups:
+        phrasings, answer = rng.choice(problem.follow_ups)
+        return messages_of(rng.choice(phrasings), answer)
+    if problem.kind in ("addition", "subtraction"):
+        number = rng.randrange(1, 10)
+        return messages_of(f"Add {number} to that.", str(int(problem.answer) + number))
+    if problem.kind == "reverse":
+        return messages_of(*rng.choice([
+            ("Now in upper case.", problem.answer.upper()), ("How long is that?", str(len(problem.answer))),
+        ]))  # fmt: skip
+    return []
+
+
+def conversations(seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
+    """The records of TRAIN and of HELD_OUT in a random order. Raises UserError if Python's library cannot be read."""
+    rng, library = Random(seed), read_library()
+    makers = (arithmetic, comparisons, sequences, brackets, expressions, strings)
+    problems = [*facts_of(library), *small_talk(), *unknown(library, rng)]
+    problems += [problem for make in makers for problem in make(rng)]
+    files = {}
+    for name, asked in split(problems, rng).items():
+        by_kind: dict[str, list[Asked]] = {}
+        for problem, question in asked:
+            by_kind.setdefault(problem.kind, []).append((problem, question))
+        records = [{"messages": messages_of(each, problem.answer), "kind": problem.kind} for problem, each in asked]
+        several = distinct(N_CONVERSATION[name], lambda by_kind=by_kind: json.dumps(conversation(by_kind, rng)))
+        records += [{"messages": json.loads(each), "kind": "conversation"} for each in several]
+        rng.shuffle(records)
+        files[name] = records
+    return files
+
+
+def write_python_chat(folder: Path) -> Path:
+    """Write the two files into `folder`, if they are not there yet, and return it. Raises UserError or StorageFailed."""
+    if not all((folder / name).is_file() for name in (TRAIN, HELD_OUT)):
+        files = conversations()
+        with storing(folder, of_run=False):
+            make_folder(folder)
+            for name, records in files.items():
+                replace_text(folder / name, "".join(json.dumps(record) + "\n" for record in records))
+    return folder
