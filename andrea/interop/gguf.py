@@ -22,6 +22,7 @@ from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_
 from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
 from andrea.interop.settings import Allowed, Trained, anything, fewest_differences
 from andrea.model.gpt import GPT, scaled
+from andrea.text.chat import CHAT_TEMPLATE, END
 from andrea.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------- the architectures
@@ -194,7 +195,8 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
 
     end = tokenizer.end_of_text
     kinds = [gguf.TokenType.NORMAL] * tokenizer.n_vocab
-    kinds[end] = gguf.TokenType.CONTROL
+    for token in (end, *tokenizer.special.values()):
+        kinds[token] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(visible_tokens(tokenizer))
@@ -202,6 +204,9 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
     writer.add_token_merges([f"{first} {second}" for first, second in visible_merges(tokenizer)])
     for add_id in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
         add_id(end)
+    if tokenizer.special:
+        writer.add_eot_token_id(tokenizer.special[END])
+        writer.add_chat_template(CHAT_TEMPLATE)
     writer.add_add_bos_token(True)
 
 

@@ -27,6 +27,11 @@ from andrea.text.windows import IGNORED_TARGET, Windows, document_begins
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 ROLES = (SYSTEM, USER, ASSISTANT)
 END = "<|end|>"
+# A conversation as text, for other programs: in Jinja, as they expect it.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SPECIAL = (*(f"<|{role}|>" for role in ROLES), END)
 
 

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -43,6 +43,7 @@ class Tokenizer(ABC):
     n_vocab: int
     end_of_text: int
     ends: tuple[int, ...]  # the tokens with which a generated text ends
+    special: Mapping[str, int] = {}  # name -> id of the tokens of turns, in a tokenizer for chat
     identity: str  # kind, size, and the first 8 hex digits of the content's sha256, such as bpe-4096-1a2b3c4d
 
     @abstractmethod

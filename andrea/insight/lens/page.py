@@ -414,7 +414,8 @@ MARKS = {" ": "␣", "\n": "↵", "\t": "→"}
 def token_texts(tokenizer: Tokenizer) -> list[str]:
     """The text of each token id."""
     texts = [visible_text(piece) for piece in tokenizer.token_bytes()]
-    texts[tokenizer.end_of_text] = END_OF_TEXT
+    for name, token in {END_OF_TEXT: tokenizer.end_of_text, **tokenizer.special}.items():
+        texts[token] = name
     return texts
 
 

@@ -70,7 +70,7 @@ class Transformers(LoadedByTransformers):
         self.tokenizer = self.transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.tokenizer(list(texts))["input_ids"]
+        return self.tokenizer(list(texts), split_special_tokens=True)["input_ids"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the folder
@@ -86,7 +86,8 @@ def write_folder(folder: Path, trained: Trained, chosen: HuggingFaceClass, dtype
     end = trained.tokenizer.end_of_text
     special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     write_json(folder / "config.json", config_json(trained, chosen, dtype) | special)
-    write_json(folder / "generation_config.json", special | SAMPLING)
+    ends = {"eos_token_id": list(trained.tokenizer.ends)} if trained.tokenizer.special else {}
+    write_json(folder / "generation_config.json", special | ends | SAMPLING)
     write_tokenizer(folder, trained.tokenizer, trained.model.sequence_length)
     if chosen.is_remote:
         (folder / MODEL_CODE).write_bytes(Path(__file__).with_name(MODEL_CODE).read_bytes())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.config import UserError
+from andrea.text.chat import CHAT_TEMPLATE, without_special
 from andrea.text.load_tokenizer import BYTE_LEVEL, HfTokenizer
 from andrea.text.tokenizer import END_OF_TEXT, RankTokenizer, Tokenizer, visible_bytes
 
@@ -17,24 +18,31 @@ LARGEST_RANK = 1 << 62
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json. Raises UserError for a tokenizer that cannot be written."""
-    is_read = isinstance(tokenizer, HfTokenizer)
-    for name, content in (
-        ("tokenizer.json", with_front_token(tokenizer) if is_read else tokenizer_json(tokenizer)),
-        ("tokenizer_config.json", tokenizer_config(sequence_length, tokenizer.end_name if is_read else END_OF_TEXT)),
-    ):
+    """Write tokenizer.json and tokenizer_config.json. Raises UserError for a tokenizer that cannot be written.
+
+    A tokenizer for chat gets the template of its conversations. Text that looks like a special token is then read as this
+    token, as with other programs' chat models, unless they are asked for split_special_tokens=True.
+    """
+    base = without_special(tokenizer)
+    is_read = isinstance(base, HfTokenizer)
+    content = with_front_token(base) if is_read else tokenizer_json(base)
+    settings = tokenizer_config(sequence_length, base.end_name if is_read else END_OF_TEXT)
+    if tokenizer.special:
+        added = [special_token(name, token) for name, token in tokenizer.special.items()]
+        content |= {"added_tokens": [*content["added_tokens"], *added]}
+        settings |= {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
+    for name, content in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Byte-level byte-pair encoding with GPT-2's pattern. End-of-text is put in front of a text, as before each document."""
     end, visible = tokenizer.end_of_text, visible_tokens(tokenizer)
-    special = {"id": end, "content": END_OF_TEXT, "special": True, "normalized": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [special | {"single_word": False, "lstrip": False, "rstrip": False}],
+        "added_tokens": [special_token(END_OF_TEXT, end)],
         "normalizer": None,
         "pre_tokenizer": BYTE_LEVEL,
         "post_processor": in_front(END_OF_TEXT, end),
@@ -52,6 +60,11 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "merges": [list(pair) for pair in visible_merges(tokenizer)],
         },
     }
+
+
+def special_token(name: str, token: int) -> dict[str, Any]:
+    about = {"id": token, "content": name, "special": True, "normalized": False}
+    return about | {"single_word": False, "lstrip": False, "rstrip": False}
 
 
 def with_front_token(tokenizer: HfTokenizer) -> dict[str, Any]:
@@ -123,7 +136,8 @@ def visible_tokens(tokenizer: Tokenizer) -> list[str]:
     """Each of the V tokens as printable characters, one per byte, as in GPT-2's vocabulary; end-of-text by its name."""
     characters = {value: character for character, value in visible_bytes().items()}
     tokens = ["".join(characters[value] for value in token) for token in tokenizer.token_bytes()]
-    tokens[tokenizer.end_of_text] = END_OF_TEXT
+    for name, token in {END_OF_TEXT: tokenizer.end_of_text, **tokenizer.special}.items():
+        tokens[token] = name
     return tokens
 
 
@@ -132,5 +146,5 @@ def visible_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     characters = {value: character for character, value in visible_bytes().items()}
     return [
         ("".join(characters[value] for value in first), "".join(characters[value] for value in second))
-        for first, second in merges_of(tokenizer)
+        for first, second in merges_of(without_special(tokenizer))
     ]
