@@ -31,8 +31,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
         added = [special_token(name, token) for name, token in tokenizer.special.items()]
         content |= {"added_tokens": [*content["added_tokens"], *added]}
         settings |= {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
-    for name, content in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
-        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, plain in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
+        (folder / name).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
