@@ -53,6 +53,7 @@ def sample(argv: list[str]) -> int:
         typed = {word.partition("=")[0] for word in argv}
         config = dataclasses.replace(config, **{key: value for key, value in CHAT_SAMPLING.items() if key not in typed})
 
+    from andrea.generation.chat_session import talk
     from andrea.generation.session import sample
     from andrea.runtime.device import choose_device, choose_threads
     from andrea.runtime.shared_cores import sharing_cores
@@ -60,7 +61,7 @@ def sample(argv: list[str]) -> int:
     device = choose_device(config.device)
     choose_threads(config.threads)
     with sharing_cores(device.type == "cpu"):
-        return sample(config, device)
+        return (talk if config.chat else sample)(config, device)
 
 
 def prepare(argv: list[str]) -> int:

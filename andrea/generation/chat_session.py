@@ -16,9 +16,11 @@ import sys
 from pathlib import Path
 from typing import final
 
-from andrea.config import UserError, readable_path
+import torch
+
+from andrea.config import SampleConfig, UserError, readable_path
 from andrea.generation.engine import Engine, Request
-from andrea.generation.session import ask, show, tell
+from andrea.generation.session import ReaderEnded, ask, open_engine, read_prompt, request_of, show, tell
 from andrea.runtime.files import StorageFailed, replace_text, storing
 from andrea.runtime.program import typed_command
 from andrea.text.chat import ASSISTANT, SYSTEM, USER, ChatTokenizer, Turn, fitting_prompt
@@ -35,6 +37,16 @@ HELP = """\
   /help           this list; Ctrl-D ends the session
 a line that ends with \\ goes on in the next line
 """
+
+
+def talk(config: SampleConfig, device: torch.device) -> int:
+    """Describe the checkpoint, talk, and return the exit code. prompt= is the first message. Raises UserError."""
+    prompt = read_prompt(config.prompt)
+    engine, about = open_engine(config, device, check_can_chat)
+    tell(about)
+    with contextlib.suppress(ReaderEnded):
+        chat(engine, prompt, request_of(config))
+    return 0
 
 
 def check_can_chat(tokenizer: Tokenizer) -> None:

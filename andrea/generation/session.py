@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -41,30 +41,32 @@ def sample(config: SampleConfig, device: torch.device) -> int:
     if out is not None:
         check_writable(out)
     prompt = read_prompt(config.prompt)
-    checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
-    if config.chat:
-        from andrea.generation.chat_session import chat, check_can_chat
-
-        check_can_chat(tokenizer)
-    dtype = decoding_dtype(config.precision, model)
-    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
-    description = describe(checkpoint, model, tokenizer, f"{device}, {numbers}")
-    engine = make_engine(config, model, tokenizer, dtype, in_place=True)
+    engine, about = open_engine(config, device)
     prompts = [prompt] if config.prompts is None else read_prompts(config.prompts, config.max_new_tokens)
     tokens = [last_tokens(engine, each) for each in prompts]
-    about = [description, *(unused_gpu() if config.device == "auto" else [])]
-    tell(at_words("\n".join(about)) + "\n\n")
+    tell(about)
     request = request_of(config)
     with contextlib.suppress(ReaderEnded):
         if config.prompts is not None:
             show_texts(prompts, engine.stream_all(tokens, request), out)
-        elif config.chat:
-            chat(engine, prompt, request)
         elif config.interactive:
             answer_lines(engine, prompt, request)
         else:
             show_samples(engine, prompt, tokens[0], request, out)
     return 0
+
+
+def open_engine(
+    config: SampleConfig, device: torch.device, check: Callable[[Tokenizer], None] = lambda tokenizer: None
+) -> tuple[Engine, str]:
+    """The engine of the checkpoint, and what is said of it before the first text. check: raises UserError, early."""
+    checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
+    check(tokenizer)
+    dtype = decoding_dtype(config.precision, model)
+    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
+    description = describe(checkpoint, model, tokenizer, f"{device}, {numbers}")
+    about = [description, *(unused_gpu() if config.device == "auto" else [])]
+    return make_engine(config, model, tokenizer, dtype, in_place=True), at_words("\n".join(about)) + "\n\n"
 
 
 def make_engine(

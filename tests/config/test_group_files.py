@@ -31,6 +31,7 @@ CHOICES = [(group, choice) for group in GROUPS for choice in choices(group)]
 NEEDS = {
     ("tokenizer", "hf"): ["tokenizer.path=."],
     ("data", "text"): ["data.path=x"],
+    ("data", "chat"): ["data.path=x"],
     ("data", "shards"): ["data.path=x"],
     ("data", "mixture"): ["data.sources={a: {kind: pystdlib}}"],
     ("attention", "additive"): ["model.position=learned"],
