@@ -28,6 +28,7 @@ from typing import IO, Any, final
 
 from andrea.config import UserError
 from andrea.runtime.files import size_words
+from andrea.text.chat import Turn
 from andrea.text.encodings import (
     BINARY,
     GZIP,
@@ -410,3 +411,14 @@ def conversation(messages: list[Any]) -> str | None:
         if isinstance(content, str) and content:  # a call of a tool may have none
             turns.append(f"{ROLES.get(role, role)}: {content}")
     return "\n\n".join(turns) + "\n" if turns else ""
+
+
+def turns_of(record: Any) -> list[Turn] | None:
+    """The turns of a conversation; None if the record is none."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        return None
+    pairs = [(each.get("role"), each.get("content")) if isinstance(each, dict) else (None, None) for each in messages]
+    if any(role not in ("system", "user", "assistant") or not isinstance(content, str) for role, content in pairs):
+        return None
+    return [Turn(role, content) for role, content in pairs]
