@@ -29,7 +29,7 @@ from andrea.text.sources import Source
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 SEED = 1
 HELD_OUT_SHARE = 0.1
-N_CONVERSATION = {TRAIN: 1200, HELD_OUT: 130}  # conversations of several questions
+N_CONVERSATION = {TRAIN: 1000, HELD_OUT: 110}  # conversations of several questions
 MOST_OF_MODULE = 13  # functions and classes of one module
 LONGEST_SENTENCE, LONGEST_SIGNATURE, LONGEST_LIST = 80, 48, 5  # characters, characters, names
 
@@ -51,8 +51,7 @@ SENTENCE = re.compile(r"(.*?[^.\s])\.(?= +[A-Z(]|$)")
 
 @dataclass(frozen=True)
 class Library:
-    """trees: the parsed file of each of MODULES. n_defining: of each name, how many modules of the whole library
-    define it outside of a class."""
+    """trees: the parsed file of each of MODULES. n_defining: of each name, the number of the library's files that define it."""
 
     trees: dict[str, ast.Module]
     n_defining: Counter[str]
@@ -68,7 +67,7 @@ def read_library() -> Library:
         if module != "ntpath":  # os.path of another system
             names = [(not indent, name.decode()) for indent, name in DEFINED.findall(content)]
             library.n_defining.update({name for is_outside, name in names if is_outside})
-            library.n_defining.update({name: 0 for _, name in names})  # methods: names that exist
+            library.n_defining.update({name: 0 for _, name in names})  # methods, which exist too
         if module in MODULES:
             library.trees["os.path" if module == "posixpath" else module] = ast.parse(content)
     if len(library.trees) < len(MODULES) / 2:
@@ -81,10 +80,8 @@ def read_library() -> Library:
 
 def public_definitions(tree: ast.Module) -> list[ast.FunctionDef | ast.ClassDef]:
     """The functions and classes of a module that are in its list `__all__`, or, without one, begin with no underscore."""
-    lists = [
-        each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__"
-    ]
-    names = [name for each in lists if isinstance(each, ast.List) for name in each.elts]
+    assigned = [each for each in tree.body if isinstance(each, ast.Assign) and isinstance(each.value, ast.List)]
+    names = [name for each in assigned if ast.unparse(each.targets[0]) == "__all__" for name in each.value.elts]
     exported = {name.value for name in names if isinstance(name, ast.Constant)}
     found = [each for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name[0] != "_"]
     return [each for each in found if each.name in exported or not exported]
@@ -138,7 +135,6 @@ class Problem:
     follow_ups: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-# {} or {0}: what is asked about
 TEMPLATES = {
     "signature": (
         "What is the signature of {}?", "Show me the signature of {}.", "Write down the signature of {}.",
@@ -303,8 +299,8 @@ apple bag ball banana bean bed bell bird blue boat book box bread bus butter cak
 data day dog door dream dress egg end error face farm file fire fish flag float flower fly food fox free game garden glass
 gold good grass green hand hat heart hello help hill home horse house ice index input item jump key king lamp land leaf
 letter lion list loop map milk mirror moon mouse music name nest net night nose null number ocean open orange paper park
-pen pepper pie pig pizza plan plant pool print python queen rain red ring river road rock roof room root rose row sand
-school sea seven ship shoe shop sister sky sleep snow song soup spoon star step stone stop string summer sun table tea
+pen pie pig pizza plan plant pool print python queen rain red ring river road rock roof room root rose row sand sea seven
+ship shoe shop sky sleep snow song soup spoon star step stone stop string sun table tea
 test three tiger time toast tomato tool train tree true tuple value wall water wheel wind window winter wood word world
 """.split()
 LARGEST = 30  # operand of sums and differences
@@ -356,7 +352,7 @@ def sequences(rng: Random) -> Iterator[Problem]:
     for start in range(LARGEST + 1):
         for step in range(1, 7):
             *shown, answer = range(start, start + step * rng.choice((4, 5)), step)
-            yield computed(rng, "sequence", (", ".join(map(str, shown)),), answer, (start, step), count=4)
+            yield computed(rng, "sequence", (", ".join(map(str, shown)),), answer, (start, step), count=3)
 
 
 def brackets(rng: Random) -> Iterator[Problem]:
@@ -414,7 +410,6 @@ def strings(rng: Random) -> Iterator[Problem]:
 
 # ----------------------------------------------------------------------------------------------- the split, and the files
 
-
 Asked = tuple[Problem, str]  # a problem in one of its phrasings
 
 
@@ -432,8 +427,7 @@ def split(problems: list[Problem], rng: Random) -> dict[str, list[Asked]]:
     asked: dict[str, dict[str, Asked]] = {TRAIN: {}, HELD_OUT: {}}
     for each in problems:
         if each.operand is None:  # of 6 phrasings 0 or 1, of 49 phrasings 4 or 5
-            n_held_out = int(len(each.phrasings) * HELD_OUT_SHARE + rng.random())
-            chosen = set(rng.sample(each.phrasings, n_held_out))
+            chosen = set(rng.sample(each.phrasings, int(len(each.phrasings) * HELD_OUT_SHARE + rng.random())))
         else:
             chosen = set(each.phrasings) if each.operand in held_out[each.kind] else set()
         for question in each.phrasings:
@@ -448,9 +442,8 @@ def conversation(by_kind: dict[str, list[Asked]], rng: Random) -> list[dict[str,
     """The messages of a conversation of two to six questions. Some refer to the answer or the subject before."""
 
     def small_talk_with(answer: str) -> list[dict[str, str]]:
-        return messages_of(
-            rng.choice([each for problem, each in by_kind["small_talk"] if problem.answer == answer]), answer
-        )
+        asked = [question for problem, question in by_kind["small_talk"] if problem.answer == answer]
+        return messages_of(rng.choice(asked), answer)
 
     messages = small_talk_with(HELLO) if rng.random() < 0.2 else []
     n_message = len(messages) + rng.choice((4, 4, 6, 8))
@@ -472,23 +465,22 @@ def follow_up(problem: Problem, rng: Random) -> list[dict[str, str]]:
         number = rng.randrange(1, 10)
         return messages_of(f"Add {number} to that.", str(int(problem.answer) + number))
     if problem.kind == "reverse":
-        return messages_of(*rng.choice([
-            ("Now in upper case.", problem.answer.upper()), ("How long is that?", str(len(problem.answer))),
-        ]))  # fmt: skip
+        changed = {"Now in upper case.": problem.answer.upper(), "How long is that?": str(len(problem.answer))}
+        return messages_of(*rng.choice(list(changed.items())))
     return []
 
 
 def conversations(seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
     """The records of TRAIN and of HELD_OUT in a random order. Raises UserError if Python's library cannot be read."""
     rng, library = Random(seed), read_library()
-    makers = (arithmetic, comparisons, sequences, brackets, expressions, strings)
     problems = [*facts_of(library), *small_talk(), *unknown(library, rng)]
-    problems += [problem for make in makers for problem in make(rng)]
+    for make in (arithmetic, comparisons, sequences, brackets, expressions, strings):
+        problems += make(rng)
     files = {}
     for name, asked in split(problems, rng).items():
         by_kind: dict[str, list[Asked]] = {}
-        for problem, question in asked:
-            by_kind.setdefault(problem.kind, []).append((problem, question))
+        for each in asked:
+            by_kind.setdefault(each[0].kind, []).append(each)
         records = [{"messages": messages_of(each, problem.answer), "kind": problem.kind} for problem, each in asked]
         several = distinct(N_CONVERSATION[name], lambda by_kind=by_kind: json.dumps(conversation(by_kind, rng)))
         records += [{"messages": json.loads(each), "kind": "conversation"} for each in several]
