@@ -8,16 +8,18 @@ import numpy as np
 
 from andrea.checkpoint import Checkpoint
 from andrea.config import EvaluateConfig, UserError
+from andrea.evaluation.chat import chat_figures
 from andrea.evaluation.harness.run import run_tasks
 from andrea.evaluation.results import TEXT_METRIC, Figure, append_figures, run_of, table_lines
 from andrea.evaluation.scoring import Subject, bits_per_byte, load_subject
 from andrea.runtime.device import choose_threads
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.corpus import held_out_of_run
-from andrea.text.sources import texts_at
+from andrea.text.python_chat import write_python_chat
+from andrea.text.sources import HELD_OUT_FILE, texts_at
 from andrea.text.tokenizer import Tokenizer
 
-TEXT_TASK = "bpb"  # the task that needs no lm-eval
+TEXT_TASK, CHAT_TASKS = "bpb", ("chat", "python_chat")  # the tasks that need no lm-eval
 
 
 def evaluate(config: EvaluateConfig) -> int:
@@ -29,7 +31,10 @@ def evaluate(config: EvaluateConfig) -> int:
     figures, versions = [], {}
     if TEXT_TASK in names:
         figures.append(text_figure(config, subject))
-    harness_names = [name for name in names if name != TEXT_TASK]
+    for name in CHAT_TASKS:
+        if name in names:
+            figures += chat_figures(name, subject, conversations_of(name, config), config.limit)
+    harness_names = [name for name in names if name not in (TEXT_TASK, *CHAT_TASKS)]
     if harness_names:
         found, version = run_tasks(subject, harness_names, config.limit, config.few_shot)
         figures += found
@@ -53,6 +58,15 @@ def evaluate(config: EvaluateConfig) -> int:
 def task_names(typed: list[str]) -> list[str]:
     """The names in tasks=A tasks=B,C, each once."""
     return list(dict.fromkeys(name.strip() for entry in typed for name in entry.split(",") if name.strip()))
+
+
+def conversations_of(task: str, config: EvaluateConfig) -> Path:
+    """The file of conversations of a task. Raises UserError if tasks=chat has no text."""
+    if task == "python_chat":
+        return write_python_chat(Path(config.data_dir).expanduser() / "python_chat") / HELD_OUT_FILE
+    if config.text is None:
+        raise UserError("tasks=chat asks the questions of a file of conversations, and text is not set; set text=FILE")
+    return Path(config.text).expanduser()
 
 
 def text_figure(config: EvaluateConfig, subject: Subject) -> Figure:

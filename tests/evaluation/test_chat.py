@@ -28,7 +28,7 @@ LEARNED = [
     ("sum", "2+2?", "4"),
     ("word", "cat?", "tac"),
     ("word", "dog?", "god"),
-    ("word", "hi?", ""),
+    ("word", "hi?", "oh"),
 ]
 
 
