@@ -49,7 +49,7 @@ def trained() -> GPT:
     model = new_model()
     rows = [[*fitting_prompt(TOKENIZER, [Turn("user", q)], T)[0], *TOKENIZER.encode(a), END] for _, q, a in LEARNED]
     width = max(map(len, rows))
-    tokens = torch.tensor([row + [END] * (width - len(row)) for row in rows])
+    tokens = torch.tensor([row + [ord("!")] * (width - len(row)) for row in rows])  # after the end it writes "!"
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(150):
         logits = model.logits(model(tokens[:, :-1]))
