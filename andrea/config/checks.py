@@ -61,6 +61,11 @@ def check_model(model: ModelConfig, path: str) -> None:
             f"{path}.position=rotary turns pairs of numbers and needs an even head width, got {model.head_width}; change "
             f"{'d_model / n_head' if model.d_head is None else f'{path}.d_head'}, or set {path}.position=learned"
         )
+    if model.lora_rank and "." in model.mlp:
+        raise UserError(
+            f"{path}.lora_rank={model.lora_rank} has factors for the built-in MLPs only, and {path}.mlp={model.mlp} is a class of "
+            f"your own; set {path}.lora_rank=0"
+        )
     scaling = model.rotary_scaling
     if scaling is not None and len(scaling) != 1 and (len(scaling) != 4 or not scaling[1] < scaling[2]):
         raise UserError(
@@ -217,6 +222,11 @@ def check_run(config: RunConfig, path: str) -> None:
             f"attention.qk_clip={config.attention.qk_clip:g} rescales queries and keys, which "
             f"model.qk_norm={str(config.model.qk_norm).lower()} normalises "
             f"again; set model.qk_norm=false or attention.qk_clip=null"
+        )
+    if config.attention.qk_clip is not None and config.model.lora_rank:
+        raise UserError(
+            f"attention.qk_clip={config.attention.qk_clip:g} rescales the matrices that model.lora_rank={config.model.lora_rank} "
+            f"freezes; set attention.qk_clip=null or model.lora_rank=0"
         )
     length = config.model.sequence_length
     if config.tokens_per_step < length:

@@ -183,6 +183,7 @@ class ModelConfig:
     bigram_rows: Annotated[int, Between(1, 2**24)] | Auto | None = None
     parallel_residual: bool = False
     dropout: Annotated[float, Between(0, 1, upper_open=True)] = 0.0
+    lora_rank: Annotated[int, Between(0, 2**16)] = 0
 
     @property
     def head_width(self) -> int:

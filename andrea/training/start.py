@@ -18,6 +18,7 @@ from andrea.checkpoint.keep import mark_and_prune
 from andrea.checkpoint.model import load_results
 from andrea.config import PathText, RunConfig, Text, UserError
 from andrea.model import GPT, initialise
+from andrea.model.lora import initialise_factors
 from andrea.model.size import flops_per_token
 from andrea.model.transfer import Transfer
 from andrea.runtime import torchrun
@@ -166,6 +167,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | Non
     model = blank_model(config, tokenizer)
     if source is not None:
         load_results(model, source)
+        initialise_factors(model, torch.Generator().manual_seed(config.seed))
     elif fresh:
         initialise(model, torch.Generator().manual_seed(config.seed), Transfer.of(config.model, config.optimizer))
     return model
