@@ -83,7 +83,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
         if checkpoint is None and config.model.lora_rank and not config.init_from:
             raise UserError(
-                f"model.lora_rank={config.model.lora_rank} freezes all weights but the factors, and a new run has only random ones; "
+                f"model.lora_rank={config.model.lora_rank} freezes all weights but the factors, and a new run has random ones; "
                 f"name a trained model with init_from=…, or set model.lora_rank=0"
             )
         if config.dry_run:

@@ -423,7 +423,7 @@ class ExportConfig:
 
     checkpoint: PathText | None
     runs_dir: PathText
-    to: Literal["hf", "gguf"]
+    to: Literal["hf", "gguf", "peft"]
     out: PathText | None
     dtype: Literal["f32", "f16", "bf16", "q8_0"]
     text: PathText | None
