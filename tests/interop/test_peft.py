@@ -18,7 +18,7 @@ from importable import write_model
 from safetensors.torch import load_file, save_file
 
 from andrea.__main__ import main
-from andrea.checkpoint import read_checkpoint, write_checkpoint
+from andrea.checkpoint import newest_whole, read_checkpoint, write_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import UserError
 from andrea.interop.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -47,6 +47,9 @@ def without_factors(trained: Trained) -> Trained:
 def write_tuned(runs: Path, model: dict, attention: dict | None = None) -> Trained:
     """The run `tuned`, which began from the run `base`; both are written."""
     trained = make_trained(model | {"lora_rank": RANK}, attention)
+    for name, parameter in trained.gpt.named_parameters():
+        if name.endswith(".lora_b"):  # as small as a run makes it: large logits of attention amplify rounding
+            parameter.mul_(0.1)
     write_trained(runs / "base", without_factors(trained))
     tuned = write_trained(runs / "tuned", trained)
     (tuned.parent.parent / "run.json").write_text(json.dumps({"init_from": str(runs / "base" / "checkpoints" / "x")}))
@@ -193,29 +196,23 @@ def test_an_adapter_of_peft_is_read_over_its_base(kind: str, made: Adapter, tmp_
     assert float((plain - expected).abs().max()) > 0.01 * largest
 
 
-def test_a_run_begins_with_an_adapter_and_notices_another_base(made: Adapter, tmp_path: Path, tiny_run, capsys) -> None:
-    folder, _ = made()
-    words = [
-        "train.steps=2",
-        "train.tokens_per_step=auto",
-        "train.sample_tokens=0",
-        "device=cpu",
-        f"init_from={folder}",
-    ]
-    words += ["train.tokens_per_step=96"]
-    shape = {"d_model", "n_layer", "n_head", "d_mlp", "sequence_length"}
-    from conftest import TINY  # its shape would replace the base's
-
-    assert shape <= {word.partition("=")[0].removeprefix("model.") for word in TINY}
-    own = ["d_model=48", "n_layer=3", "n_head=4", "d_mlp=80", "sequence_length=96"]
-    words += [f"model.{word}" for word in own] + [f"tokenizer={'hf'}", f"tokenizer.path={tmp_path / 'the-base'}"]
-    assert tiny_run("name=tuned", "model.lora_rank=2", *words) == 0
+def test_a_run_begins_with_an_adapter_and_notices_another_base(
+    made: Adapter, tmp_path: Path, short_text: Path, capsys
+) -> None:
+    folder, theirs = made()
+    words = [f"init_from={folder}", f"data_dir={tmp_path / 'data'}", f"runs_dir={tmp_path / 'runs'}", "device=cpu"]
+    words += ["data=text", f"data.path={short_text}", "logger=none", "compile=off", "precision=fp32", "threads=1"]
+    words += ["train.steps=1", "train.tokens_per_step=96", "train.sample_tokens=0"]
+    assert run("train", *words, "name=tuned", "model.lora_rank=2") == 0
     assert "LoRA: " in capsys.readouterr().out
+    tensors = newest_whole(tmp_path / "runs" / "tuned").model_tensors()
+    merged = theirs.merge_and_unload().state_dict()["model.layers.0.mlp.up_proj.weight"]
+    torch.testing.assert_close(tensors["blocks.0.mlp.up.weight"], merged, rtol=0, atol=1e-6)
     place = tmp_path / "data" / "imported"
     assert len(list(place.glob("adapter-*"))) == 1
     stamp = (tmp_path / "the-base" / "model.safetensors").stat()
     os.utime(tmp_path / "the-base" / "model.safetensors", ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 10**9))
-    assert tiny_run("name=again", *words) == 0
+    assert run("train", *words, "name=again") == 0
     assert len(list(place.glob("adapter-*"))) == 2
 
 
@@ -265,9 +262,10 @@ def test_hostile_settings_are_refused(made: Adapter, tmp_path: Path, capsys) -> 
     for content in (b"", b"[]", b"{", b'{"r": NaN}', b"[" * 100_000):
         (folder / ADAPTER_CONFIG).write_bytes(content)
         assert ADAPTER_CONFIG in refused(folder, tmp_path / "in", capsys)
-    (folder / ADAPTER_CONFIG).unlink()
-    os.mkfifo(folder / ADAPTER_CONFIG)
-    assert ADAPTER_CONFIG in refused(folder, tmp_path / "in", capsys)
+    if hasattr(os, "mkfifo"):
+        (folder / ADAPTER_CONFIG).unlink()
+        os.mkfifo(folder / ADAPTER_CONFIG)
+        assert ADAPTER_CONFIG in refused(folder, tmp_path / "in", capsys)
 
 
 WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
