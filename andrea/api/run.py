@@ -8,7 +8,7 @@ from typing import Any
 
 from andrea.api.command_line import CommandLine, compose, read
 from andrea.api.precompile_headers import precompile_headers
-from andrea.config import RunConfig, check_combinations, chosen_groups, parse, parse_values, to_plain
+from andrea.config import RunConfig, UserError, check_combinations, chosen_groups, parse, parse_values, to_plain
 from andrea.config.keys import flatten
 from andrea.runtime.own_parts import allowing
 from andrea.training.progress import FinishedRun
@@ -110,6 +110,11 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             check_combinations(typed)
             config = with_length_and_name(typed)
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
+        if checkpoint is None and config.model.lora_rank and not config.init_from:
+            raise UserError(
+                f"model.lora_rank={config.model.lora_rank} freezes all weights but the factors, and a new run has random ones; "
+                f"name a trained model with init_from=…, or set model.lora_rank=0"
+            )
         if config.dry_run:
             ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))
             return FinishedRun(0, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from andrea.checkpoint.folder import Checkpoint
 from andrea.checkpoint.tensors import Damaged
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
 from andrea.model.gpt import GPT
+from andrea.model.lora import A, B, is_factor, merged_weight
 from andrea.runtime.own_parts import allowing, is_own, source_sha256
 from andrea.text.tokenizer import Tokenizer
 
@@ -42,7 +44,7 @@ def open_model(
 
 
 def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
-    """The checkpoint's model in fp32 on the CPU, in evaluation mode and without gradients.
+    """The checkpoint's model in fp32 on the CPU, in evaluation mode and without gradients. Factors of LoRA are merged.
 
     Raises Damaged when configuration, weights and tokenizer disagree. Memory for the model is allocated only after the
     names and shapes of all weights have been compared.
@@ -56,23 +58,25 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
     for name, place in stored.items():
         if wrong := reader.dtypes(place) - WEIGHT_TYPES:
             raise Damaged(f"{checkpoint.path} is damaged: {name} has type {min(wrong)}, which weights cannot have")
-    model = GPT(model_config, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
+    plain = dataclasses.replace(model_config, lora_rank=0)
+    model = GPT(plain, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
     load_results(model, checkpoint)
     for change in changed_own_parts(checkpoint, model_config, attention_config):
         print(f"changed since training: {change}", file=sys.stderr)
     return model.eval().requires_grad_(False)
 
 
-def load_results(model: GPT, checkpoint: Checkpoint, n_added: int = 0) -> None:
+def load_results(model: GPT, checkpoint: Checkpoint, merged: bool = True, n_added: int = 0) -> None:
     """Copy the weights that are the result of the checkpoint's run into the model.
 
+    merged: factors of LoRA in the checkpoint are added to their matrices. The model's own factors stay as they are.
     n_added: tokens that the model has in addition, at the end of its vocabulary; their rows become the mean of the others.
-
     Raises Damaged, or RuntimeError if names or shapes are not the model's.
     """
     reader, stored = checkpoint.open_results()
-    in_files, weights = reader.shapes, model.state_dict()
-    found = {name: in_files[place] for name, place in stored.items()}
+    in_files = reader.shapes
+    weights = {name: weight for name, weight in model.state_dict().items() if not is_factor(name)}
+    found = {name: in_files[place] for name, place in stored.items() if not is_factor(name)}
     expected = {name: tuple(weight.shape) for name, weight in weights.items()}
     if n_added:
         rows = {name: shape[0] for name, shape in found.items() if name.endswith(VOCABULARY_ROWS)}
@@ -81,16 +85,18 @@ def load_results(model: GPT, checkpoint: Checkpoint, n_added: int = 0) -> None:
         differ = found.items() ^ expected.items()
         raise RuntimeError(f"the weights of {checkpoint.path} differ from the model's: {differ}")
     most, n_read = sum(map(torch.numel, weights.values())) / N_PORTION, 0
-    for name, place in stored.items():
+    for name in found:
         n_read += weights[name].numel()
         if n_read > most:
             (reader, _), n_read = checkpoint.open_results(), weights[name].numel()
-        read = reader.read(place)
+        weight, layer = reader.read(stored[name]), name.removesuffix(".weight")
+        if merged and layer + A in stored:
+            weight = merged_weight(weight, *(reader.read(stored[layer + factor]) for factor in (A, B)))
         if n_added and name in rows:
-            weights[name][: rows[name]].copy_(read)
-            weights[name][rows[name] :] = read.float().mean(0)
+            weights[name][: rows[name]].copy_(weight)
+            weights[name][rows[name] :] = weight.float().mean(0)
         else:
-            weights[name].copy_(read)
+            weights[name].copy_(weight)
 
 
 def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:

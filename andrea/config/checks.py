@@ -61,6 +61,11 @@ def check_model(model: ModelConfig, path: str) -> None:
             f"{path}.position=rotary turns pairs of numbers and needs an even head width, got {model.head_width}; change "
             f"{'d_model / n_head' if model.d_head is None else f'{path}.d_head'}, or set {path}.position=learned"
         )
+    if model.lora_rank and "." in model.mlp:
+        raise UserError(
+            f"{path}.lora_rank={model.lora_rank} has factors for the built-in MLPs only, and {path}.mlp={model.mlp} is a class of "
+            f"your own; set {path}.lora_rank=0"
+        )
     scaling = model.rotary_scaling
     if scaling is not None and len(scaling) != 1 and (len(scaling) != 4 or not scaling[1] < scaling[2]):
         raise UserError(
@@ -220,6 +225,11 @@ def check_run(config: RunConfig, path: str) -> None:
             f"model.qk_norm={str(config.model.qk_norm).lower()} normalises "
             f"again; set model.qk_norm=false or attention.qk_clip=null"
         )
+    if config.attention.qk_clip is not None and config.model.lora_rank:
+        raise UserError(
+            f"attention.qk_clip={config.attention.qk_clip:g} rescales the matrices that model.lora_rank={config.model.lora_rank} "
+            f"freezes; set attention.qk_clip=null or model.lora_rank=0"
+        )
     length = config.model.sequence_length
     if config.tokens_per_step < length:
         raise UserError(
@@ -283,6 +293,8 @@ def check_compare(config: CompareConfig, path: str) -> None:
 def check_export(config: ExportConfig, path: str) -> None:
     if config.dtype == "q8_0" and config.to != "gguf":
         raise UserError(f"dtype=q8_0 is a type of GGUF files, got to={config.to}; use f32, f16 or bf16, or set to=gguf")
+    if config.to == "peft" and config.dtype != "f32":
+        raise UserError(f"dtype={config.dtype}: an adapter is small and is written in f32; leave dtype out")
     if config.hub is not None and not HUB_NAME.fullmatch(config.hub):
         raise UserError(
             f"hub={config.hub} is not a repository of Hugging Face's hub; write OWNER/NAME, with letters, digits, '-', '_' and '.'"

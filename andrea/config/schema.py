@@ -183,6 +183,7 @@ class ModelConfig:
     bigram_rows: Annotated[int, Between(1, 2**24)] | Auto | None = None
     parallel_residual: bool = False
     dropout: Annotated[float, Between(0, 1, upper_open=True)] = 0.0
+    lora_rank: Annotated[int, Between(0, 2**16)] = 0
 
     @property
     def head_width(self) -> int:
@@ -423,7 +424,7 @@ class ExportConfig:
 
     checkpoint: PathText | None
     runs_dir: PathText
-    to: Literal["hf", "gguf"]
+    to: Literal["hf", "gguf", "peft"]
     out: PathText | None
     dtype: Literal["f32", "f16", "bf16", "q8_0"]
     text: PathText | None

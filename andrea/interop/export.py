@@ -19,6 +19,7 @@ from andrea.checkpoint import Checkpoint, locate
 from andrea.checkpoint.folder import removed_on_failure
 from andrea.checkpoint.model import configs_of, load_model
 from andrea.config import ExportConfig, UserError, as_typed, to_plain
+from andrea.interop.adapters import Peft
 from andrea.interop.gguf import Gguf
 from andrea.interop.hugging_face.target import HuggingFace
 from andrea.interop.proof import MOST_TOKENS, ComparedText, OtherProgram, Proof, Target, compared_text, prove, read_text
@@ -27,6 +28,7 @@ from andrea.runtime.files import StorageFailed, publish_folder, reading, staging
 from andrea.runtime.own_parts import is_own
 
 PROOF_FAILED = 1  # exit code
+TARGETS: dict[str, type[Target]] = {"hf": HuggingFace, "gguf": Gguf, "peft": Peft}
 
 
 def export(config: ExportConfig) -> int:
@@ -36,7 +38,7 @@ def export(config: ExportConfig) -> int:
     text = Path(config.text).expanduser() if config.text else None
     read_text(text)  # raises before anything is computed
     trained = load_trained(checkpoint)
-    target: Target = (HuggingFace if config.to == "hf" else Gguf)(trained, config.dtype)
+    target: Target = TARGETS[config.to](trained, config.dtype)
     print(f"{checkpoint.path} becomes {target.what}: {target.why}")
     if not trained.attention.across_documents:
         print("attention.across_documents=false is not exported: the export equals the model on single documents")

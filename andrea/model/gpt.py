@@ -38,6 +38,7 @@ from andrea.attention import (
 )
 from andrea.attention.multihead import FIRST_SHARE
 from andrea.config import AttentionConfig, ModelConfig, UserError
+from andrea.model.lora import add_factors
 from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 from andrea.runtime.own_parts import is_own, own_class
 
@@ -475,6 +476,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention, layer, n_vocab) for layer in range(config.n_layer))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_head else nn.Linear(config.d_model, n_vocab, bias=False)
+        if config.lora_rank:
+            add_factors(self, config.lora_rank)
 
     def forward(
         self,

@@ -39,6 +39,13 @@ def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: i
     return Parameters(**counts)
 
 
+def count_trained(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
+    """Number of parameters that training changes: all of them, or LoRA's factors."""
+    with torch.device("meta"):
+        model = GPT(config, attention, n_vocab, END_OF_TEXT)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def parameters_without_bigrams(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
     """Number of parameters but for a table of bigrams. Lengths are planned with it: a run that reads its text often leaves
     the table out, and how often it reads the text depends on its length.
@@ -57,7 +64,7 @@ def part_of(name: str) -> str:
 
 
 def flops_per_token(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """Training FLOPs per token. The backward pass costs twice as much as the forward pass."""
+    """Training FLOPs per token. The backward pass costs twice as much as the forward pass; with LoRA less, which is not counted."""
     return 3 * forward_flops_per_token(config, attention, n_vocab)
 
 

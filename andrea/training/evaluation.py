@@ -17,6 +17,7 @@ from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
+from andrea.model.lora import merge
 from andrea.runtime.device import large_blocks_apart
 from andrea.text.chat import USER, ChatTokenizer, Turn, fitting_prompt
 from andrea.text.corpus import Corpus
@@ -247,9 +248,10 @@ class Evaluator:
     # ------------------------------------------------------------------------------- cached until the next step
 
     def model(self) -> GPT | None:
-        """The model with all its weights on rank 0; None on the other ranks."""
+        """The model with all its weights on rank 0, LoRA's factors merged; None on the other ranks."""
         if self.gathered is None:
-            self.gathered = (self.parallel.gathered_model(),)
+            gathered = self.parallel.gathered_model()
+            self.gathered = (None if gathered is None else merge(gathered),)
         return self.gathered[0]
 
     def measured_heads(self, model: GPT) -> HeadStatistics:

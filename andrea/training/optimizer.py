@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from andrea.checkpoint.folder import AVERAGE
 from andrea.config import OptimizerConfig
+from andrea.model.lora import is_factor
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.parallel.ranks import Parallel
 
@@ -144,12 +145,13 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class WeightAverage:
-    """The average of this rank's rows of all parameters. A step counts half as much as one `half_life` steps later."""
+    """The average of this rank's rows of all trained parameters. A step counts half as much as one `half_life` steps later."""
 
     def __init__(self, parallel: Parallel, half_life: float) -> None:
         self.parallel, self.log_decay = parallel, -math.log(2) / half_life
         self.averages = {
-            name: torch.zeros_like(part, requires_grad=False) for name, part in parallel.local_parameters.items()
+            name: torch.zeros_like(part, requires_grad=False)
+            for name, part in trained(parallel.local_parameters).items()
         }
 
     @torch.no_grad()
@@ -157,7 +159,7 @@ class WeightAverage:
         """Add the weights after `n_step` steps, 0-dim, to the average, unless the 0-dim flag `finite` is false."""
         share = math.expm1(self.log_decay) / torch.expm1(self.log_decay * n_step)  # of the newest weights; 1 at first
         share = torch.where(finite, share, 0.0)
-        for name, part in self.parallel.local_parameters.items():
+        for name, part in trained(self.parallel.local_parameters).items():
             self.averages[name].lerp_(part.detach(), share)
 
     @contextlib.contextmanager
@@ -171,7 +173,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        for name, part in self.parallel.local_parameters.items():
+        for name, part in trained(self.parallel.local_parameters).items():
             weights = part.clone()
             part.copy_(self.averages[name])
             self.averages[name].copy_(weights)
@@ -326,6 +328,8 @@ def relength(step: int, steps: int, wanted: int, config: OptimizerConfig) -> int
 BETAS = (0.9, 0.95)  # of AdamW's running means: those of GPT-3 and Llama
 # The first pattern that matches a parameter's whole name decides its group.
 GROUP_OF_NAME = (
+    # LoRA's factors. Muon would make all singular values of A's and of B's update equal, although only their product counts.
+    (re.compile(r"blocks\.\d+\.(attention|mlp)\.\w+\.lora_[ab]"), "factor"),
     (re.compile(r"embedding\.weight"), "embedding"),
     (re.compile(r".*\.value_embedding\.table\.weight"), "embedding"),
     (re.compile(r".*\.value_embedding\.projection\.weight"), "matrix"),
@@ -344,21 +348,21 @@ OF_MLP = re.compile(r"blocks\.\d+\.mlp\..+")  # a user's own MLP may use any nam
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str | None:
-    if OF_MLP.fullmatch(name):
+    if OF_MLP.fullmatch(name) and not is_factor(name):
         return "matrix" if parameter.ndim == 2 else "vector"
     return next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
 
 
 def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
-    """Parameters by group and name. Each parameter is in exactly one group.
+    """The parameters that are trained, by group and name. Each is in exactly one group.
 
     1-dim parameters are in "vector", matrices in the other groups. All parameters of a compatibility function are in
     "vector" too, and so are the parameters of a user's own MLP that are not 2-dim.
     """
     groups: dict[str, dict[str, nn.Parameter]] = {
-        group: {} for group in ("embedding", "head", "matrix", "taps", "vector")
+        group: {} for group in ("embedding", "factor", "head", "matrix", "taps", "vector")
     }
-    for name, parameter in parameters.items():
+    for name, parameter in trained(parameters).items():
         group = group_of(name, parameter)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
         other = group == "taps" or ".compatibility." in name or OF_MLP.fullmatch(name)
@@ -367,6 +371,11 @@ def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str,
         )
         groups[group][name] = parameter
     return groups
+
+
+def trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that are not frozen."""
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
 def saved_shapes(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> dict[str, tuple[int, ...]]:
@@ -385,13 +394,13 @@ def saved_shapes(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -
 
 
 class Optimizer:
-    """AdamW for embedding, head and vectors; Muon or AdamW for the matrices of the blocks."""
+    """AdamW for embedding, head, vectors and LoRA's factors; Muon or AdamW for the matrices of the blocks."""
 
     def __init__(self, parallel: Parallel, config: OptimizerConfig, bf16: bool) -> None:
         """bf16: Muon orthogonalises in bf16."""
         self.parallel, self.config = parallel, config
         self.clip_norm = config.clip_norm
-        self.names = {parameter: name for name, parameter in parallel.local_parameters.items()}
+        self.names = {parameter: name for name, parameter in trained(parallel.local_parameters).items()}
         groups = group_parameters(parallel.local_parameters)
         transfer = Transfer.of(parallel.model.config, config)
         with_muon = config.kind != "adamw" and groups["matrix"]
@@ -477,6 +486,7 @@ def adamw_groups(
     peak_rates = {
         "embedding": config.embedding_learning_rate or config.learning_rate,
         "head": config.learning_rate,
+        "factor": config.learning_rate,
         "vector": config.learning_rate,
         "taps": config.convolution_learning_rate or config.learning_rate,
         "matrix": config.matrix_learning_rate or config.learning_rate,

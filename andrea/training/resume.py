@@ -34,6 +34,7 @@ from andrea.config import (
     with_current_keys,
 )
 from andrea.config.keys import flatten
+from andrea.model.lora import train_vocabulary
 from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
@@ -156,6 +157,8 @@ def check_headers(checkpoint: Checkpoint, config: RunConfig) -> None:
     shapes = reader.shapes
     weights = {name: shape for name, shape in shapes.items() if "/" not in name}
     model = check_shapes(checkpoint, weights, checkpoint.tokenizer(), config.model, config.attention)
+    if config.model.lora_rank and checkpoint.tokenizer().special:
+        train_vocabulary(model)
     expected = saved_shapes(dict(model.named_parameters()), config.optimizer)
     for name in sorted(expected.keys() | (shapes.keys() - weights.keys())):
         if expected.get(name) != shapes.get(name):

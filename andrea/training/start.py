@@ -18,6 +18,7 @@ from andrea.checkpoint.keep import mark_and_prune
 from andrea.checkpoint.model import load_results
 from andrea.config import PathText, RunConfig, Text, UserError
 from andrea.model import GPT, initialise
+from andrea.model.lora import initialise_factors, train_vocabulary
 from andrea.model.size import flops_per_token
 from andrea.model.transfer import Transfer
 from andrea.runtime import torchrun
@@ -165,14 +166,18 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | Non
     """
     model = blank_model(config, tokenizer)
     if source is not None:
-        load_results(model, source, tokenizer.n_vocab - source.tokenizer().n_vocab)
+        load_results(model, source, n_added=tokenizer.n_vocab - source.tokenizer().n_vocab)
+        initialise_factors(model, torch.Generator().manual_seed(config.seed))
     elif fresh:
         initialise(model, torch.Generator().manual_seed(config.seed), Transfer.of(config.model, config.optimizer))
     return model
 
 
 def blank_model(config: RunConfig, tokenizer: Tokenizer) -> GPT:
-    return GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
+    model = GPT(config.model, config.attention, tokenizer.n_vocab, tokenizer.end_of_text)
+    if config.model.lora_rank and tokenizer.special:  # as in resume.check_headers
+        train_vocabulary(model)
+    return model
 
 
 def make_parallel(

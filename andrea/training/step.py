@@ -15,6 +15,7 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
+from andrea.model.lora import B
 from andrea.runtime import host_copy
 from andrea.runtime.out_of_memory import is_out_of_memory
 from andrea.text.loader import Loader
@@ -194,14 +195,15 @@ SAMPLED_WEIGHTS = 1 << 14  # weights of each matrix that are compared, at most
 
 @torch.no_grad()
 def sampled_weights(parallel: Parallel) -> list[Tensor]:
-    """Sample at most SAMPLED_WEIGHTS evenly spaced weights of each matrix.
+    """Sample at most SAMPLED_WEIGHTS evenly spaced weights of each trained matrix.
 
+    LoRA's B is left out: it begins with zeros, which no change can be compared with.
     Returns copies of the samples in this rank's rows, (n,) for each matrix.
     """
     sampled = []
     for name, part in parallel.local_parameters.items():
         shape = parallel.shapes[name]
-        if len(shape) == 2:
+        if len(shape) == 2 and part.requires_grad and not name.endswith(B):
             stride, before = -(-shape.numel() // SAMPLED_WEIGHTS), parallel.local_rows(name).start * shape[1]
             sampled.append(part.flatten()[-before % stride :: stride].clone())
     return sampled

@@ -143,3 +143,17 @@ def test_conversations_can_be_learned_from_random_weights(conversations: Path, t
     state = read_checkpoint(tmp_path / "runs" / "new" / "checkpoints" / "step-00000002").state
     assert state["config"]["attention"]["across_documents"] is False and state["config"]["train"]["patience"] is None
     assert "done at step 2" in said
+
+
+def test_factors_are_tuned_with_the_vocabulary(trained: Path, conversations: Path, tmp_path: Path) -> None:
+    """With LoRA, the rows of the added tokens are trained too, and the matrices are not; the run resumes."""
+    words = tuning_words(trained, conversations, tmp_path, "model.lora_rank=2", "train.steps=2", "train.save_every=1")
+    train(words)
+    train(
+        [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=tuned", "resume=auto", "train.steps=3"]
+    )
+    folder = tmp_path / "runs" / "tuned" / "checkpoints"
+    one, other = (load_file(folder / f"step-0000000{step}" / "model.safetensors") for step in (2, 3))
+    changed = {name for name in one if not torch.equal(one[name], other[name])}
+    assert "embedding.weight" in changed
+    assert {name.rpartition(".")[2] for name in changed - {"embedding.weight", "head.weight"}} == {"lora_a", "lora_b"}

@@ -17,6 +17,7 @@ from torch import Tensor
 from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
+from andrea.interop.adapters import base_of, is_adapter, with_adapter
 from andrea.interop.export import PROOF_FAILED, load_trained, publish
 from andrea.interop.hugging_face.target import LoadedByTransformers
 from andrea.interop.importing.config_json import Settings, with_zero_biases
@@ -135,9 +136,21 @@ def import_model(config: ImportConfig) -> int:
 
 def within_limits(folder: Path, function: Callable[..., Any], *given: Any) -> Any:
     """The function, which reads the folder, in a process of its own, with time and memory by the size of the folder's files."""
-    n_byte = sum(path.stat().st_size for path in files_of(folder))
+    n_byte = sum(path.stat().st_size for path in files_with_base(folder))
     busy_s, more_bytes = LEAST_BUSY_S + BUSY_S_PER_BYTE * n_byte, LEAST_MEMORY_BYTES + MEMORY_BY_FILES * n_byte
     return in_own_process(str(folder), function, *given, busy_s=busy_s, more_bytes=more_bytes)
+
+
+def files_with_base(folder: Path) -> list[Path]:
+    """The files of the folder and, of an adapter, those of its base. Raises UserError."""
+    return files_of(folder) + (files_of(base_of(folder)) if is_adapter(folder) else [])
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """Every weight by its name in the folder; of an adapter, those of its base with the adapter in them."""
+    if is_adapter(folder):
+        return with_adapter(tensors_of(open_weights(base_of(folder))), folder)
+    return tensors_of(open_weights(folder))
 
 
 def written_and_proven(
@@ -155,9 +168,10 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
     command `import` does that. Raises UserError, also for settings that only a proof could show to be harmless.
     """
     folder = Path(str(named)).expanduser()
-    if not is_ckpt(folder) and ((folder / "manifest.json").exists() or not (folder / CONFIG).is_file()):
+    is_foreign = is_ckpt(folder) or (folder / CONFIG).is_file() or is_adapter(folder)
+    if not is_foreign or (folder / "manifest.json").exists():
         return named
-    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files_of(folder))
+    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files_with_base(folder))
     about = hashlib.sha256(f"{folder.resolve()} {stamps}".encode()).hexdigest()[:12]
     name = name_of(folder, str(named))
     place = Path(str(data_dir)).expanduser() / "imported"
@@ -189,22 +203,23 @@ def write_imported(
     if is_ckpt(folder):
         write_nanogpt(folder, out, named, name)
         return {}, []
-    settings = Settings(read_config(folder))
+    place = base_of(folder) if is_adapter(folder) else folder
+    settings = Settings(read_config(place))
     family = family_of(settings)
     model, attention = family.configs(settings, name)
     n_vocab = settings.get("vocab_size")
     if type(n_vocab) is not int or n_vocab < 1:
         raise UserError(f"vocab_size={n_vocab!r:.60} of config.json is not a number of tokens; copy it again")
-    tokenizer = load_hf_tokenizer(folder, n_vocab)
-    reader = open_weights(folder)
-    check_layers(folder, model.n_layer, len(reader.names))
+    tokenizer = load_hf_tokenizer(place, n_vocab)
+    reader = open_weights(place)
+    check_layers(place, model.n_layer, len(reader.names))
     unbiased, unknown = family.unbiased(settings), settings.unknown()  # in this order: the first asks for keys
     if unknown and not with_unknown:
         raise UserError(
             f"{in_words(unknown)}; import the model first, which compares it with transformers: "
             f"{typed_command('import')} {typed_words(**{'from': named})}"
         )
-    theirs = with_zero_biases(tensors_of(reader), unbiased)
+    theirs = with_zero_biases(weights_in(folder), unbiased)
     weights = family.weights(theirs, model, attention, n_vocab)
     write_converted(out, named, settings["model_type"], (model, attention), weights, tokenizer)
     return settings.effective(), unknown
@@ -250,7 +265,7 @@ def proof_of(folder: Path, settings: dict[str, Any], imported: Path, text: Path 
         return {"proven": False, "reason": "transformers does not read files of nanoGPT"}
     trained = load_trained(read_checkpoint(imported))
     try:
-        other = ImportedByTransformers(settings, tensors_of(open_weights(folder)), trained.tokenizer)
+        other = ImportedByTransformers(settings, weights_in(folder), trained.tokenizer)
     except ImportError as error:
         print(f"not proven: transformers cannot be imported ({error}); run: pip install transformers")
         return {"proven": False, "reason": f"transformers cannot be imported ({error})"}

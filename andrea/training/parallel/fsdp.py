@@ -74,7 +74,8 @@ class FullySharded(Parallel):
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self.wrapped = fully_shard(loss, mesh=self.mesh, offload_policy=offload)
         self.local_parameters = {
-            name: nn.Parameter(parameter.to_local().detach()) for name, parameter in self.model.named_parameters()
+            name: nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+            for name, parameter in self.model.named_parameters()
         }
         return self.wrapped
 

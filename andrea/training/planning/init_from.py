@@ -6,18 +6,20 @@ read.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, Damaged, locate, read_checkpoint
 from andrea.checkpoint.model import check_shapes, configs_of
 from andrea.config import RunConfig, UserError, readable_path, to_plain
+from andrea.model.lora import is_factor
 from andrea.runtime import torchrun
 from andrea.text.chat import ChatTokenizer, for_chat
 from andrea.text.load_tokenizer import configured_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
-NOT_OF_THE_WEIGHTS = ("name", "recipe_steps", "recipe_tokens_per_step")  # keys of `model`
+NOT_OF_THE_WEIGHTS = ("name", "recipe_steps", "recipe_tokens_per_step", "lora_rank")  # keys of `model`
 NOT_INHERITED = {"attention": ("implementation",)}  # settings of the machine
 
 
@@ -28,6 +30,7 @@ def with_source(composed: dict[str, Any], groups: dict[str, str], values: dict[s
     """
     source = source_of(composed["init_from"], composed["runs_dir"])
     model, attention = configs_of(source)
+    model = dataclasses.replace(model, lora_rank=0)  # its factors become part of its weights
     plain = composed | {"init_from": str(source.path)}
     for group, saved in (("model", to_plain(model)), ("attention", to_plain(attention))):
         if group not in groups:
@@ -108,10 +111,13 @@ def check_model(config: RunConfig, source: Checkpoint) -> None:
     """Raises UserError, which names the keys that differ, if the weights do not have the shapes of the configured model."""
     reader = source.open_tensors(with_optimizer=False)
     found = {name: shape for name, shape in reader.shapes.items() if "/" not in name}
+    (model, attention), tokenizer = configs_of(source), source.tokenizer()
+    if model.lora_rank:
+        check_shapes(source, found, tokenizer, model, attention)
+        found = {name: shape for name, shape in found.items() if not is_factor(name)}
     try:
-        check_shapes(source, found, source.tokenizer(), config.model, config.attention)
+        check_shapes(source, found, tokenizer, dataclasses.replace(config.model, lora_rank=0), config.attention)
     except Damaged:
-        model, attention = configs_of(source)
         ours, theirs = to_plain(config.model), to_plain(model)
         differ = {
             f"model.{key}": (ours[key], theirs[key])

@@ -121,9 +121,10 @@ def plan_memory(
         tuple(parameter.shape) for name, parameter in group_parameters(dict(model.named_parameters()))["matrix"].items()
     )
     total = sum(parameter.numel() for parameter in model.parameters())
-    muon = optimizer == "muon"
-    state = 2 * total - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
-    state += total if averaged else 0
+    n_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    muon = optimizer == "muon" and bool(matrices)  # LoRA's factors are AdamW's
+    state = 2 * n_trained - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
+    state += n_trained if averaged else 0
     share = ranks if sharded else 1
     # On a GPU our kernel measures the heads without materialising the scores.
     observing = on_cpu and attention.qk_clip is not None
@@ -132,7 +133,7 @@ def plan_memory(
         activations += DISTILLATION_COPIES * 4 * micro_batch * config.sequence_length * n_vocab
     return Memory(
         weights=4 * total // share + 4 * n_teacher * total,
-        gradients=4 * total,
+        gradients=4 * n_trained,
         optimizer=4 * state // share,
         gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,
         gathered_model=gathered_model_bytes(model) if sharded else 0,
@@ -211,11 +212,12 @@ def pass_bytes(
         if sharded:
             for module in model.blocks.modules():
                 if isinstance(module, nn.Linear):
-                    module.weight = nn.Parameter(module.weight.to(dtype))
+                    module.weight = nn.Parameter(module.weight.to(dtype), module.weight.requires_grad)
         for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         tokens = torch.zeros(micro_batch, config.sequence_length, dtype=torch.int64)
-        existing = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        existing = [*model.parameters(), *gradients, *model.buffers()]
         with LiveBytes(existing) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
                 seeds = tokens[:, 0] if config.drops else None

@@ -19,7 +19,8 @@ from andrea.attention import Case, choose, make_compatibility, packed_documents
 from andrea.attention.implementations.fastest import measure
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import make_mask, make_modifiers
-from andrea.model.size import count_parameters
+from andrea.model.lora import ALPHA
+from andrea.model.size import count_parameters, count_trained
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import (
     WEIGHT_DTYPE,
@@ -272,6 +273,12 @@ def lines_of(asked: RunConfig, config: RunConfig, here: Situation, n_step: int, 
         *(unused_gpu() if asked.device == "auto" else []),
         *small_text_lines(asked, config, here.corpus),
     ]
+    if rank := config.model.lora_rank:
+        n_trained = count_trained(config.model, config.attention, here.n_vocab)
+        lines.append(
+            f"LoRA: {n_trained:,} of {parameters.total:,} parameters are trained, factors of rank {rank} times {ALPHA / rank:g}, "
+            f"by AdamW at optimizer.learning_rate={config.optimizer.learning_rate:g}; the others are frozen"
+        )
     if ranks.started_by_torchrun:
         lines.append(f"parallel: {choices['sharing'].value} over {ranks.size} ranks ({choices['sharing'].why})")
     intervals = [f"{key}={choices[key].value}" for key in INTERVALS if key in choices]
