@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import json
+import math
 import operator
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -27,8 +30,7 @@ from andrea.runtime.files import make_folder, replace_text, storing
 from andrea.text.sources import Source
 
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
-SEED = 1
-HELD_OUT_SHARE = 0.1
+SEED, HELD_OUT_SHARE = 1, 0.1
 N_CONVERSATION = {TRAIN: 1000, HELD_OUT: 110}  # conversations of several questions
 MOST_OF_MODULE = 13  # functions and classes of one module
 LONGEST_SENTENCE, LONGEST_SIGNATURE, LONGEST_LIST = 80, 48, 5  # characters, characters, names
@@ -42,7 +44,8 @@ fractions functools getpass glob gzip hashlib heapq hmac html inspect io ipaddre
 pathlib pickle platform posixpath pprint queue random re secrets shlex shutil socket statistics string subprocess tarfile
 tempfile textwrap threading timeit traceback types typing unittest urllib.parse uuid warnings weakref webbrowser zipfile
 """.split()
-ELSEWHERE = {*dir(builtins), *sys.stdlib_module_names}  # names that may mean something else than a module's function
+# Names that may mean something else than the function of a module of MODULES
+ELSEWHERE = {*dir(builtins), *dir(str), *dir(itertools), *dir(math), *dir(time), *sys.stdlib_module_names}
 UNUSUAL = re.compile(r"\b_|\bself\b")  # parameters that a caller does not give
 DEFINED = re.compile(rb"^([ \t]*)(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 # A period ends a sentence if a capital letter follows. The text before it ends with no other period, as in "etc."
@@ -234,7 +237,6 @@ def answers_about(node: ast.FunctionDef | ast.ClassDef, name: str, about: str) -
 
 
 def filled(kind: str, *values: object) -> tuple[str, ...]:
-    """All phrasings of a question."""
     return tuple(template.format(*values) for template in TEMPLATES[kind])
 
 
@@ -301,14 +303,12 @@ gold good grass green hand hat heart hello help hill home horse house ice index 
 letter lion list loop map milk mirror moon mouse music name nest net night nose null number ocean open orange paper park
 pen pie pig pizza plan plant pool print python queen rain red ring river road rock roof room root rose row sand sea seven
 ship shoe shop sky sleep snow song soup spoon star step stone stop string sun table tea
-test three tiger time toast tomato tool train tree true tuple value wall water wheel wind window winter wood word world
+test three tiger time train tree true tuple value wall water wheel wind window winter wood word world
 """.split()
 LARGEST = 30  # operand of sums and differences
 LETTERS = "abcdexyz"  # of short strings: few, so that each pair of them is seen often
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
-COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "<": operator.lt, ">": operator.gt, "==": operator.eq, "!=": operator.ne, "<=": operator.le, ">=": operator.ge,
-}  # fmt: skip
+SIGNS = {"<": operator.lt, ">": operator.gt, "==": operator.eq, "!=": operator.ne, "<=": operator.le, ">=": operator.ge}
 
 
 def distinct(count: int, make: Callable[[], Any]) -> list[Any]:
@@ -343,8 +343,8 @@ def comparisons(rng: Random) -> Iterator[Problem]:
         return a, rng.choice((a, rng.randrange(51), rng.randrange(51)))
 
     for a, b in distinct(450, operands):
-        for sign in rng.sample(sorted(COMPARISONS), 2):
-            yield computed(rng, "comparison", (a, sign, b), COMPARISONS[sign](a, b), (min(a, b), max(a, b)), count=1)
+        for sign in rng.sample(sorted(SIGNS), 2):
+            yield computed(rng, "comparison", (a, sign, b), SIGNS[sign](a, b), (min(a, b), max(a, b)), count=1)
 
 
 def sequences(rng: Random) -> Iterator[Problem]:
