@@ -432,10 +432,13 @@ class NativeBlocks:
         sizes = [len(cache.keys[0]) for cache in caches]
         embedded = [self.model.embed(part, cache) for part, cache in zip(tokens.split(sizes), caches, strict=True)]
         x = torch.cat(embedded) if len(embedded) > 1 else embedded[0].contiguous()
-        source, added = self.model.value_source(tokens, x), None
-        if source is not None:  # (L, B, 1, G D): what value embeddings add to the values of each layer
+        added = None
+        if self.model.config.value_embedding is not None:
+            # (L, B, 1, G D): what value embeddings add to the values of each layer; by text, so that no text affects another
             embeddings = [block.attention.attention.value_embedding for block in self.model.blocks]
-            added = torch.stack([each(source, x.dtype) for each in embeddings])
+            sources = [self.model.value_source(*each) for each in zip(tokens.split(1), x.split(1), strict=True)]
+            rows = [torch.stack([each(source, x.dtype) for each in embeddings]) for source in sources]
+            added = torch.cat(rows, dim=1)
         hidden, capacity, length = torch.empty_like(x), caches[0].capacity, max(cache.length for cache in caches)
         assert length < capacity, f"{length + 1} tokens do not fit a cache with a capacity of {capacity}"
         assert all((cache.keys[0].dtype, cache.capacity) == (x.dtype, capacity) for cache in caches), x.dtype
