@@ -414,7 +414,7 @@ class ServeConfig:
 
     checkpoint: PathText | None
     runs_dir: PathText
-    name: Text | None
+    served_name: Text | None
     host: Text
     port: Annotated[int, Between(0, 65535)]
     api_key: Text | None

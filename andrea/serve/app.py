@@ -271,8 +271,10 @@ class Stream(Response):
         except RequestError as error:
             if error.status == 499:
                 return
-            async with asyncio.timeout(1):  # a client that reads nothing gets nothing more
-                await event(to_json(error.body))
+            try:
+                await asyncio.wait_for(event(to_json(error.body)), timeout=1)
+            except TimeoutError:  # the client reads nothing; the server closes its connection
+                return
         finally:
             self.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -142,7 +142,7 @@ def load(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
         f"{config.max_running} texts at a time, {way}; their keys and values take {batch.n_cache_bytes / 2**20:,.0f} MiB; "
         f"{config.max_waiting} more may wait",
     ]
-    name = config.name or checkpoint.path.parent.parent.name
+    name = config.served_name or checkpoint.path.parent.parent.name
     about = {"max_model_len": model.config.sequence_length, "tokenizer": tokenizer.identity, "precision": numbers}
     return Served(name, Worker(batch, model, config.max_waiting, config.threads), config, about), lines
 
