@@ -33,6 +33,7 @@ COMMANDS = {
     "export": Command(commands.export, "export", "checkpoint=NAME to=hf out=my-model"),
     "import": Command(commands.import_, "import", "from=FOLDER out=my-checkpoint"),
     "evaluate": Command(commands.evaluate, "evaluate", "checkpoint=NAME tasks=bpb text=notes.txt"),
+    "serve": Command(commands.serve, "serve", "checkpoint=NAME port=8000"),
     "dashboard": Command(commands.dashboard, "dashboard", "project=andrea"),
 }
 

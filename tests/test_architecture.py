@@ -25,8 +25,20 @@ MAY_IMPORT = {
     "evaluation": {"runtime", "model", "text", "checkpoint", "generation"},
     "training": {"runtime", "attention", "model", "text", "checkpoint", "generation"},
     "insight": {"runtime", "attention", "model", "text", "checkpoint", "generation", "evaluation", "training"},
+    "serve": {"runtime", "model", "text", "checkpoint", "generation", "evaluation"},
     "api": {"runtime", "model", "text", "checkpoint", "generation", "training", "insight", "interop"},
-    "cli": {"runtime", "text", "checkpoint", "generation", "training", "insight", "interop", "evaluation", "api"},
+    "cli": {
+        "runtime",
+        "text",
+        "checkpoint",
+        "generation",
+        "training",
+        "insight",
+        "interop",
+        "evaluation",
+        "serve",
+        "api",
+    },
     "__main__": {"runtime", "text", "checkpoint", "training", "insight", "cli"},
 }
 MODULES = sorted((ROOT / "andrea").rglob("*.py"))

@@ -20,6 +20,7 @@ from andrea.config import (
     RunConfig,
     RunsConfig,
     SampleConfig,
+    ServeConfig,
     UserError,
 )
 from andrea.runtime.program import typed_command, typed_words
@@ -133,6 +134,26 @@ def lens(argv: list[str]) -> int:
     device = choose_device(config.device)
     choose_threads(config.threads)
     return lens(config, device)
+
+
+def serve(argv: list[str]) -> int:
+    """Answer requests over HTTP in OpenAI's form: completions and chats of a trained model."""
+    config = configure(ServeConfig, "serve", argv)
+
+    from andrea.runtime.device import choose_device, choose_threads
+    from andrea.runtime.shared_cores import sharing_cores
+
+    try:
+        from andrea.serve.server import serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise UserError(f"serve needs the package {error.name}: pip install starlette uvicorn") from None
+
+    device = choose_device(config.device)
+    choose_threads(config.threads)
+    with sharing_cores(device.type == "cpu"):
+        return serve(config, device)
 
 
 def runs(argv: list[str]) -> int:

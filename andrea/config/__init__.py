@@ -34,6 +34,7 @@ from andrea.config.schema import (
     RunConfig,
     RunsConfig,
     SampleConfig,
+    ServeConfig,
     SourceConfig,
     Text,
     TokenizerConfig,

@@ -29,6 +29,7 @@ from andrea.config.schema import (
     ParallelConfig,
     RunConfig,
     SampleConfig,
+    ServeConfig,
     TrainConfig,
     UserError,
 )
@@ -150,6 +151,7 @@ OTHER_NAMES = {
 COMMANDS = {
     "train": RunConfig,
     "sample": SampleConfig,
+    "serve": ServeConfig,
     "lens": LensConfig,
     "export": ExportConfig,
     "import": ImportConfig,

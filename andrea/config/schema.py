@@ -411,6 +411,29 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """Everything that `serve` needs (configs/serve.yaml)."""
+
+    checkpoint: PathText | None
+    runs_dir: PathText
+    served_name: Text | None
+    host: Text
+    port: Annotated[int, Between(0, 65535)]
+    api_key: Text | None
+    allow_hosts: list[Text]
+    allow_origin: Text | None
+    max_running: Annotated[int, Between(1, 1024)]
+    max_waiting: Annotated[int, Between(1, 65536)]
+    max_tokens: PositiveInteger
+    max_body_bytes: PositiveInteger
+    timeout_s: PositiveNumber
+    device: Device
+    threads: Threads | Auto
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
+    trust: bool = False
+
+
+@dataclass(frozen=True)
 class ConsolidateConfig:
     """Everything that `consolidate` needs (configs/consolidate.yaml)."""
 

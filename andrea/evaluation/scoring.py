@@ -17,6 +17,7 @@ from torch import Tensor
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import UserError
+from andrea.generation.batching import TokenScore, token_score
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
 from andrea.text.tokenizer import Tokenizer
@@ -147,6 +148,20 @@ class Scorer:
             nats += float(scores.cpu().sum(dtype=torch.float64))  # MPS has no fp64
             is_greedy = is_greedy and bool((logits.argmax(-1) == tokens).all())
         return Score(nats, is_greedy)
+
+
+@torch.inference_mode()
+def score_tokens(gpt: GPT, ids: list[int], n_likeliest: int) -> list[TokenScore]:
+    """The score of each of ids[1:], given those before it. ids: from 1 to sequence_length + 1 of them."""
+    if len(ids) == 1:
+        return []
+    device, scores = gpt.embedding.weight.device, []
+    hidden, predicted = gpt(torch.tensor([ids[:-1]], device=device))[0], torch.tensor(ids[1:])
+    most = max(1, LARGEST_LOGITS // gpt.n_vocab)
+    for vectors, tokens in zip(hidden.split(most), predicted.split(most), strict=True):
+        rows = gpt.logits(vectors).float().log_softmax(-1).cpu()  # (k, V)
+        scores += [token_score(row, token, n_likeliest) for row, token in zip(rows, tokens.tolist(), strict=True)]
+    return scores
 
 
 def padded(rows: list[list[int]]) -> Tensor:

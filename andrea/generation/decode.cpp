@@ -1,6 +1,7 @@
 // Decoding on a CPU: the operations of one new token. Each operation reads its weights, or its part of the cache, once.
 //
-// n_row rows of n_in numbers become rows of n_out numbers. Activations are fp32 or bf16; bf16 is the upper half of the bits
+// n_row rows of n_in numbers become rows of n_out numbers. A row is computed the same way, bit for bit, whatever rows are
+// computed with it. Activations are fp32 or bf16; bf16 is the upper half of the bits
 // of an fp32. All sums are fp32 or exact integers. The code is plain C++ with GCC's vector types, which the compiler maps to
 // the processor's vectors. Tests compare these kernels with torch's linear and rms_norm, `Int8Linear.readable` and
 // MultiHeadAttention.forward.
@@ -83,6 +84,40 @@ float sum(Floats v) {
     return total;
 }
 
+constexpr int64_t TILE = 4;  // rows of x that share one load of a weight
+
+// The end of a sum of products: what the loops in `dots` leave, from number k on. Never inlined, because the compiler may
+// change the order of a sum in each copy, and rows in a tile must equal rows by themselves.
+template <typename W>
+__attribute__((noinline)) float finish(Floats* sums, const W* w, const float* x, int64_t k, int64_t n) {
+    for (; k + LANES <= n; k += LANES) sums[0] += vector(w + k) * vector(x + k);
+    for (int64_t i = 1; i < SUMS; ++i) sums[0] += sums[i];
+    float total = sum(sums[0]);
+    for (; k < n; ++k) total += number(w[k]) * x[k];
+    return total;
+}
+
+// R products of w with consecutive rows of x (R, n). As in `dot`, there are independent sums.
+template <int64_t R, typename W>
+void dots(const W* w, const float* x, int64_t n, float* totals) {
+    Floats sums[R][SUMS] = {};
+    int64_t k = 0;
+    for (; k + SUMS * LANES <= n; k += SUMS * LANES)
+#pragma GCC unroll SUMS
+        for (int64_t i = 0; i < SUMS; ++i) {
+            const Floats weights = vector(w + k + i * LANES);
+#pragma GCC unroll TILE
+            for (int64_t r = 0; r < R; ++r) sums[r][i] += weights * vector(x + r * n + k + i * LANES);
+        }
+#pragma GCC unroll TILE
+    for (int64_t r = 0; r < R; ++r) {
+        Floats kept[SUMS];  // a copy, so that the sums of the loop above stay in registers
+#pragma GCC unroll SUMS
+        for (int64_t i = 0; i < SUMS; ++i) kept[i] = sums[r][i];
+        totals[r] = finish(kept, w, x + r * n, k, n);
+    }
+}
+
 // Independent sums, because with a single sum each addition would wait for the addition before it. Only with its loops
 // unrolled does g++ keep them in registers.
 template <typename W>
@@ -115,6 +150,11 @@ float dot(const BF16* w, const BF16* x, int64_t n) {
     float total = vaddvq_f32((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; k < n; ++k) total += number(w[k]) * number(x[k]);
     return total;
+}
+
+template <int64_t R>
+void dots(const BF16* w, const BF16* x, int64_t n, float* totals) {
+    for (int64_t r = 0; r < R; ++r) totals[r] = dot(w, x + r * n, n);
 }
 #else
 constexpr bool HAS_BF16_PRODUCTS = false;
@@ -234,18 +274,40 @@ Rows<T> rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row) {
     return rows;
 }
 
-// Entry n of row m of the product.
-template <typename T>
-float product(const Matrix<T>& matrix, const Rows<T>& rows, int64_t m, int64_t n) {
+// Entry n of rows m .. m + R-1 of the product.
+template <int64_t R, typename T>
+void products(const Matrix<T>& matrix, const Rows<T>& rows, int64_t m, int64_t n, float* values) {
     const int64_t n_in = matrix.n_in;
-    float value;
-    if (!matrix.scale) value = dot(static_cast<const T*>(matrix.weight) + n * n_in, rows.numbers.data() + m * n_in, n_in);
+    if (!matrix.scale) dots<R>(static_cast<const T*>(matrix.weight) + n * n_in, rows.numbers.data() + m * n_in, n_in, values);
     else {
         const int8_t* w = static_cast<const int8_t*>(matrix.weight) + n * n_in;
-        const int64_t total = integer_dot(w, rows.integers[m], n_in, matrix.sums[n]);
-        value = float(total) * matrix.scale[n] * rows.integers[m].step;
+        for (int64_t r = 0; r < R; ++r) {
+            const int64_t total = integer_dot(w, rows.integers[m + r], n_in, matrix.sums[n]);
+            values[r] = float(total) * matrix.scale[n] * rows.integers[m + r].step;
+        }
     }
-    return matrix.bias ? value + number(matrix.bias[n]) : value;
+    if (matrix.bias)
+        for (int64_t r = 0; r < R; ++r) values[r] += number(matrix.bias[n]);
+}
+
+template <typename T>
+void products(const Matrix<T>& matrix, const Rows<T>& rows, int64_t m, int64_t n_row, int64_t n, float* values) {
+    if (n_row == TILE) products<TILE>(matrix, rows, m, n, values);
+    else
+        for (int64_t r = 0; r < n_row; ++r) products<1>(matrix, rows, m + r, n, values + r);
+}
+
+constexpr int64_t OUTPUTS = 16;  // whose weights stay in a core's cache while one tile of rows after another reads them
+
+// Calls work(m, n_row, n) for every output n and tile of rows m .. m + n_row-1. Each thread of the team takes its share of the
+// outputs and then waits for the others.
+template <typename Work>
+void by_tiles(int64_t n_row, int64_t n_out, const Work& work) {
+    const int64_t block = n_row > TILE ? OUTPUTS : 1;
+#pragma omp for schedule(static)
+    for (int64_t start = 0; start < n_out; start += block)
+        for (int64_t m = 0; m < n_row; m += TILE)
+            for (int64_t n = start; n < std::min(n_out, start + block); ++n) work(m, std::min(TILE, n_row - m), n);
 }
 
 // The product of x (n_row, n_in) and the weight is written to y (n_row, n_out), or added to y with `added`. Each thread of
@@ -253,13 +315,14 @@ float product(const Matrix<T>& matrix, const Rows<T>& rows, int64_t m, int64_t n
 template <typename T>
 void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, bool added = false) {
     const Rows<T> rows = rows_for(matrix, x, n_row);
-#pragma omp for schedule(static)
-    for (int64_t n = 0; n < matrix.n_out; ++n)
-        for (int64_t m = 0; m < n_row; ++m) {
-            T* place = y + m * matrix.n_out + n;
-            float value = product(matrix, rows, m, n);
-            store(place, added ? number(*place) + rounded<T>(value) : value);
+    by_tiles(n_row, matrix.n_out, [&](int64_t m, int64_t n_tile, int64_t n) {
+        float values[TILE];
+        products(matrix, rows, m, n_tile, n, values);
+        for (int64_t r = 0; r < n_tile; ++r) {
+            T* place = y + (m + r) * matrix.n_out + n;
+            store(place, added ? number(*place) + rounded<T>(values[r]) : values[r]);
         }
+    });
 }
 
 template <typename T>
@@ -301,19 +364,22 @@ struct Scoring {
     const float *query_norm, *key_norm;
 };
 
-// Attention of one new token for each of B texts of equal length: qkv (B, (H + 2G) D) -> out (B, H D). The first `length`
-// tokens of the cache (B, G, capacity, D) are filled; the new key and value are appended.
+// Attention of one new token for each of B texts: qkv (B, (H + 2G) D) -> out (B, H D). Text b has lengths[b] tokens so far;
+// they fill the first places of its cache, keys[b] and values[b] (G, capacity, D). The new key and value are appended.
+// turns (capacity, 2, D): the angles of each position, or null.
 template <typename T>
 void attend_by_team(
-    const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,
-    int64_t d, int64_t capacity, int64_t length, float epsilon, float scale, const Scoring& scoring) {
+    const T* qkv, T* const* keys, T* const* values, const float* turns, T* out, int64_t n_batch, int64_t n_head,
+    int64_t n_kv_head, int64_t d, int64_t capacity, const int64_t* lengths, float epsilon, float scale,
+    const Scoring& scoring) {
     const int64_t shared = n_head / n_kv_head, width = (n_head + 2 * n_kv_head) * d;
-    const int64_t first = scoring.window ? std::max<int64_t>(0, length + 1 - scoring.window) : 0;  // visible key
 #pragma omp for schedule(static)
     for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
-        const int64_t b = each / n_kv_head, g = each % n_kv_head;
+        const int64_t b = each / n_kv_head, g = each % n_kv_head, length = lengths[b];
+        const int64_t first = scoring.window ? std::max<int64_t>(0, length + 1 - scoring.window) : 0;  // visible key
+        const float* turn = turns ? turns + length * 2 * d : nullptr;
         const T* new_key = qkv + b * width + (n_head + g) * d;
-        T *key = keys + each * capacity * d, *value = values + each * capacity * d;
+        T *key = keys[b] + g * capacity * d, *value = values[b] + g * capacity * d;
         const std::vector<float> own = placed(new_key, d, epsilon, scoring.key_norm, 1, turn);
         for (int64_t k = 0; k < d; ++k) store(key + length * d + k, own[k]);
         std::memcpy(value + length * d, new_key + n_kv_head * d, d * sizeof(T));
@@ -340,8 +406,9 @@ void attend_by_team(
 enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in packing.py
 
 struct Shape {
-    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, length, activation, value_residual, n_mixed,
+    int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, activation, value_residual, n_mixed,
         parallel_residual;
+    const int64_t* lengths;  // (n_row): tokens of each text so far
     float norm_epsilon, qk_epsilon, scale;
 };
 
@@ -356,7 +423,7 @@ struct Layer {
     float first_share;         // with value_residual: the share of the first layer's values in this layer's values
     Scoring scoring;
     const float* taps;         // (H + 2G, D, n_mixed), with a convolution
-    T* projected;              // (n_row, H + 2G, capacity, D): queries, keys and values before the convolution
+    T* const* projected;       // of each text (H + 2G, capacity, D): queries, keys and values before the convolution
 };
 
 // Exclusive attention: in each row of `retrieved` (n_row, H D), the vector z of head h loses share[h] of its component along
@@ -380,13 +447,15 @@ template <typename T>
 void gate_heads_by_team(const Matrix<T>& gate, const T* x, T* retrieved, int64_t n_row, int64_t d_attended) {
     const Rows<T> rows = rows_for(gate, x, n_row);
     const int64_t n_channel = d_attended / gate.n_out;
-#pragma omp for schedule(static)
-    for (int64_t n = 0; n < gate.n_out; ++n)
-        for (int64_t m = 0; m < n_row; ++m) {
-            const float logit = rounded<T>(product(gate, rows, m, n)), open = 2 * rounded<T>(1 / (1 + std::exp(-logit)));
-            T* z = retrieved + m * d_attended + n * n_channel;
+    by_tiles(n_row, gate.n_out, [&](int64_t m, int64_t n_tile, int64_t n) {
+        float logits[TILE];
+        products(gate, rows, m, n_tile, n, logits);
+        for (int64_t r = 0; r < n_tile; ++r) {
+            const float logit = rounded<T>(logits[r]), open = 2 * rounded<T>(1 / (1 + std::exp(-logit)));
+            T* z = retrieved + (m + r) * d_attended + n * n_channel;
             for (int64_t k = 0; k < n_channel; ++k) store(z + k, number(z[k]) * open);
         }
+    });
 }
 
 // Value residuals. In qkv (n_row, (H + 2G) D) the values come after the queries and keys. The first layer's values are copied
@@ -418,15 +487,16 @@ void add_to_values_by_team(T* qkv, const T* added, const Shape& shape) {
         }
 }
 
-// The convolution over tokens (attention/multihead.py) of qkv (n_row, (H + 2G) D), which is also kept in `projected`
-// (n_row, H + 2G, capacity, D) at `length`, where the earlier tokens are.
+// The convolution over tokens (attention/multihead.py) of qkv (n_row, (H + 2G) D). Row b of qkv is also kept in projected[b]
+// (H + 2G, capacity, D), after the lengths[b] earlier tokens.
 template <typename T>
 void convolve_by_team(
-    T* qkv, T* projected, const float* taps, int64_t n_row, int64_t n_heads, int64_t d, int64_t capacity, int64_t length,
-    int64_t n_mixed) {
+    T* qkv, T* const* projected, const float* taps, int64_t n_row, int64_t n_heads, int64_t d, int64_t capacity,
+    const int64_t* lengths, int64_t n_mixed) {
 #pragma omp for schedule(static)
     for (int64_t each = 0; each < n_row * n_heads; ++each) {
-        T *x = qkv + each * d, *kept = projected + (each * capacity + length) * d;
+        const int64_t length = lengths[each / n_heads];
+        T *x = qkv + each * d, *kept = projected[each / n_heads] + (each % n_heads * capacity + length) * d;
         const float* weights = taps + each % n_heads * d * n_mixed;
         std::memcpy(kept, x, d * sizeof(T));
         for (int64_t k = 0; k < d; ++k) {
@@ -448,13 +518,13 @@ float activated(int64_t activation, float up, float gate) {
     return 0.5f * up * (1 + std::tanh(0.7978845608f * (up + 0.044715f * up * up * up)));
 }
 
-// All blocks and the final norm for one new token of each of n_row texts of equal length: x (n_row, d_model) -> y. x is
-// overwritten. added (n_layer, n_row, G D): what value embeddings add to the values, or null. Results are rounded to T at the
+// All blocks and the final norm for one new token of each of n_row texts: x (n_row, d_model) -> y. x is overwritten. keys,
+// values: of layer l and text b at l * n_row + b, as in attend_by_team. added (n_layer, n_row, G D): what value embeddings add to the values, or null. Results are rounded to T at the
 // points where the blocks of model/gpt.py round. One team of threads computes everything: with int8 weights, starting a team
 // for each operation from Python took a third of the time of a token.
 template <typename T>
 void decode(
-    const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn, const T* added,
+    const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turns, const T* added,
     T* x, T* y, const Shape& shape) {
     const int64_t n_row = shape.n_row, d_model = shape.d_model, d_attended = shape.n_head * shape.d_head;
     std::vector<T> qkv(n_row * (d_attended + 2 * shape.n_kv_head * shape.d_head)), retrieved(n_row * d_attended);
@@ -472,22 +542,24 @@ void decode(
             if (shape.n_mixed)
                 convolve_by_team(
                     qkv.data(), layer.projected, layer.taps, n_row, shape.n_head + 2 * shape.n_kv_head, shape.d_head,
-                    shape.capacity, shape.length, shape.n_mixed);
+                    shape.capacity, shape.lengths, shape.n_mixed);
             attend_by_team(
-                qkv.data(), keys[l], values[l], turn, retrieved.data(), n_row, shape.n_head, shape.n_kv_head, shape.d_head,
-                shape.capacity, shape.length, shape.qk_epsilon, shape.scale, layer.scoring);
+                qkv.data(), keys + l * n_row, values + l * n_row, turns, retrieved.data(), n_row, shape.n_head,
+                shape.n_kv_head, shape.d_head, shape.capacity, shape.lengths, shape.qk_epsilon, shape.scale, layer.scoring);
             if (layer.own_share) exclude_by_team(qkv.data(), layer.own_share, retrieved.data(), shape);
             if (layer.head_gate.weight) gate_heads_by_team(layer.head_gate, normed.data(), retrieved.data(), n_row, d_attended);
             linear_by_team(layer.output, retrieved.data(), x, n_row, true);
             if (!shape.parallel_residual) rms_norm(x, layer.mlp_norm, mlp_normed.data(), n_row, d_model, shape.norm_epsilon);
             const Rows<T> rows = rows_for(layer.up, mlp_normed.data(), n_row);
-#pragma omp for schedule(static)
-            for (int64_t n = 0; n < shape.d_mlp; ++n)
-                for (int64_t m = 0; m < n_row; ++m) {
-                    float gate = shape.activation == SWIGLU ? rounded<T>(product(layer.gate, rows, m, n)) : 0;
-                    float up = rounded<T>(product(layer.up, rows, m, n));
-                    store(wide.data() + m * shape.d_mlp + n, activated<T>(shape.activation, up, gate));
+            by_tiles(n_row, shape.d_mlp, [&](int64_t m, int64_t n_tile, int64_t n) {
+                float gates[TILE] = {}, ups[TILE];
+                if (shape.activation == SWIGLU) products(layer.gate, rows, m, n_tile, n, gates);
+                products(layer.up, rows, m, n_tile, n, ups);
+                for (int64_t r = 0; r < n_tile; ++r) {
+                    const float value = activated<T>(shape.activation, rounded<T>(ups[r]), rounded<T>(gates[r]));
+                    store(wide.data() + (m + r) * shape.d_mlp + n, value);
                 }
+            });
             linear_by_team(layer.down, wide.data(), x, n_row, true);
         }
 #pragma omp single
@@ -495,8 +567,17 @@ void decode(
     }
 }
 
+// The parts of `first`, of n numbers each, that belong to each of n_batch texts.
+template <typename T>
+std::vector<T*> parts(T* first, int64_t n_batch, int64_t n) {
+    std::vector<T*> each;
+    for (int64_t b = 0; b < n_batch; ++b) each.push_back(first + b * n);
+    return each;
+}
+
 }  // namespace
 
+// The functions that Python calls. In attend and convolve, all texts have the same length.
 #define FOR_TYPE(T, NAME)                                                                                                  \
     extern "C" void linear_##NAME(const Matrix<T>* matrix, const T* x, T* y, int64_t n_row) {                              \
         linear(*matrix, x, y, n_row);                                                                                      \
@@ -505,21 +586,28 @@ void decode(
         rms_norm(x, weight, y, n_row, n, epsilon);                                                                         \
     }                                                                                                                      \
     extern "C" void attend_##NAME(                                                                                         \
-        const T* qkv, T* keys, T* values, const float* turn, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,   \
-        int64_t d, int64_t capacity, int64_t length, float epsilon, float scale, const Scoring* scoring) {                   \
+        const T* qkv, T* keys, T* values, const float* turns, T* out, int64_t n_batch, int64_t n_head, int64_t n_kv_head,  \
+        int64_t d, int64_t capacity, int64_t length, float epsilon, float scale, const Scoring* scoring) {                 \
+        const std::vector<T*> each_keys = parts(keys, n_batch, n_kv_head * capacity * d);                                  \
+        const std::vector<T*> each_values = parts(values, n_batch, n_kv_head * capacity * d);                              \
+        const std::vector<int64_t> lengths(n_batch, length);                                                               \
         _Pragma("omp parallel")                                                                                            \
         attend_by_team(                                                                                                    \
-            qkv, keys, values, turn, out, n_batch, n_head, n_kv_head, d, capacity, length, epsilon, scale, *scoring);        \
+            qkv, each_keys.data(), each_values.data(), turns, out, n_batch, n_head, n_kv_head, d, capacity, lengths.data(),\
+            epsilon, scale, *scoring);                                                                                     \
     }                                                                                                                      \
     extern "C" void convolve_##NAME(                                                                                       \
         T* qkv, T* projected, const float* taps, int64_t n_row, int64_t n_heads, int64_t d, int64_t capacity,              \
         int64_t length, int64_t n_mixed) {                                                                                 \
-        _Pragma("omp parallel") convolve_by_team(qkv, projected, taps, n_row, n_heads, d, capacity, length, n_mixed);      \
+        const std::vector<T*> each = parts(projected, n_row, n_heads * capacity * d);                                      \
+        const std::vector<int64_t> lengths(n_row, length);                                                                 \
+        _Pragma("omp parallel")                                                                                            \
+        convolve_by_team(qkv, each.data(), taps, n_row, n_heads, d, capacity, lengths.data(), n_mixed);                    \
     }                                                                                                                      \
     extern "C" void decode_##NAME(                                                                                         \
-        const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turn,              \
+        const Layer<T>* layers, const float* final_norm, T* const* keys, T* const* values, const float* turns,             \
         const T* added, T* x, T* y, const Shape* shape) {                                                                  \
-        decode(layers, final_norm, keys, values, turn, added, x, y, *shape);                                               \
+        decode(layers, final_norm, keys, values, turns, added, x, y, *shape);                                              \
     }
 
 FOR_TYPE(float, fp32)

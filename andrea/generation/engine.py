@@ -488,6 +488,11 @@ class Window:
         self.read = [read + len(row) for read, row in zip(self.read, new, strict=True)]
         return logits, lookaheads
 
+    def continues(self, text: list[int]) -> bool:
+        """Whether one token of the window's only text is unread, and the window does not slide for it."""
+        stays = window_start(len(text), self.model.config.sequence_length) == self.starts[0]
+        return stays and self.read[0] == len(text) - 1 > self.starts[0]
+
     def slide(self, texts: list[list[int]]) -> None:
         """Move the start of each text's window if necessary, and discard rejected lookahead tokens from the cache."""
         for index, text in enumerate(texts):

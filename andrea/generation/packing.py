@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,8 @@ class Matrix(ctypes.Structure):
 
 class Shape(ctypes.Structure):
     _fields_ = [(name, COUNT) for name in ("n_layer", "n_row", "d_model", "d_mlp", "n_head", "n_kv_head", "d_head")]
-    _fields_ += [
-        (name, COUNT) for name in ("capacity", "length", "activation", "value_residual", "n_mixed", "parallel_residual")
-    ]
+    _fields_ += [(name, COUNT) for name in ("capacity", "activation", "value_residual", "n_mixed", "parallel_residual")]
+    _fields_ += [("lengths", POINTER)]
     _fields_ += [(name, NUMBER) for name in ("norm_epsilon", "qk_epsilon", "scale")]
 
 
@@ -142,13 +142,17 @@ class NativeLinear(nn.Module):
         self.matrix = self.descriptor()
 
     def forward(self, x: Tensor) -> Tensor:
-        n_out, n_in = self.weight.shape
+        n_in = self.weight.shape[1]
         assert x.shape[-1] == n_in and x.dtype == self.weight.dtype, (x.shape, x.dtype, self.weight.shape)
         n_row = x.numel() // n_in
         if n_row > FEW_ROWS:
             return self.readable(x)
-        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
-        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
+        return self.by_kernel(x)
+
+    def by_kernel(self, x: Tensor) -> Tensor:
+        """`forward` with our kernel for any number of rows. It computes a row the same way whatever the other rows are."""
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], len(self.weight))
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), x.numel() // x.shape[-1])
         return y
 
     def readable(self, x: Tensor) -> Tensor:
@@ -198,15 +202,19 @@ class Int8Linear(nn.Module):
         self.matrix = self.descriptor()
 
     def forward(self, x: Tensor) -> Tensor:
-        n_out, n_in = self.weight.shape
+        n_in = self.weight.shape[1]
         assert x.shape[-1] == n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.weight.shape)
         n_row = x.numel() // n_in
         if n_row > FEW_ROWS:
             return self.readable(x)
         if self.kernel is None:
             return self.written_out(x) if torch.compiler.is_compiling() else self.readable(x)
-        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], n_out)
-        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), n_row)
+        return self.by_kernel(x)
+
+    def by_kernel(self, x: Tensor) -> Tensor:
+        """`forward` with our kernel for any number of rows. It computes a row the same way whatever the other rows are."""
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], len(self.weight))
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), x.numel() // x.shape[-1])
         return y
 
     def descriptor(self) -> Matrix:
@@ -345,8 +353,7 @@ class NativeAttention(nn.Module):
             n_heads, n_mixed = self.taps.shape[0], self.taps.shape[2]
             rows = address(three), address(cache.projected), address(self.taps)
             self.convolve(*rows, n_batch, n_heads, d_head, capacity, cache.length, n_mixed)
-        position = None if self.rotary_table is None else address(self.rotary_table[cache.length])
-        tensors = address(three), address(cache.keys), address(cache.values), position, address(retrieved)
+        tensors = (address(each) for each in (three, cache.keys, cache.values, self.rotary_table, retrieved))
         shape = n_batch, self.n_head, self.n_kv_head, d_head, capacity, cache.length
         self.kernel(*tensors, *shape, self.epsilon, self.scale, self.scoring)
         own_value = three[..., -self.n_kv_head * d_head :]
@@ -359,8 +366,8 @@ class NativeAttention(nn.Module):
 class NativeBlocks:
     """All blocks and the final norm in one call of our kernel, for one new token per text.
 
-    The texts must have equal length, and at most FEW_ROWS texts are possible. The blocks of the packed model, called
-    one after another, give the same result. They are the readable form of this kernel, which reads their weights.
+    The blocks of the packed model, called one after another, give the same result for texts of equal length. They are the
+    readable form of this kernel, which reads their weights. A text's result does not depend on the other texts.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -383,6 +390,7 @@ class NativeBlocks:
             qk_epsilon=first.epsilon,
             scale=first.scale,
         )
+        self.addresses: weakref.WeakKeyDictionary[KeyValueCache, list[list[int]]] = weakref.WeakKeyDictionary()
         self.layers = (Layer * len(model.blocks))()
         for layer, block in zip(self.layers, model.blocks, strict=True):
             layer.attention_norm, layer.mlp_norm = block.attention_norm.weight_address, block.mlp_norm.weight_address
@@ -416,27 +424,49 @@ class NativeBlocks:
         one_each = tokens.shape[1] == 1 and len(tokens) <= FEW_ROWS
         return one_each and cache is not None and isinstance(cache.length, int)
 
-    def __call__(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
-        """tokens (B, 1) -> hidden (B, 1, d_model). The tokens' keys and values are appended to the cache."""
-        x = self.model.embed(tokens, cache).contiguous()
-        source, added = self.model.value_source(tokens, x), None
-        if source is not None:  # (L, B, 1, G D): what value embeddings add to the values of each layer
+    def __call__(self, tokens: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
+        """tokens (B, 1) -> hidden (B, 1, d_model). The tokens' keys and values are appended to the caches.
+
+        caches: of the B texts, in their order; a cache may hold several texts of equal length.
+        """
+        sizes = [len(cache.keys[0]) for cache in caches]
+        embedded = [self.model.embed(part, cache) for part, cache in zip(tokens.split(sizes), caches, strict=True)]
+        x = torch.cat(embedded) if len(embedded) > 1 else embedded[0].contiguous()
+        added = None
+        if self.model.config.value_embedding is not None:
+            # (L, B, 1, G D): what value embeddings add to the values of each layer; by text, so that no text affects another
             embeddings = [block.attention.attention.value_embedding for block in self.model.blocks]
-            added = torch.stack([each(source, x.dtype) for each in embeddings])
-        hidden, kept = torch.empty_like(x), cache.keys[0]
-        capacity = cache.capacity
-        assert cache.length < capacity, f"{cache.length + 1} tokens do not fit a cache with a capacity of {capacity}"
-        assert kept.dtype == x.dtype and len(kept) == len(x), (kept.dtype, x.dtype, kept.shape, x.shape)
-        assert all(each.is_contiguous() for each in (*cache.keys, *cache.values, *cache.projected))
-        for layer, projected in zip(self.layers, cache.projected, strict=False):  # none without a convolution
-            layer.projected = projected.data_ptr()
-        shape = self.shape(n_row=len(x), capacity=capacity, length=cache.length)
-        keys, values = (addresses(each) for each in (cache.keys, cache.values))
-        position = None if self.rotary_table is None else self.rotary_table[cache.length].data_ptr()
-        rows = position, address(added), x.data_ptr(), hidden.data_ptr()
+            sources = [self.model.value_source(*each) for each in zip(tokens.split(1), x.split(1), strict=True)]
+            rows = [torch.stack([each(source, x.dtype) for each in embeddings]) for source in sources]
+            added = torch.cat(rows, dim=1)
+        hidden, capacity, length = torch.empty_like(x), caches[0].capacity, max(cache.length for cache in caches)
+        assert length < capacity, f"{length + 1} tokens do not fit a cache with a capacity of {capacity}"
+        assert all((cache.keys[0].dtype, cache.capacity) == (x.dtype, capacity) for cache in caches), x.dtype
+        lengths = [cache.length for cache, size in zip(caches, sizes, strict=True) for _ in range(size)]
+        lengths = (ctypes.c_int64 * len(x))(*lengths)
+        keys, values, projected = self.places(caches)
+        for index, layer in enumerate(self.layers):  # `projected` is empty without a convolution
+            layer.projected = ctypes.addressof(projected) + index * len(x) * ctypes.sizeof(POINTER)
+        shape = self.shape(n_row=len(x), capacity=capacity, lengths=ctypes.addressof(lengths))
+        rows = address(self.rotary_table), address(added), x.data_ptr(), hidden.data_ptr()
         self.kernel(self.layers, self.final_norm, keys, values, *rows, shape)
-        cache.advance(1)
+        for cache in caches:
+            cache.advance(1)
         return hidden
+
+    def places(self, caches: Sequence[KeyValueCache]) -> list[ctypes.Array]:
+        """The addresses of keys, values and convolution's rows: of text b in layer l at l * B + b."""
+        for cache in caches:
+            if cache not in self.addresses:
+                kinds = cache.keys, cache.values, cache.projected
+                assert all(each.is_contiguous() for kind in kinds for each in kind)
+                self.addresses[cache] = [[addresses_of_texts(each) for each in kind] for kind in kinds]
+        found = [self.addresses[cache] for cache in caches]
+        flat = [
+            [place for of_layer in zip(*kind, strict=True) for of_cache in of_layer for place in of_cache]
+            for kind in zip(*found, strict=True)
+        ]
+        return [(ctypes.c_void_p * len(each))(*each) for each in flat]
 
 
 def activation_of(mlp: nn.Module) -> str | None:
@@ -447,8 +477,9 @@ def activation_of(mlp: nn.Module) -> str | None:
     return names.get(getattr(mlp, "activation", None))
 
 
-def addresses(tensors: list[Tensor]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
+def addresses_of_texts(kept: Tensor) -> list[int]:
+    """The address of each text's part of `kept` (B, …)."""
+    return [kept.data_ptr() + text * kept.stride(0) * kept.element_size() for text in range(len(kept))]
 
 
 class PackedGPT:
@@ -477,8 +508,24 @@ class PackedGPT:
 
     def __call__(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         if self.blocks is not None and self.blocks.fits(tokens, cache):
-            return self.blocks(tokens, cache)
+            return self.blocks(tokens, [cache])
         return self.model(tokens, cache)
+
+    @property
+    def writes_texts_together(self) -> bool:
+        """Whether `next_logits` can be called: whether our kernels compute everything."""
+        return self.blocks is not None and getattr(self.head, "kernel", None) is not None
+
+    def next_logits(self, tokens: Tensor, caches: Sequence[KeyValueCache]) -> list[Tensor]:
+        """The logits (1, V) after one new token (B, 1) of each text, which has a cache by itself and any length.
+
+        They are, bit for bit, those of each text alone.
+        """
+        scores = self.head.by_kernel(self.blocks(tokens, caches)[:, 0]).split(1)
+        cap = (
+            self.config.logit_softcap
+        )  # each row by itself: torch computes the last numbers of a tensor in another way
+        return list(scores) if cap is None else [softcap(each, cap) for each in scores]
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)

@@ -133,12 +133,13 @@ template <typename T, typename Decode, typename Attend, typename Norm>
 void check_blocks(int64_t n_row, int64_t d, int64_t n_kv_head, int64_t length, Decode decode, Attend attend, Norm rms_norm) {
     const int64_t n_head = 2 * n_kv_head, capacity = length + 3, wide = (n_head + 2 * n_kv_head) * d, n_mlp = 37;
     const int64_t n = n_head * d;  // d_model
-    const auto turn = draw<float>(2 * d), first = draw<float>(n), second = draw<float>(n), last = draw<float>(n);
+    const auto turns = draw<float>(capacity * 2 * d), first = draw<float>(n), second = draw<float>(n), last = draw<float>(n);
     const auto project = draw<T>(wide * n, 0.1f), output = draw<T>(n * n, 0.1f), up = draw<T>(n_mlp * n, 0.1f);
     const auto down = draw<T>(n * n_mlp, 0.1f), x = draw<T>(n_row * n), qkv = draw<T>(n_row * wide);
     auto keys = draw<T>(n_row * n_kv_head * capacity * d), values = draw<T>(keys.size());
     const Doubles old_keys = exact(keys), old_values = exact(values);
     const float scale = 1 / std::sqrt(float(d));
+    const std::vector<float> turn(&turns[length * 2 * d], &turns[(length + 1) * 2 * d]);
     const auto attended = [&](const Doubles& rows) {
         return attend_twin(rows, old_keys, old_values, turn, n_row, n_head, n_kv_head, d, capacity, length, scale);
     };
@@ -147,7 +148,7 @@ void check_blocks(int64_t n_row, int64_t d, int64_t n_kv_head, int64_t length, D
     judge("norm", y, norm_twin(exact(x).data(), first, n_row, n));
     const Scoring scoring{};
     attend(
-        qkv.data(), keys.data(), values.data(), turn.data(), y.data(), n_row, n_head, n_kv_head, d, capacity, length, EPSILON,
+        qkv.data(), keys.data(), values.data(), turns.data(), y.data(), n_row, n_head, n_kv_head, d, capacity, length, EPSILON,
         scale, &scoring);
     judge("attention", y, attended(exact(qkv)), 4);
 
@@ -157,11 +158,15 @@ void check_blocks(int64_t n_row, int64_t d, int64_t n_kv_head, int64_t length, D
     layer.up = matrix_of(up, n, n_mlp), layer.down = matrix_of(down, n_mlp, n);
     Shape shape{};
     shape.n_layer = 1, shape.n_row = n_row, shape.d_model = n, shape.d_mlp = n_mlp, shape.n_head = n_head;
-    shape.n_kv_head = n_kv_head, shape.d_head = d, shape.capacity = capacity, shape.length = length;
+    shape.n_kv_head = n_kv_head, shape.d_head = d, shape.capacity = capacity;
+    const std::vector<int64_t> lengths(n_row, length);
+    shape.lengths = lengths.data();
     shape.activation = RELU2, shape.norm_epsilon = shape.qk_epsilon = EPSILON, shape.scale = scale;
-    T *key = keys.data(), *value = values.data();
+    const auto each_keys = parts(keys.data(), n_row, n_kv_head * capacity * d);
+    const auto each_values = parts(values.data(), n_row, n_kv_head * capacity * d);
     auto input = x;
-    decode(&layer, last.data(), &key, &value, turn.data(), (const T*)nullptr, input.data(), y.data(), &shape);
+    decode(
+        &layer, last.data(), each_keys.data(), each_values.data(), turns.data(), (const T*)nullptr, input.data(), y.data(), &shape);
     Doubles twin = exact(x);
     const auto add = [&](const Doubles& more) {
         for (size_t k = 0; k < twin.size(); ++k) twin[k] += more[k];

@@ -1,0 +1,147 @@
+"""Continuous batching: texts of several requests are written in one batch, which they join and leave at any step.
+
+A text is the same, bit for bit, as `Engine.stream` writes alone with the same seed, whatever the other texts are. A prompt is
+read alone. Our CPU kernels then decode one token of every text in one pass, in which no row depends on the other rows.
+Where these kernels do not serve (another device, no compiler), torch's products round a row differently in each size of
+batch, so every text is decoded alone.
+
+V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from andrea.generation.engine import Engine, GeneratedToken, GraphedStep, GrowingText, Request, Window, padded_history
+from andrea.generation.packing import PackedGPT
+from andrea.generation.sampling import choose_tokens
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """nats: the log-probability of a token, before sampling rules. likeliest: the likeliest tokens with theirs."""
+
+    nats: float
+    likeliest: list[tuple[int, float]]
+
+
+def token_score(log_probabilities: Tensor, token: int, n_likeliest: int) -> TokenScore:
+    """The score of a token by the model's log-probabilities (V,)."""
+    top = log_probabilities.topk(min(n_likeliest, len(log_probabilities)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return TokenScore(float(log_probabilities[token]), list(pairs))
+
+
+class BatchedText(GrowingText):
+    """A text of a batch. n_likeliest: the number of likeliest tokens in each token's score; None: no scores."""
+
+    def __init__(self, engine: Engine, prompt: list[int], request: Request, n_likeliest: int | None = None) -> None:
+        assert request.num_samples == 1 and request.lookahead == 0, request
+        super().__init__(0, *engine.healing.heal(prompt), engine.tokenizer, request)
+        self.sampling, self.n_likeliest = request.sampling, n_likeliest
+        self.window: Window | None = None  # while the text is in the batch
+
+
+@dataclass(frozen=True)
+class BatchStep:
+    """A token that a step of the batch added to a text. error: why the text cannot go on; it then has no token."""
+
+    text: BatchedText
+    token: GeneratedToken | None
+    score: TokenScore | None = None
+    error: str | None = None
+
+
+class Batch:
+    """The texts that are being written, at most n_text of them. The memory for their keys and values is taken at once."""
+
+    def __init__(self, engine: Engine, n_text: int) -> None:
+        self.engine = engine
+        self.is_joint = isinstance(engine.model, PackedGPT) and engine.model.writes_texts_together
+        step = (
+            engine.step.step if isinstance(engine.step, GraphedStep) else engine.step
+        )  # a graph serves one cache only
+        self.idle = [Window(engine.model, step, 1, engine.fixed_shapes, ragged=False) for _ in range(n_text)]
+        self.texts: list[BatchedText] = []  # those that wait longest for a token come first
+
+    @property
+    def n_cache_bytes(self) -> int:
+        """The memory of the keys and values of all texts."""
+        windows = [*self.idle, *(text.window for text in self.texts)]
+        caches = [window.cache for window in windows]
+        kept = [each for cache in caches for each in (*cache.keys, *cache.values, *cache.projected)]
+        return sum(each.nbytes for each in kept)
+
+    def join(self, text: BatchedText) -> None:
+        """Add a text. Call this only if `idle` is not empty."""
+        text.window = self.idle.pop()
+        text.window.restart()
+        self.texts.append(text)
+
+    def leave(self, text: BatchedText) -> None:
+        """Remove a text, if it is still in the batch."""
+        if text.window is not None:
+            self.texts.remove(text)
+            self.idle.append(text.window)
+            text.window = None
+
+    def step(self) -> list[BatchStep]:
+        """Add one token to the texts of the batch. Those that end leave it.
+
+        Of the texts whose window must be read, because they are new or their window slides, one is read. The others wait,
+        so that one step never takes much longer than reading one window.
+        """
+        decoding = [text for text in self.texts if text.window.continues(text.tokens)]
+        reading = [text for text in self.texts if not text.window.continues(text.tokens)][:1]
+        rows = self.decode(decoding) if self.is_joint and decoding else [self.read(text) for text in decoding]
+        for text in reading:
+            rows.append(self.read(text))
+            self.texts.remove(text)
+            self.texts.append(text)
+        return self.add_tokens(decoding + reading, rows)
+
+    def read(self, text: BatchedText) -> Tensor:
+        """The logits (1, V) after a text, computed as `Engine.stream` computes them."""
+        return text.window.next_logits([text.tokens])[0][:, 0]
+
+    @torch.inference_mode()
+    def decode(self, texts: list[BatchedText]) -> list[Tensor]:
+        """The logits (1, V) after each text, of which one token has not been read."""
+        tokens = torch.tensor([text.tokens[-1:] for text in texts])
+        rows = self.engine.model.next_logits(tokens, [text.window.cache for text in texts])
+        for text in texts:
+            text.window.read[0] += 1
+        return rows
+
+    @torch.inference_mode()
+    def add_tokens(self, texts: list[BatchedText], rows: list[Tensor]) -> list[BatchStep]:
+        """Choose a token for each text from its logits (1, V). Texts with the same sampling rules are chosen together."""
+        chosen: dict[BatchedText, int] = {}
+        logits = dict(zip(texts, rows, strict=True))
+        for sampling in dict.fromkeys(text.sampling for text in texts):
+            alike = [text for text in texts if text.sampling == sampling]
+            choices = [self.allowed(text, logits[text]) for text in alike]
+            penalised = [text.tokens if sampling.repetition_penalty != 1.0 else text.tokens[:1] for text in alike]
+            history = padded_history(penalised, 0).to(self.engine.device)
+            uniform = torch.stack([torch.rand((), generator=text.generator) for text in alike]).to(self.engine.device)
+            chosen |= zip(alike, choose_tokens(torch.cat(choices), history, sampling, uniform).tolist(), strict=True)
+        return [self.add(text, chosen[text], logits[text][0]) for text in texts]
+
+    def allowed(self, text: BatchedText, logits: Tensor) -> Tensor:
+        return self.engine.healing.allowed(logits) if text.needs_space else logits
+
+    def add(self, text: BatchedText, token: int, logits: Tensor) -> BatchStep:
+        """Add a chosen token to a text. logits (V,): those it was chosen from."""
+        if token >= self.engine.tokenizer.n_vocab:  # `draw` returns V if scores are not finite
+            self.leave(text)
+            return BatchStep(text, None, error="the model's scores of the next token are not finite")
+        score = None
+        if text.n_likeliest is not None:
+            score = token_score(logits.float().log_softmax(-1), token, text.n_likeliest)
+        generated = text.append(token)
+        if text.has_ended:
+            self.leave(text)
+        return BatchStep(text, generated, score)
