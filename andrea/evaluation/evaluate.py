@@ -15,7 +15,7 @@ from andrea.evaluation.scoring import Subject, bits_per_byte, load_subject
 from andrea.runtime.device import choose_threads
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.corpus import held_out_of_run
-from andrea.text.python_chat import write_python_chat
+from andrea.text.python_chat import python_chat_in
 from andrea.text.sources import HELD_OUT_FILE, texts_at
 from andrea.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def task_names(typed: list[str]) -> list[str]:
 def conversations_of(task: str, config: EvaluateConfig) -> Path:
     """The file of conversations of a task. Raises UserError if tasks=chat has no text."""
     if task == "python_chat":
-        return write_python_chat(Path(config.data_dir).expanduser() / "python_chat") / HELD_OUT_FILE
+        return python_chat_in(Path(config.data_dir).expanduser()) / HELD_OUT_FILE
     if config.text is None:
         raise UserError("tasks=chat asks the questions of a file of conversations, and text is not set; set text=FILE")
     return Path(config.text).expanduser()

@@ -12,6 +12,7 @@ from typing import Any
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.serve.errors import RequestError
+from andrea.text.chat import ChatTokenizer, Turn, fitting_prompt
 
 LARGEST_SEED = 2**63 - 1
 MOST_STOPS, LONGEST_STOP = 16, 256  # texts, and characters of each
@@ -254,11 +255,9 @@ def too_long(size: str, n_window: int) -> RequestError:
 def read_messages(value: Any, engine: Engine, n_new: int) -> tuple[Prompt, int]:
     """The prompt of a conversation, and the number of its first turns that do not fit the window."""
     tokenizer, n_window = engine.tokenizer, engine.model.config.sequence_length
-    if not hasattr(tokenizer, "special"):
+    if not isinstance(tokenizer, ChatTokenizer):
         message = "this model has no tokens for a chat; use /v1/completions, or serve a model trained with data=chat"
         raise RequestError(400, message, "messages", "no_chat_model")
-    from andrea.text.chat import Turn, fitting_prompt
-
     if not is_list_of(value, dict):
         raise RequestError(400, "messages must be a list of objects with role and content", "messages")
     turns = []

@@ -35,6 +35,7 @@ from andrea.text.prepare import (
     is_chat,
     prepare,
 )
+from andrea.text.python_chat import python_chat_in
 from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
 from andrea.text.sources import Report, Source
 from andrea.text.tokenizer import Tokenizer, vocabulary_for
@@ -105,9 +106,7 @@ def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, repor
     if config.kind == "pystdlib":
         return Source(name, "pystdlib", path, f"{key}.path")
     if config.kind == "python_chat":
-        from andrea.text.python_chat import write_python_chat
-
-        return Source(name, "chat", write_python_chat(data_dir / "python_chat"), f"{key}.path")
+        return Source(name, "chat", python_chat_in(data_dir), f"{key}.path")
     if config.kind in ("text", "chat"):
         selection = Selection(tuple(config.include), tuple(config.exclude), config.field)
         return Source(name, config.kind, path, f"{key}.path", selection)

@@ -489,6 +489,12 @@ def conversations(seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
     return files
 
 
+def python_chat_in(data_dir: Path) -> Path:
+    """The folder of the two files in data_dir, for this version of Python, whose library it is. They are made if need be."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return write_python_chat(data_dir / f"python_chat-{version}")
+
+
 def write_python_chat(folder: Path) -> Path:
     """Write the two files into `folder`, if they are not there yet, and return it. Raises UserError or StorageFailed."""
     if not all((folder / name).is_file() for name in (TRAIN, HELD_OUT)):

@@ -79,7 +79,7 @@ def test_rates_and_documents_are_chosen_for_tuning(trained: Path, conversations:
     config, base = state["config"], before["config"]
     assert config["attention"]["across_documents"] is False and config["train"]["patience"] == 3
     assert config["optimizer"]["learning_rate"] == 0.004
-    assert config["optimizer"]["matrix_learning_rate"] == pytest.approx(0.1 * 0.02)
+    assert config["optimizer"]["matrix_learning_rate"] == pytest.approx(0.3 * 0.02)
     assert config["model"] == base["model"] and config["tokenizer"]["kind"] == base["tokenizer"]["kind"]
     assert "tokenizer" in said
 
