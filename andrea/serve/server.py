@@ -22,6 +22,7 @@ from andrea.generation.session import check_device_offers, decoding_dtype, descr
 from andrea.runtime.streams import at_words
 from andrea.serve.app import Served, is_loopback, make_app
 from andrea.serve.errors import RequestError, to_json
+from andrea.serve.page import page_routes
 from andrea.serve.worker import Worker
 
 IDLE_SECONDS = 15.0  # a connection may be open without a request, or with a part of its first lines
@@ -65,9 +66,10 @@ class Server(uvicorn.Server):
 
     def __init__(self, served: Served) -> None:
         self.served = served
+        self.all_served = [served] + ([] if served.beside is None else [served.beside])
         super().__init__(
             uvicorn.Config(
-                make_app(served),
+                make_app(served, page_routes(served, load)),
                 http=Connection,
                 ws="none",
                 lifespan="off",
@@ -82,13 +84,15 @@ class Server(uvicorn.Server):
         )
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self.served.worker.start()
+        for each in self.all_served:
+            each.worker.start()
         sweeping = asyncio.create_task(self.sweep())
         try:
             await super().serve(sockets)
         finally:
             sweeping.cancel()
-            self.served.worker.stop()
+            for each in self.all_served:
+                each.worker.stop()
 
     async def sweep(self) -> None:
         while True:
@@ -101,10 +105,14 @@ def serve(config: ServeConfig, device: torch.device) -> int:
     """Serve until Ctrl-C. Raises UserError for wrong input."""
     config = with_key(config)
     served, about = load(config, device)
+    if config.beside is not None:
+        beside, more = load(dataclasses.replace(config, checkpoint=config.beside, served_name=None), device)
+        served, about = dataclasses.replace(served, beside=beside), [*about, *more]
     listening = listen(config.host, config.port)
     print(at_words("\n".join(about)), file=sys.stderr)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    print(f"http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C ends the server)", file=sys.stderr, flush=True)
+    url = f"http://{host}:{listening.getsockname()[1]}"
+    print(f"{url}/v1 for programs, {url} for a browser (Ctrl-C ends the server)", file=sys.stderr, flush=True)
     Server(served).run(sockets=[listening])
     return 0
 
@@ -144,7 +152,7 @@ def load(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
     ]
     name = config.served_name or checkpoint.path.parent.parent.name
     about = {"max_model_len": model.config.sequence_length, "tokenizer": tokenizer.identity, "precision": numbers}
-    return Served(name, Worker(batch, model, config.max_waiting, config.threads), config, about), lines
+    return Served(name, Worker(batch, model, config.max_waiting, config.threads), config, about, checkpoint), lines
 
 
 def listen(host: str, port: int) -> socket.socket:
