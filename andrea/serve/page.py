@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,14 @@ from andrea.insight.lens.trace import ablate_heads, next_log_probabilities, trac
 from andrea.model.gpt import GPT
 from andrea.runtime.files import StorageFailed, is_locked
 from andrea.serve.answers import Names
-from andrea.serve.app import Routes, Served, Stream, read_body, unless_gone
+from andrea.serve.app import Routes, Served, Stream, read_body
 from andrea.serve.errors import RequestError, json_response
 from andrea.serve.requests import Fields, is_list_of, read_json, read_messages, read_prompt
 from andrea.serve.worker import Task, Worker
 from andrea.text.chat import ChatTokenizer
 from andrea.training.records.run_folder import LOCK
 
-N_ALTERNATIVES, N_LENS = 20, 3  # likeliest tokens: of the model, and after each layer
+N_ALTERNATIVES, N_LENS = 10, 3  # likeliest tokens: of the model, and after each layer
 Load = Callable[[ServeConfig, torch.device], tuple[Served, list[str]]]
 
 
@@ -145,7 +145,7 @@ class PageRoutes:
         read_prompt(ids[:-1], self.api.engine), read_prompt(ids[-1:], self.api.engine)  # raise RequestError
         task = Task(token_parts(self.worker.gpt, self.api.names, ids))
         self.worker.submit_task(task)
-        return Stream(results(task), self.served.config.timeout_s, lambda: cancel(task))
+        return Stream(task.results(), self.served.config.timeout_s, task.cancel)
 
     async def body(self, request: Request) -> dict[str, Any]:
         return read_json(await read_body(request, self.served.config.max_body_bytes))
@@ -195,29 +195,10 @@ class PageRoutes:
             raise RequestError(409, f"the checkpoint cannot be loaded: {error}") from None
         task = Task(replace_model(self.worker, fresh.worker))
         self.worker.submit_task(task)
-        try:
-            await unless_gone(request.receive, exhaust(task), self.served.config.timeout_s)
-        finally:
-            cancel(task)
+        async for _ in task.results():
+            pass
         self.checkpoint = fresh.checkpoint
         return json_response({"step": self.checkpoint.step})
-
-
-async def results(task: Task) -> AsyncIterator[dict[str, Any]]:
-    """Raises RequestError."""
-    while (found := await task.events.get()) is not None:
-        if isinstance(found, RequestError):
-            raise found
-        yield found
-
-
-async def exhaust(task: Task) -> None:
-    async for _ in results(task):
-        pass
-
-
-def cancel(task: Task) -> None:
-    task.is_cancelled = True
 
 
 # ------------------------------------------------------------------------------------------------ in the model's thread

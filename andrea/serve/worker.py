@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,22 @@ class JobText:
 
 
 class Task:
-    """Work with the model that writes no text. It is done in parts, one after each step of the batch. The results of its
-    parts come as events; then comes None, or RequestError if the work failed."""
+    """Work with the model that writes no text. It is done in parts, one after each step of the batch; each has a result."""
 
     def __init__(self, parts: Iterator[dict[str, Any]]) -> None:
         self.parts = parts
-        self.events: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()
+        self.events: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()  # None: the end
         self.is_cancelled = False
+
+    async def results(self) -> AsyncIterator[dict[str, Any]]:
+        """Raises RequestError."""
+        while (found := await self.events.get()) is not None:
+            if isinstance(found, RequestError):
+                raise found
+            yield found
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
 
 
 class Worker:

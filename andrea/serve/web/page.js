@@ -11,7 +11,7 @@ function element(name, properties = {}, ...children) {
 }
 
 const percent = (nats) => share(Math.exp(nats));
-const share = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.00095 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
+const share = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.00095 ? `${(100 * p).toFixed(1)} %` : p.toExponential(0).replace("-", "−"));
 const signed = (x) => (x < 0 ? "−" : "+") + Math.abs(x).toFixed(2);
 const count = (n) => (n >= 1e6 ? `${(n / 1e6).toPrecision(3)} M` : n.toLocaleString("en"));
 
@@ -503,9 +503,10 @@ function showHeads(mine) {
     });
     return element("tr", {}, element("th", { scope: "row", textContent: `layer ${layer}` }), ...cells);
   });
-  byId("heads").replaceChildren(element("thead", {}, element("tr", {}, element("td"), ...titles)), element("tbody", {}, ...rows));
+  byId("heads").replaceChildren(element("thead", {}, element("tr", {}, element("th", { scope: "col", textContent: "ln p" }), ...titles)), element("tbody", {}, ...rows));
   if (!isDone) return byId("top-heads").replaceChildren();
-  const top = known.sort((a, b) => Math.abs(b.change) - Math.abs(a.change)).slice(0, 3);
+  const top = known.filter(({ change }) => Math.abs(change) >= 0.01).sort((a, b) => Math.abs(b.change) - Math.abs(a.change)).slice(0, 3);
+  if (!top.length) byId("heads-note").textContent += " Here no single head matters.";
   byId("top-heads").replaceChildren(...top.map(({ layer, head, change }) => {
     const text = `Without head ${layer}.${head} the token has ${percent(mine.nats + change)} instead of ${percent(mine.nats)}.`;
     return element("li", {}, element("button", { type: "button", textContent: text, onclick: () => chooseHead(`${layer}.${head}`) }));
@@ -596,6 +597,8 @@ function showRun() {
     byId("run-figure").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name.replaceAll("_", " ") })));
   }
   drawHeads();
+  byId("run-samples-title").hidden = !run.samples.length;
+  byId("run-heads-part").hidden = !names.length;
   byId("run-samples").replaceChildren(...run.samples.slice(0, 4).map(({ step, prompt, text }) =>
     element("div", {}, element("p", { className: "soft", textContent: `step ${step}` }), element("pre", {}, element("b", { textContent: prompt }), text)),
   ));
@@ -694,7 +697,7 @@ function show(name) {
   mode = name;
   for (const made of document.querySelectorAll("nav button")) made.ariaPressed = String(made.dataset.mode === mode);
   byId("run").hidden = mode !== "run";
-  byId("talk").hidden = mode === "run";
+  byId("talk").hidden = document.querySelector(".shade").hidden = mode === "run";
   byId("system-label").hidden = mode !== "chat";
   byId("input-label").textContent = mode === "chat" ? "Message" : "Beginning of a text";
   byId("input").placeholder = byId("input-label").textContent;
@@ -743,6 +746,7 @@ byId("composer").onsubmit = (event) => (event.preventDefault(), send());
 byId("input").onkeydown = (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) (event.preventDefault(), send());
 };
+byId("fields").onsubmit = (event) => event.preventDefault();
 byId("stop").onclick = stop;
 byId("no-edit").onclick = endEdit;
 byId("new").onclick = () => {
