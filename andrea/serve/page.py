@@ -48,7 +48,7 @@ Load = Callable[[ServeConfig, torch.device], tuple[Served, list[str]]]
 
 
 def page_routes(served: Served, load: Load) -> list[Route]:
-    """load: as `server.load`."""
+    """load: as `server.load_one`."""
     page = make_page()
     routes = [Route("/", page)]
     models = {"": served} | ({} if served.beside is None else {"/beside": served.beside})

@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         self.all_served = [served] + ([] if served.beside is None else [served.beside])
         super().__init__(
             uvicorn.Config(
-                make_app(served, page_routes(served, load)),
+                make_app(served, page_routes(served, load_one)),
                 http=Connection,
                 ws="none",
                 lifespan="off",
@@ -105,9 +105,6 @@ def serve(config: ServeConfig, device: torch.device) -> int:
     """Serve until Ctrl-C. Raises UserError for wrong input."""
     config = with_key(config)
     served, about = load(config, device)
-    if config.beside is not None:
-        beside, more = load(dataclasses.replace(config, checkpoint=config.beside, served_name=None), device)
-        served, about = dataclasses.replace(served, beside=beside), [*about, *more]
     listening = listen(config.host, config.port)
     print(at_words("\n".join(about)), file=sys.stderr)
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -137,7 +134,15 @@ def with_key(config: ServeConfig) -> ServeConfig:
 
 
 def load(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
-    """The served model, and lines that describe it. Raises UserError."""
+    """The served model, with the one beside it, and lines that describe them. Raises UserError."""
+    served, about = load_one(config, device)
+    if config.beside is not None:
+        beside, more = load_one(dataclasses.replace(config, checkpoint=config.beside, served_name=None), device)
+        served, about = dataclasses.replace(served, beside=beside), [*about, *more]
+    return served, about
+
+
+def load_one(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
     checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
     dtype = decoding_dtype(config.precision, model)
     check_device_offers(config.precision, "off", device)

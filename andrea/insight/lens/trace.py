@@ -132,8 +132,8 @@ def ablate_heads(
 ) -> Iterator[tuple[int, Tensor]]:
     """Ablate one of a layer's `heads` at a time: it writes zeros. Yields (head, ln p of the next token (T, V)).
 
-    tokens (1, T). last_only: yield only ln p after the last token, (1, V). What the heads write is `LayerTrace.written`. The forward pass restarts at this layer, from the
-    residual stream in `trace`.
+    tokens (1, T). last_only: yield only ln p after the last token, (1, V). What the heads write is `LayerTrace.written`.
+    The forward pass restarts at this layer, from the residual stream in `trace`.
     """
     n_token = tokens.shape[1]
     at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))

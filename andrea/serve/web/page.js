@@ -11,7 +11,7 @@ function element(name, properties = {}, ...children) {
 }
 
 const percent = (nats) => share(Math.exp(nats));
-const share = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.00095 ? `${(100 * p).toFixed(1)} %` : p.toExponential(0).replace("-", "−"));
+const share = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)}\u00a0%` : p >= 0.00095 ? `${(100 * p).toFixed(1)}\u00a0%` : p.toExponential(0).replace("-", "−"));
 const signed = (x) => (x < 0 ? "−" : "+") + Math.abs(x).toFixed(2);
 const count = (n) => (n >= 1e6 ? `${(n / 1e6).toPrecision(3)} M` : n.toLocaleString("en"));
 
@@ -118,13 +118,14 @@ function textOf(tokens, special) {
   return tokens.map((token) => reader.read(token)).join("");
 }
 
-const shown = (name) => name.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+const shown = (name) =>
+  name.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/[\0-\x1f]/g, (letter) => String.fromCodePoint(0x2400 + letter.codePointAt(0)));
 
 function tokenElement(token, place, special, text) {
   const made = element("span", { className: "tok", textContent: token.id in special ? token.name : text });
   made.dataset.place = place;
   made.classList.toggle("special", token.id in special);
-  made.classList.toggle("part", made.textContent === "");
+  made.classList.toggle("part", /^[^\S \n\t]*$|^\p{C}+$/u.test(made.textContent) && !/[ \n\t]/.test(made.textContent)); // invisible otherwise
   made.classList.toggle("branch", !!token.isBranch);
   return made;
 }
@@ -693,8 +694,16 @@ function render() {
   byId("send").disabled = byId("new").disabled = isBusy();
 }
 
+// As sample.py has them: a text of a small model repeats itself at a low temperature.
+const DEFAULTS = { chat: { temperature: "0.7", repetition_penalty: "1" }, text: { temperature: "1", repetition_penalty: "1.1" } };
+
 function show(name) {
   mode = name;
+  for (const [id, value] of Object.entries(DEFAULTS[mode] ?? {})) {
+    const isUntouched = byId(id).value === byId(id).defaultValue;
+    byId(id).defaultValue = value;
+    if (isUntouched) byId(id).value = value;
+  }
   for (const made of document.querySelectorAll("nav button")) made.ariaPressed = String(made.dataset.mode === mode);
   byId("run").hidden = mode !== "run";
   byId("talk").hidden = document.querySelector(".shade").hidden = mode === "run";
