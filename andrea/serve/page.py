@@ -94,7 +94,7 @@ class PageRoutes:
 
     def __init__(self, served: Served, load: Load) -> None:
         self.served, self.worker, self.load = served, served.worker, load
-        self.api = Routes(served)
+        self.api, self.loading = Routes(served), asyncio.Lock()
         self.checkpoint = served.checkpoint
         self.folder = served.checkpoint.path.absolute().parent.parent  # of the run
 
@@ -169,35 +169,33 @@ class PageRoutes:
         """Interrupt the process that trains the run, as Ctrl-C does: it saves, and ends."""
         path = self.folder / LOCK
         try:
-            held = re.fullmatch(r"process (\d+) on (.+)\n?", path.read_text("utf-8")) if is_locked(path) else None
-        except OSError:
-            held = None
-        if held is None:
-            raise RequestError(409, "no process trains this run now")
-        if held[2] != platform.node() or os.name == "nt":
-            raise RequestError(409, f"the run trains in process {held[1]} on {held[2]}; stop it there with Ctrl-C")
-        try:
-            os.kill(int(held[1]), signal.SIGINT)
-        except OSError as error:
-            raise RequestError(409, f"process {held[1]} cannot be interrupted: {error.strerror}") from None
-        return json_response({"interrupted": int(held[1])})
+            holder = path.read_text("utf-8").strip() if is_locked(path) else ""
+            process, _, machine = holder.removeprefix("process ").partition(" on ")
+            if machine != platform.node() or os.name == "nt":
+                where = (
+                    f"the run trains in {holder}; press Ctrl-C there" if holder else "no process trains this run now"
+                )
+                raise RequestError(409, where)
+            os.kill(int(process), signal.SIGINT)
+        except (OSError, ValueError) as error:
+            raise RequestError(409, f"the training cannot be interrupted: {error}") from None
+        return json_response({"interrupted": int(process)})
 
     async def load_newest(self, request: Request) -> Response:
         """Serve the run's newest checkpoint, as soon as no text is being written."""
-        steps = {step_of(path): path for path in checkpoints_of(self.folder)}
-        if not steps:
-            raise RequestError(409, "the run has no checkpoint")
-        config = dataclasses.replace(self.served.config, checkpoint=str(steps[max(steps)]))
-        device = self.worker.gpt.embedding.weight.device
-        try:
-            fresh, _ = await asyncio.to_thread(self.load, config, device)
-        except (UserError, StorageFailed, Damaged) as error:
-            raise RequestError(409, f"the checkpoint cannot be loaded: {error}") from None
-        task = Task(replace_model(self.worker, fresh.worker))
-        self.worker.submit_task(task)
-        async for _ in task.results():
-            pass
-        self.checkpoint = fresh.checkpoint
+        async with self.loading:
+            newest = max(checkpoints_of(self.folder), key=step_of, default=None)
+            if newest is not None and step_of(newest) != self.checkpoint.step:
+                config = dataclasses.replace(self.served.config, checkpoint=str(newest))
+                try:
+                    fresh, _ = await asyncio.to_thread(self.load, config, self.worker.gpt.embedding.weight.device)
+                except (UserError, StorageFailed, Damaged) as error:
+                    raise RequestError(409, f"the checkpoint cannot be loaded: {error}") from None
+                task = Task(replace_model(self.worker, fresh.worker))
+                self.worker.submit_task(task)
+                async for _ in task.results():
+                    pass
+                self.checkpoint = fresh.checkpoint
         return json_response({"step": self.checkpoint.step})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import os
@@ -25,13 +26,14 @@ from conftest import ROOT, launched_browser
 from served import config_of, serving
 from tiny_checkpoint import CONFIG
 
-from andrea.checkpoint import write_checkpoint
+from andrea.checkpoint import checkpoints_of, read_checkpoint, write_checkpoint
 from andrea.config import AttentionConfig, to_plain
 from andrea.generation import Engine, Request, Sampling
 from andrea.model import GPT, initialise
 from andrea.serve.page import N_ALTERNATIVES
 from andrea.text.chat import ChatTokenizer
 from andrea.text.tokenizer import ByteTokenizer
+from andrea.training.records.run_folder import LOCK
 
 pytestmark = pytest.mark.untraced
 
@@ -237,19 +239,30 @@ def test_a_newer_checkpoint_is_loaded(tmp_path):
         )
 
 
-def test_a_training_is_interrupted_only_by_its_lock(tmp_path):
-    save(tmp_path, "one", make_model(3))
+@contextlib.contextmanager
+def holding(path: Path) -> Iterator[subprocess.Popen]:
+    """A process that holds the lock of a run, as training does."""
     program = (
         "import sys, time; from pathlib import Path; from andrea.runtime.files import exclusive_lock\n"
         "with exclusive_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)"
     )
+    command = [sys.executable, "-c", program, str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_training_is_interrupted_only_by_its_lock(tmp_path):
+    save(tmp_path, "one", make_model(3))
     with serving(config_of(tmp_path)) as (url, _):
         assert httpx.post(f"{url}/v1/andrea/run/stop").status_code == 409
-        command = [sys.executable, "-c", program, str(tmp_path / "one" / ".lock")]
-        held = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        assert held.stdout.readline() == b"held\n"
-        assert httpx.post(f"{url}/v1/andrea/run/stop").json() == {"interrupted": held.pid}
-        assert held.wait(timeout=20) in (130, -signal.SIGINT)
+        with holding(tmp_path / "one" / LOCK) as process:
+            assert httpx.post(f"{url}/v1/andrea/run/stop").json() == {"interrupted": process.pid}
+            assert process.wait(timeout=20) in (130, -signal.SIGINT)
         (tmp_path / "one" / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")  # not held
         assert httpx.post(f"{url}/v1/andrea/run/stop").status_code == 409
 
@@ -506,6 +519,21 @@ def test_a_run_is_shown(browser, trained, tmp_path):
         assert opened.page.locator("#loss polyline").count() == 2 and opened.page.locator("#run-stop").is_disabled()
         assert "not training now" in opened.page.locator("#run-state").inner_text()
         assert opened.page.locator("#run-load").is_disabled()
+        folder = tmp_path / "runs" / "first"
+        with holding(folder / LOCK) as process:
+            newest = read_checkpoint(checkpoints_of(folder)[-1])
+            write_checkpoint(
+                folder / "checkpoints", newest.state | {"step": 9}, newest.model_tensors(), {}, newest.tokenizer()
+            )
+            opened.page.wait_for_selector("#run-state >> text=/It is training; newest checkpoint: step 9/")
+            opened.page.click("#run-load")
+            opened.page.wait_for_selector(".about >> text=/step 9,/")
+            opened.page.click("nav >> text=Run")
+            questions = []
+            opened.page.on("dialog", lambda dialog: (questions.append(dialog.message), dialog.accept()))
+            opened.page.click("#run-stop")
+            assert process.wait(timeout=20) in (130, -signal.SIGINT) and "Stop the training" in questions[0]
+            opened.page.wait_for_selector("#run-state >> text=/not training now.*you talk to step 9/")
         assert opened.is_quiet(), (opened.messages, opened.requests)
 
 

@@ -259,6 +259,8 @@ class Column {
   }
 
   takeTokens(node, { logprobs, finish_reason }) {
+    const page = document.documentElement;
+    const isAtEnd = page.scrollTop + innerHeight > page.scrollHeight - 80;
     logprobs.token_ids.forEach((id, place) => {
       const token = { id, name: logprobs.tokens[place], nats: logprobs.token_logprobs[place] };
       node.tokens.push(token);
@@ -267,6 +269,7 @@ class Column {
       node.list.lastElementChild.before(made);
     });
     node.finish = finish_reason ?? node.finish;
+    if (isAtEnd) page.scrollTop = page.scrollHeight;
   }
 
   // ---------------------------------------------------------------------------------------------- what is shown
@@ -411,6 +414,7 @@ async function pick(column, node, place, list) {
     const isMine = made.parentElement === list && Number(made.dataset.place) === place;
     made.classList.toggle("active", isMine);
     made.ariaSelected = String(isMine);
+    if (isMine) setTimeout(() => made.scrollIntoView({ block: "nearest" })); // not below the panel of a phone
   }
   const tokens = all(node);
   const hop = Math.ceil(column.facts.n_window / 2);
