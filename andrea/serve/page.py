@@ -31,7 +31,7 @@ from andrea.generation.batching import token_score
 from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page import page_data
 from andrea.insight.compare.runs import read_run
-from andrea.insight.html import fill_template
+from andrea.insight.html import fill_template, without_comments
 from andrea.insight.lens.trace import ablate_heads, next_log_probabilities, trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.files import StorageFailed, is_locked
@@ -69,16 +69,15 @@ def page_routes(served: Served, load: Load) -> list[Route]:
 
 def make_page() -> Callable[[Request], Any]:
     """The route of the page. Its policy allows its own script and style, by their hashes, and requests to its own origin."""
-    text = fill_template(Path(__file__).parent / "web" / "page.html", {})
-
-    def digest(tag: str) -> str:
-        content = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
-        return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
+    folder = Path(__file__).parent / "web"
+    hashes = {
+        name: base64.b64encode(hashlib.sha256(without_comments(folder / file).encode()).digest()).decode()
+        for name, file in (("SCRIPT", "page.js"), ("STYLE", "page.css"))
+    }
+    text = fill_template(folder / "page.html", hashes)
+    policy = re.search(r'Security-Policy" content="([^"]+)"', text)[1]
     headers = {
-        "content-security-policy": f"default-src 'none'; script-src 'sha256-{digest('script')}'; "
-        f"style-src 'sha256-{digest('style')}'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        f"frame-ancestors 'none'",
+        "content-security-policy": f"{policy}; frame-ancestors 'none'",  # which no element of the page can say
         "referrer-policy": "no-referrer",
         "cache-control": "no-store",
     }

@@ -368,16 +368,16 @@ def test_the_panel_by_keyboard(browser, served):
 
 
 def test_escape_stops_and_the_text_goes_on(browser, runs):
-    with serving(config_of(runs, checkpoint="script")) as (url, _):
+    with serving(config_of(runs, checkpoint="script", max_tokens=1_000_000)) as (url, _):
         opened = Opened(browser, url)
         opened.page.click("nav >> text=Text")
-        opened.set(temperature=0, repetition_penalty=1, max_tokens=4096)
+        opened.set(temperature=0, repetition_penalty=1, max_tokens=1_000_000)
         opened.send("<")
         opened.page.wait_for_selector(".listing .tok >> nth=20")
         opened.page.keyboard.press("Escape")
         opened.wait_idle()
         n = opened.page.locator(".listing .tok").count()
-        assert n < 4096 and "stopped" in opened.page.locator(".tools").inner_text()
+        assert n < 1_000_000 and "stopped" in opened.page.locator(".tools").inner_text()
         assert opened.page.locator("#notice").is_hidden()
         opened.set(max_tokens=SHAPE.sequence_length + 20)
         opened.page.click("text=Go on")
@@ -455,7 +455,14 @@ def test_a_full_server_is_told_and_asked_again(browser, runs):
 @pytest.mark.slow
 def test_a_killed_server_is_told_and_found_again(browser, runs, tmp_path):
     def start(port: int) -> tuple[subprocess.Popen, str]:
-        words = [f"runs_dir={runs}", "checkpoint=script", f"port={port}", "device=cpu", "precision=fp32"]
+        words = [
+            f"runs_dir={runs}",
+            "checkpoint=script",
+            "max_tokens=1000000",
+            f"port={port}",
+            "device=cpu",
+            "precision=fp32",
+        ]
         command = [sys.executable, "-m", "andrea", "serve", *words]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         for line in process.stderr:
@@ -467,7 +474,7 @@ def test_a_killed_server_is_told_and_found_again(browser, runs, tmp_path):
     try:
         opened = Opened(browser, url)
         opened.page.click("nav >> text=Text")
-        opened.set(max_tokens=4096, temperature=0, repetition_penalty=1)
+        opened.set(max_tokens=1_000_000, temperature=0, repetition_penalty=1)
         opened.send("<")
         opened.page.wait_for_selector(".listing .tok >> nth=20")
         process.kill()

@@ -259,16 +259,27 @@ class Column {
   }
 
   takeTokens(node, { logprobs, finish_reason }) {
-    const page = document.documentElement;
-    const isAtEnd = page.scrollTop + innerHeight > page.scrollHeight - 80;
     logprobs.token_ids.forEach((id, place) => {
-      const token = { id, name: logprobs.tokens[place], nats: logprobs.token_logprobs[place] };
-      node.tokens.push(token);
-      const made = tokenElement(token, all(node).length - 1, this.facts.special, node.reader.read(token));
-      dress(made, node.list, this, node);
-      node.list.lastElementChild.before(made);
+      node.tokens.push({ id, name: logprobs.tokens[place], nats: logprobs.token_logprobs[place] });
     });
     node.finish = finish_reason ?? node.finish;
+    node.frame ??= requestAnimationFrame(() => this.drawNew(node));
+  }
+
+  // Once a frame, because measuring the page takes as long as the text.
+  drawNew(node) {
+    node.frame = null;
+    if (!node.isWriting || !node.list.isConnected) return; // `draw` shows all of it
+    const page = document.documentElement;
+    const isAtEnd = page.scrollTop + innerHeight > page.scrollHeight - 80;
+    const added = node.tokens.slice(node.nDrawn).map((token, n) => {
+      const place = node.context.length + node.nDrawn + n;
+      const made = tokenElement(token, place, this.facts.special, node.reader.read(token));
+      dress(made, token, node.list, this, node);
+      return made;
+    });
+    node.nDrawn = node.tokens.length;
+    node.list.lastElementChild.before(...added);
     if (isAtEnd) page.scrollTop = page.scrollHeight;
   }
 
@@ -298,13 +309,14 @@ class Column {
     const list = (node.list = element("div", { className: "text listing", tabIndex: 0 }));
     const reader = (node.reader = new Reader(this.facts.special));
     const before = new Reader(this.facts.special);
+    node.nDrawn = node.tokens.length;
     all(node).forEach((token, place) => {
       const isContext = place < node.context.length;
       if (isContext && (mode === "chat" || token.id in this.facts.special)) return;
       const made = tokenElement(token, place, this.facts.special, (isContext ? before : reader).read(token));
       made.classList.toggle("given", isContext);
       list.append(made);
-      dress(made, list, this, node);
+      dress(made, token, list, this, node);
     });
     list.append(element("span", { className: "doing", hidden: !node.isWriting }));
     if (list.children.length > 1) list.role = "listbox";
@@ -357,9 +369,8 @@ function tool(text, onclick, label) {
 }
 
 // A token's role, name and shade.
-function dress(made, list, column, node) {
+function dress(made, token, list, column, node) {
   const place = Number(made.dataset.place);
-  const token = all(node)[place];
   made.role = "option";
   made.id = `token-${column.n}-${column.path().indexOf(node)}-${place}`;
   made.ariaSelected = String(picked?.node === node && picked.place === place);
