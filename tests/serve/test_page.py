@@ -26,6 +26,7 @@ from conftest import ROOT, launched_browser
 from served import config_of, serving
 from tiny_checkpoint import CONFIG
 
+from andrea.attention import attention_weights
 from andrea.checkpoint import checkpoints_of, read_checkpoint, write_checkpoint
 from andrea.config import AttentionConfig, to_plain
 from andrea.generation import Engine, Request, Sampling
@@ -168,7 +169,11 @@ def test_a_token_has_the_models_alternatives_and_the_effect_of_each_head(served)
     assert len(found["lens"]) == SHAPE.n_layer + 1 and found["lens"][-1]["nats"] == found["nats"]
     assert found["lens"][0]["nats"] != found["nats"]
     shares = np.frombuffer(base64.b64decode(found["attention"]), "<u2").reshape(2, 3, len(context)) / 65535
-    assert np.allclose(shares.sum(-1), 1, atol=1e-3)
+    first = model.blocks[0].attention
+    x, shared = model.block_inputs(torch.tensor([context]))
+    query, key, _, compatibility = first.project(model.blocks[0].attention_norm(x), shared=shared)
+    weights = attention_weights(query, key, compatibility=compatibility, mask=first.mask)[0, :, -1].detach()
+    assert np.allclose(shares[0], weights, atol=2e-5) and np.allclose(shares.sum(-1), 1, atol=1e-3)
 
     changes = {event["layer"]: event["changes"] for event in events if "changes" in event}
     width = SHAPE.d_model // SHAPE.n_head
@@ -327,6 +332,7 @@ def test_another_token_makes_a_branch(browser, served):
     assert before.startswith("abc") and opened.page.locator(".tok.given").count() == 3
     tokens = opened.page.locator(".listing .tok")
     tokens.nth(6).click()
+    picked = tokens.nth(6).get_attribute("data-place")
     opened.page.wait_for_selector("#heads tr >> nth=2")
     assert opened.page.locator("#alternatives button").count() == N_ALTERNATIVES
     assert opened.page.locator("#alternatives .own").count() == 1
@@ -337,6 +343,8 @@ def test_another_token_makes_a_branch(browser, served):
     opened.wait_idle()
     kept = [each.text_content() for each in tokens.all()[:6]]
     branch = opened.answers()[0]
+    places = "all => all.map(made => [made.className.includes('branch'), made.dataset.place])"
+    assert [place for is_branch, place in tokens.evaluate_all(places) if is_branch] == [picked]
     assert branch.startswith("".join(kept)) and branch != before and opened.page.locator(".tok.branch").count() == 1
     if not name.startswith("bytes:"):
         assert opened.page.locator(".tok.branch").text_content() in (name, "\n", "\t")
