@@ -16,14 +16,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-if TYPE_CHECKING:  # gpt.py imports this file
-    from andrea.model.gpt import GPT
+Model = TypeVar("Model", bound=nn.Module)  # a GPT, of gpt.py, which imports this file
 
 # α: the same for every rank, so that the learning rate need not be tuned again for another rank (section 4.1). 16 is what
 # Dettmers et al. (2023, arXiv 2305.14314, appendix B) use; a rank of 8 then has the usual factor of 2.
@@ -52,7 +51,7 @@ def is_factor(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def add_factors(model: GPT, rank: int) -> None:
+def add_factors(model: nn.Module, rank: int) -> None:
     """Freeze the model, and give each linear layer of ADAPTED its factors. Head gates and value embeddings get none."""
     model.requires_grad_(False)
     for block in model.blocks:
@@ -65,7 +64,7 @@ def add_factors(model: GPT, rank: int) -> None:
 
 
 @torch.no_grad()
-def initialise_factors(model: GPT, generator: torch.Generator) -> None:
+def initialise_factors(model: nn.Module, generator: torch.Generator) -> None:
     """A is uniform within 1 / sqrt(n_in), as in the code of the paper's authors and in PEFT; B is zero.
 
     The numbers are drawn in fp32 on the CPU, in the order of the parameters.
@@ -76,7 +75,7 @@ def initialise_factors(model: GPT, generator: torch.Generator) -> None:
             parameter.copy_(drawn / parameter.shape[1] ** 0.5)
 
 
-def train_vocabulary(model: GPT) -> None:
+def train_vocabulary(model: nn.Module) -> None:
     """Also train the embedding, and the head if it is not tied: tokens that were added have rows that nobody has trained.
 
     To be called wherever a model with factors is built for training or for checking a checkpoint: `blank_model` in
@@ -92,7 +91,7 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (weight.float() + ALPHA / len(a) * (b.float() @ a.float())).to(weight.dtype)
 
 
-def adapted_layers(model: GPT) -> Iterator[tuple[nn.Module, str, LowRankLinear]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, LowRankLinear]]:
     """Each layer with factors, after the module that holds it and its name there."""
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
@@ -101,7 +100,7 @@ def adapted_layers(model: GPT) -> Iterator[tuple[nn.Module, str, LowRankLinear]]
 
 
 @torch.no_grad()
-def merge(model: GPT) -> GPT:
+def merge(model: Model) -> Model:
     """A plain copy of the model, with the factors added to their matrices; the model itself if it has no factors."""
     if not model.config.lora_rank:
         return model
