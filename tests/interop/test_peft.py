@@ -247,6 +247,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def refused(folder: Path, out: Path, capsys) -> str:
+    capsys.readouterr()  # progress bars of transformers
     code, _, error = run_script(main, ["import", f"from={folder}", f"out={out}"], capsys)
     assert code == 2 and error.startswith("error: ") and error.count("\n") == 1 and not out.exists(), error
     return error

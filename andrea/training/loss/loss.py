@@ -61,30 +61,38 @@ def fused_cross_entropy(
     assert dtype != torch.float16, "fp16 gradients need the loss scale: use loss_sum_from_hidden"
     rows, row_targets = hidden.flatten(0, -2), targets.flatten()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return FusedCrossEntropy.apply(rows, weight, row_targets, cap, dtype)
+        return FusedCrossEntropy.apply(rows, weight, row_targets, cap, dtype, weight.requires_grad)
     return cross_entropy_in_chunks(rows, weight, row_targets, cap, dtype, gradients=False)[0]
 
 
 class FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, of_weight: bool
     ) -> Tensor:
-        nats, d_rows, d_weight = cross_entropy_in_chunks(rows, weight, targets, cap, dtype, gradients=True)
+        """of_weight: whether the gradient of the weight is needed; not of a frozen head, as with LoRA."""
+        nats, d_rows, d_weight = cross_entropy_in_chunks(rows, weight, targets, cap, dtype, True, of_weight)
         ctx.save_for_backward(d_rows, d_weight)
         ctx.dtypes = rows.dtype, weight.dtype
         return nats
 
     @staticmethod
-    def backward(ctx: Any, d_nats: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, d_nats: Tensor) -> tuple[Tensor | None, ...]:
         d_rows, d_weight = ctx.saved_tensors
-        return (d_nats * d_rows).to(ctx.dtypes[0]), (d_nats * d_weight).to(ctx.dtypes[1]), None, None, None
+        d_weight = None if d_weight is None else (d_nats * d_weight).to(ctx.dtypes[1])
+        return (d_nats * d_rows).to(ctx.dtypes[0]), d_weight, None, None, None, None
 
 
 def cross_entropy_in_chunks(
-    rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, gradients: bool
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float | None,
+    dtype: torch.dtype,
+    gradients: bool,
+    of_weight: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The sum of nats and, with `gradients`, its gradients with respect to rows (N, d) and weight (V, d)."""
+    """The sum of nats and, with `gradients`, its gradients: of rows (N, d) and, with `of_weight`, of weight (V, d)."""
     in_kernel = uses_kernel(rows)
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
     n_vocab = len(weight)
@@ -103,11 +111,12 @@ def cross_entropy_in_chunks(
         nats = nats + chunk_nats
         if gradients:
             d_rows.append(d_logits @ weight)
+        if gradients and of_weight:
             d_head = (d_logits.mT @ chunk).float()
             d_weight = d_head if d_weight is None else d_weight.add_(d_head)
     if not gradients:
         return nats, None, None
-    return nats, torch.cat(d_rows), d_weight[:n_vocab]
+    return nats, torch.cat(d_rows), None if d_weight is None else d_weight[:n_vocab]
 
 
 def uses_kernel(rows: Tensor) -> bool:
