@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from typing import Any
 
@@ -25,7 +26,8 @@ def train_one(argv: list[str]) -> FinishedRun:
     started = time.monotonic()
     line = read(RunConfig, argv)
     composed = compose("train", line)
-    named = composed["attention"]["compatibility"], composed["model"]["mlp"]  # by the user, not by a checkpoint
+    # By the user, not by a checkpoint:
+    named = composed["attention"]["compatibility"], composed["model"]["mlp"], composed["objective"]["reward"]
     if composed["init_from"] not in (None, "", "null"):
         from andrea.interop.importing.import_model import imported_if_foreign
         from andrea.training.planning.init_from import with_source
@@ -38,7 +40,7 @@ def train_one(argv: list[str]) -> FinishedRun:
         from andrea.training.planning.init_from import with_teachers
 
         composed = with_teachers(composed)
-    typed = parse_values(RunConfig, composed)
+    typed = with_reference(parse_values(RunConfig, composed))
     if not typed.resume:  # typed values of a resumed run are checked with those of the run
         check_combinations(typed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
@@ -65,6 +67,16 @@ def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[
         if key not in values:
             plain[group][name] = value
     return plain
+
+
+def with_reference(config: RunConfig) -> RunConfig:
+    """The configuration with init_from as the reference of its objective, unless another was typed.
+
+    It is kept as train.teachers, for which memory is planned, and which a resumed run reads again.
+    """
+    if config.train.teachers or not (config.init_from and config.objective.has_reference):
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, teachers=[config.init_from]))
 
 
 def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> FinishedRun:

@@ -136,11 +136,16 @@ class ConversationWindows(Windows):
 
     A conversation of more than T + 1 tokens ends with its last turn that fits; one of which no answer fits is left out.
     n_cut, n_left_out: the numbers of such conversations.
+    pairs: each two conversations are the chosen and the rejected one of a pair, which stays in one window, whole, or is left
+    out. Targets are counted in pairs.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, tokenizer: ChatTokenizer, pairs: bool = False
+    ) -> None:
         self.stream, self.sequence_length, self.tokenizer = stream, sequence_length, tokenizer
-        begins = document_begins(stream, tokenizer.end_of_text)
+        self.unit = "pairs of conversations" if pairs else "conversations"
+        begins = document_begins(stream, tokenizer.end_of_text)[:: 2 if pairs else 1]
         stops = np.append(begins[1:], len(stream))
         self.spans: list[
             list[tuple[int, int]]
@@ -148,7 +153,7 @@ class ConversationWindows(Windows):
         self.n_cut = self.n_left_out = 0
         room = 0
         for begin, whole in zip(begins.tolist(), stops.tolist(), strict=True):
-            stop = self.cut(begin, whole)
+            stop = self.cut(begin, whole) if not pairs else whole if whole - begin <= sequence_length + 1 else begin
             if stop == begin:
                 self.n_left_out += 1
                 continue
@@ -160,11 +165,14 @@ class ConversationWindows(Windows):
             room -= stop - begin
         if not self.spans:
             raise UserError(
-                f"none of {len(begins):,} conversations has an answer that fits into model.sequence_length={sequence_length}; "
+                f"none of {len(begins):,} {self.unit} has an answer that fits into model.sequence_length={sequence_length}; "
                 f"raise it"
             )
         learned = np.cumsum(np.append(0, self.learned_in(stream)))  # of the tokens before each place
-        counts = [sum(int(learned[stop] - learned[begin]) for begin, stop in spans) for spans in self.spans]
+        counts = [
+            len(spans) if pairs else sum(int(learned[stop] - learned[begin]) for begin, stop in spans)
+            for spans in self.spans
+        ]
         self.n_target = np.array(counts, dtype=np.int64)
         self.n_token = len(self.spans) * sequence_length
 
@@ -198,6 +206,6 @@ class ConversationWindows(Windows):
         if not longer:
             return ""
         return (
-            f"{longer:,} conversations are longer than model.sequence_length={self.sequence_length}: {self.n_cut:,} end with "
+            f"{longer:,} {self.unit} are longer than model.sequence_length={self.sequence_length}: {self.n_cut:,} end with "
             f"their last turn that fits, and {self.n_left_out:,}, of which no answer fits, are left out"
         )

@@ -476,7 +476,8 @@ class Trainer:
 
     def tell_health(self) -> None:
         """Hand the health checks the steps that were read since the last call: before each evaluation and each save."""
-        for step in self.unjudged:
+        is_comparable = self.step.objective is None or self.step.objective.is_loss_comparable
+        for step in self.unjudged if is_comparable else ():
             self.evaluator.health.note_step(*step)
         self.unjudged.clear()
 
@@ -573,6 +574,7 @@ class Trainer:
             "train/rate": rate,
             "train/epoch": self.progress.tokens / self.step.loader.tokens_per_epoch,
             **self.throughput.take_figures(),
+            **(self.step.objective.figures() if self.step.objective else {}),
         }
         if self.step.scale.active:
             figures["train/loss_scale"] = float(self.step.scale.factor)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from andrea.runtime.device import WEIGHT_DTYPE, autocast, cpu_multiplies_bf16
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 from andrea.text.tokenizer import Tokenizer
 from andrea.text.windows import IGNORED_TARGET
+
+if TYPE_CHECKING:
+    from andrea.training.objectives.objective import Objective
 
 # ---------------------------------------------------------------------------------------------------------------- fused
 # Fuses head, soft cap and cross-entropy, so that the full logits are never in memory.
@@ -335,40 +338,47 @@ class MicroBatchLoss(nn.Module):
         observing: bool,
         recompute: bool,
         teachers: Teachers | None = None,
+        objective: Objective | None = None,
     ) -> None:
-        """observing: measure the heads' statistics. recompute: activation checkpointing. teachers: for distillation."""
+        """observing: measure the heads' statistics. recompute: activation checkpointing. teachers: for distillation.
+
+        objective: None: the next token.
+        """
         super().__init__()
         self.model = model
-        self.teachers = teachers
+        self.teachers, self.objective = teachers, objective
         self.precision, self.observing, self.recompute = precision, observing, recompute
         self.autocast = autocast(device, precision)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None = None
+        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, HeadStatistics | None]:
         """tokens, targets (B, T) int64 -> sum of nats, fp32 scalar, and statistics (L, H) of the rows that have a target.
 
-        dropout_seeds: (B,) int64 in training; nothing is dropped without them.
+        With an objective, `Objective.sums` in place of the sum. dropout_seeds: (B,) int64 in training; nothing is dropped
+        without them. weights (B, T): of the objective.
         """
         if not self.model.config.drops:
             dropout_seeds = None
         elif dropout_seeds is None:  # an evaluation, which reuses the compiled code of training
             dropout_seeds = torch.full_like(tokens[:, 0], -1)
         with self.autocast:
-            return self.forward_in_precision(tokens, targets, dropout_seeds)
+            return self.forward_in_precision(tokens, targets, dropout_seeds, weights)
 
     def forward_in_precision(
-        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None
+        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None, weights: Tensor | None = None
     ) -> tuple[Tensor, HeadStatistics | None]:
         how = {"recompute": self.recompute, "dropout_seeds": dropout_seeds, "call_block": self.call_block}
         taught = None
         if self.teachers is not None and torch.is_grad_enabled():  # an evaluation measures the text alone
             taught = self.teachers.probabilities(tokens, self.call_block)
-        if not self.observing:
-            return self.head_loss(self.model(tokens, **how), targets, taught), None
-        hidden, layers = self.model(tokens, **how, statistics=True)
-        has_target = (targets != IGNORED_TARGET).any(1)
-        return self.head_loss(hidden, targets, taught), HeadStatistics.of_layers(layers, has_target)
+        hidden, statistics = self.model(tokens, **how, statistics=self.observing), None
+        if self.observing:
+            hidden, layers = hidden
+            statistics = HeadStatistics.of_layers(layers, (targets != IGNORED_TARGET).any(1))
+        if self.objective is not None:
+            return self.objective.sums(self, hidden, tokens, targets, weights), statistics
+        return self.head_loss(hidden, targets, taught), statistics
 
     call_block = staticmethod(call_block)
 

@@ -35,6 +35,7 @@ from andrea.training.loss.loss import (
     rows_in_chunk,
     training_loss_sum,
 )
+from andrea.training.objectives.objective import Objective
 from andrea.training.optimizer import group_parameters
 from andrea.training.parallel.ranks import Parallel, Ranks
 from andrea.training.records.console import Console, format_memory
@@ -449,7 +450,12 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
 
 
 def with_tried_micro_batch(
-    config: RunConfig, parallel: Parallel, machine: Machine, console: Console, teachers: Teachers | None = None
+    config: RunConfig,
+    parallel: Parallel,
+    machine: Machine,
+    console: Console,
+    teachers: Teachers | None = None,
+    objective: Objective | None = None,
 ) -> RunConfig:
     """The config with the largest micro-batch that fits when tried, starting with the planned one.
 
@@ -466,6 +472,7 @@ def with_tried_micro_batch(
         measures_every_step(config.attention),
         config.train.activation_checkpointing,
         teachers,
+        objective,
     )
 
     def try_one(n_sequence: int) -> None:
@@ -473,7 +480,7 @@ def with_tried_micro_batch(
         set_aside = torch.empty(planned.optimizer, dtype=torch.uint8, device=device)
         tokens, targets = (torch.zeros(n_sequence, length, dtype=torch.int64, device=device) for _ in range(2))
         try:
-            micro_loss(tokens, targets)[0].backward()
+            micro_loss(tokens, targets)[0].sum().backward()
         finally:
             parallel.zero_gradients()
             del set_aside
