@@ -31,7 +31,7 @@ HELP = """\
   /retry          write another answer to the last message
   /edit TEXT      change the last message, and write an answer to it
   /seed N         the seed of the next answer (each answer adds 1 to it)
-  /system TEXT    begin a new conversation with this text as the system's turn; without TEXT, with none
+  /system TEXT    begin a new conversation, with TEXT as the system's turn
   /new            begin a new conversation
   /save FILE      write the conversation to FILE, a line of data=chat
   /help           this list; Ctrl-D ends the session
@@ -89,6 +89,7 @@ class ChatSession:
                     show(" …")
         finally:
             show("\n")
+            tell("" if said.strip() else "(an empty answer)\n")
             self.turns.append(Turn(ASSISTANT, said))
             self.request = dataclasses.replace(self.request, seed=self.request.seed + 1)
 
