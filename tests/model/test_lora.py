@@ -159,6 +159,20 @@ def test_an_added_vocabulary_is_trained_too(tied: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_head_passes_the_same_gradient_on(precision: str) -> None:
+    """The fused loss leaves out the gradient of the head's weight alone."""
+    frozen, trained = make(), make()
+    trained.embedding.weight.requires_grad_(True)
+    for gpt in (frozen, trained):
+        training_loss_sum(gpt, gpt(TOKENS), TOKENS, precision).backward()
+    gradients = [
+        {name: each.grad for name, each in gpt.named_parameters() if is_factor(name)} for gpt in (frozen, trained)
+    ]
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+    assert frozen.embedding.weight.grad is None and bool(trained.embedding.weight.grad.any())
+
+
 def test_the_size_of_a_step_is_measured_on_factors_that_do_not_begin_with_zeros() -> None:
     gpt = make()
     assert len(sampled_weights(Parallel(gpt))) == len(list(adapted_layers(gpt)))
