@@ -34,6 +34,8 @@ from torch import Tensor
 from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
+from andrea.model.lora import merge
+from andrea.runtime.device import WEIGHT_DTYPE
 from andrea.runtime.own_parts import is_own, own_function
 from andrea.text.chat import ChatTokenizer, Turn
 from andrea.text.corpus import Corpus
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from andrea.training.loss.loss import MicroBatchLoss
 
 Reward = Callable[[list[Turn], str, str], float]  # turns of the prompt, the model's answer, the answer of the data
-MOST_AT_ONCE = 256  # answers that are written in one batch
+MOST_AT_ONCE = 256  # answers that a GPU writes in one batch
 JUDGED_PROMPTS = 256  # held-out prompts that are answered at each evaluation
 
 
@@ -72,7 +74,7 @@ class GRPO(Objective):
         super().__init__(reference)
         assert isinstance(corpus.tokenizer, ChatTokenizer), "the configuration's checks demand conversations"
         self.config, self.tokenizer, self.ranks = config.objective, corpus.tokenizer, ranks
-        self.seed, self.n_window = config.seed, config.model.sequence_length
+        self.seed, self.n_window, self.dtype = config.seed, config.model.sequence_length, WEIGHT_DTYPE[config.precision]
         name = str(config.objective.reward)
         self.reward: Reward = own_function("objective.reward", name) if is_own(name) else exact_match
         self.train = Prompts([source.train for source in corpus.sources], self.tokenizer)
@@ -114,10 +116,10 @@ class GRPO(Objective):
         n_answer, n_all = self.config.answers, len(self.train.places)
         first, count, _ = self.ranks.local_rows(self.n_prompt)
         numbers = np.arange(count) + step * self.n_prompt + first  # of prompts since the run began
-        orders = [permute(np.array([n % n_all]), n_all, f"{self.seed} prompts {n // n_all}")[0] for n in numbers]
+        places = [permute(np.array([n % n_all]), n_all, f"{self.seed} prompts {n // n_all}")[0] for n in numbers]
         digest = hashlib.sha512(f"{self.seed} answers of step {step}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little") + first * n_answer  # that of each answer is one more than the last
-        answers = self.write(model, self.train, np.repeat(orders, n_answer).astype(int), 1.0, seed)
+        answers = self.write(model, self.train, places, n_answer, 1.0, seed)
         rewards = torch.tensor([self.judge(self.train, each) for each in answers], dtype=torch.float64).view(
             count, n_answer
         )
@@ -160,17 +162,25 @@ class GRPO(Objective):
                 targets[row, begin:place], weights[row, begin:place] = tokens[row, begin:place], advantage
         return tokens[:, :-1], targets[:, 1:], weights[:, 1:]
 
-    def write(self, model: GPT, prompts: Prompts, places: Sequence[int], temperature: float, seed: int) -> list[Answer]:
-        """An answer to each of the prompts; answer i depends on `seed + i`."""
-        engine, written = Engine(model, self.tokenizer), []
-        for first in range(0, len(places), MOST_AT_ONCE):
-            now = [int(place) for place in places[first : first + MOST_AT_ONCE]]
-            request = Request(self.most_new, seed=seed + first, sampling=Sampling(temperature))
-            tokens, texts = [[] for _ in now], [""] * len(now)
-            for new in engine.stream_all([prompts.prompt(place) for place in now], request):
+    def write(
+        self, model: GPT, prompts: Prompts, places: Sequence[int], n_answer: int, temperature: float, seed: int
+    ) -> list[Answer]:
+        """n_answer answers to each of the prompts; answer i of all depends on `seed + i`.
+
+        A CPU answers one prompt at a time, which is then read once, with weights that are packed for it. A GPU has no time
+        for small batches.
+        """
+        on_cpu = model.embedding.weight.device.type == "cpu"
+        engine = Engine(merge(model), self.tokenizer, dtype=self.dtype if on_cpu else None)
+        n_prompt, written = 1 if on_cpu else max(1, MOST_AT_ONCE // n_answer), []
+        for first in range(0, len(places), n_prompt):
+            asked = [int(place) for place in places[first : first + n_prompt] for _ in range(n_answer)]
+            request = Request(self.most_new, seed=seed + first * n_answer, sampling=Sampling(temperature))
+            tokens, texts = [[] for _ in asked], [""] * len(asked)
+            for new in engine.stream_all([prompts.prompt(place) for place in asked], request):
                 tokens[new.sample].append(new.token)
                 texts[new.sample] += new.text
-            written += map(Answer, now, tokens, texts)
+            written += map(Answer, asked, tokens, texts)
         return written
 
     def judge(self, prompts: Prompts, answer: Answer) -> float:
@@ -194,6 +204,6 @@ class GRPO(Objective):
         """The mean reward of the likeliest answers to JUDGED_PROMPTS held-out prompts, evenly spaced."""
         n = len(self.held_out.places)
         places = np.unique(np.linspace(0, n - 1, min(n, JUDGED_PROMPTS)).astype(int))
-        rewards = [self.judge(self.held_out, each) for each in self.write(model, self.held_out, places, 0.0, 0)]
+        rewards = [self.judge(self.held_out, each) for each in self.write(model, self.held_out, places, 1, 0.0, 0)]
         reward = sum(rewards) / len(rewards)
         return {"val/reward": reward, "compared": 1 - reward}
