@@ -40,9 +40,8 @@ from andrea.runtime.own_parts import is_own, own_function
 from andrea.text.chat import ChatTokenizer, Turn
 from andrea.text.corpus import Corpus
 from andrea.text.loader import permute
-from andrea.text.windows import IGNORED_TARGET
 from andrea.training.objectives.objective import Objective, target_log_probabilities
-from andrea.training.objectives.prompts import Prompts
+from andrea.training.objectives.prompts import Prompts, windows_of_answers
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.step import Batch
 
@@ -120,47 +119,27 @@ class GRPO(Objective):
         digest = hashlib.sha512(f"{self.seed} answers of step {step}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little") + first * n_answer  # that of each answer is one more than the last
         answers = self.write(model, self.train, places, n_answer, 1.0, seed)
-        rewards = torch.tensor([self.judge(self.train, each) for each in answers], dtype=torch.float64).view(
-            count, n_answer
-        )
-        advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
-        has_signal = (rewards != rewards[:, :1]).any(1)  # (prompts of this rank,)
-        learned = has_signal.repeat_interleave(n_answer) | (self.reference is not None)
-        kept = [(answers[i], float(advantages[i])) for i in torch.nonzero(learned).flatten().tolist()]
-        windows = self.windows(kept)
-        counts = [rewards.sum(), (~has_signal).sum(), sum(len(each.tokens) for each in answers)]
-        reward, n_equal, n_token = self.ranks.sum(
-            torch.tensor([float(each) for each in counts], dtype=torch.float64)
-        ).tolist()
+        judged = [self.judge(self.train, each) for each in answers]
+        rewards = torch.tensor(judged, dtype=torch.float64).view(count, n_answer)
+        advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
+        is_equal = (rewards == rewards[:, :1]).all(1)  # (prompts of this rank,): without an advantage
+        is_learned = ~is_equal.repeat_interleave(n_answer) | (self.reference is not None)
+        texts = [
+            (self.train.prompt(answer.place), answer.tokens, advantage)
+            for answer, advantage, learned in zip(answers, advantages, is_learned.tolist(), strict=True)
+            if learned
+        ]
+        tokens, targets, weights = windows_of_answers(texts, self.n_window)
+        counts = [float(rewards.sum()), float(is_equal.sum()), float(sum(len(answer.tokens) for answer in answers))]
+        reward, n_equal, n_token = self.ranks.sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         n_text = self.n_prompt * n_answer
         self.last = {
             "train/reward": reward / n_text,
             "train/equal_groups": n_equal / self.n_prompt,
             "train/answer_tokens": n_token / n_text,
         }
-        most_rows = max(1, int(self.ranks.maximum(torch.tensor(float(len(windows[0]))))))
-        return Batch(*windows[:2], n_text, torch.full((len(windows[0]),), -1), most_rows, windows[2])
-
-    def windows(self, answers: list[tuple[Answer, float]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, targets and weights (n, T) of prompts with their answers, as many after each other as fit into a window."""
-        rows: list[list[tuple[list[int], list[int], float]]] = []
-        room = 0
-        for answer, advantage in answers:
-            prompt = self.train.prompt(answer.place)
-            if len(prompt) + len(answer.tokens) > room:
-                rows.append([])
-                room = self.n_window + 1
-            rows[-1].append((prompt, answer.tokens, advantage))
-            room -= len(prompt) + len(answer.tokens)
-        tokens = torch.zeros(len(rows), self.n_window + 1, dtype=torch.int64)
-        targets, weights = torch.full_like(tokens, IGNORED_TARGET), torch.zeros(tokens.shape)
-        for row, entries in enumerate(rows):
-            place = 0
-            for prompt, answer_tokens, advantage in entries:
-                begin, place = place + len(prompt), place + len(prompt) + len(answer_tokens)
-                tokens[row, begin - len(prompt) : place] = torch.tensor(prompt + answer_tokens)
-                targets[row, begin:place], weights[row, begin:place] = tokens[row, begin:place], advantage
-        return tokens[:, :-1], targets[:, 1:], weights[:, 1:]
+        most_rows = max(1, int(self.ranks.maximum(torch.tensor(float(len(tokens))))))
+        return Batch(tokens, targets, n_text, torch.full((len(tokens),), -1), most_rows, weights)
 
     def write(
         self, model: GPT, prompts: Prompts, places: Sequence[int], n_answer: int, temperature: float, seed: int
