@@ -87,7 +87,9 @@ def test_a_model_equal_to_its_reference_decides_half_of_the_pairs() -> None:
     tokens = torch.tensor([[END_OF_TEXT, 0, END_OF_TEXT, 1, END_OF_TEXT, 1, END_OF_TEXT, 0, 0]])
     targets = torch.tensor([[0, -100, 1, -100, 1, -100, 0, -100, -100]])
     logits = torch.randn(1, 9, 2)
-    sums = dpo(0.1, Table(logits)).sums(SimpleNamespace(model=Table(logits), call_block=None), logits, tokens, targets, None)
+    sums = dpo(0.1, Table(logits)).sums(
+        SimpleNamespace(model=Table(logits), call_block=None), logits, tokens, targets, None
+    )
     assert sums[:4].tolist() == pytest.approx([2 * math.log(2), 2, 0, 1])
 
 
@@ -240,9 +242,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"messages": [message(USER, f"{n}?"), message(ASSISTANT, LETTERS[n * 7 % 11 % 4])]} for n in range(100, 180)
     ]
     write(place / "talk", talk[:64], talk[64:])
-    pairs = [
-        {"prompt": f"{n}?", "chosen": "a", "rejected": LETTERS[1 + n % 3]} for n in range(100, 180)
-    ]
+    pairs = [{"prompt": f"{n}?", "chosen": "a", "rejected": LETTERS[1 + n % 3]} for n in range(100, 180)]
     write(place / "pairs", pairs[:64], pairs[64:])
     long = [{"messages": [message(USER, "x" * 40), message(ASSISTANT, "a")]}]
     write(place / "long", long, long)
@@ -255,8 +255,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "def is_nan(turns, answer, reference):\n    return math.nan\n"
         "not_a_function = 3\n"
     )
-    assert main(["train", *tiny_words(place, place / "talk", "data=chat", *RATES, "train.steps=60", "name=talker",
-                "precision=fp32", "device=cpu", "train.eval_every=60", "train.save_every=60"])] ) == 0  # fmt: skip
+    more = [
+        "name=talker",
+        "precision=fp32",
+        "device=cpu",
+        "train.steps=60",
+        "train.eval_every=60",
+        "train.save_every=60",
+    ]
+    assert main(["train", *tiny_words(place, place / "talk", "data=chat", *RATES, *more)]) == 0
     return place
 
 
@@ -325,7 +332,8 @@ def test_only_factors_of_low_rank_are_trained_if_asked(kind: str, place: Path) -
     more = ["model.lora_rank=2", "train.steps=2", "objective.beta=0.1", f"name=lora-{kind}"]
     assert main(["train", *words(place, kind, *more)]) == 0
     before, after = (
-        load_file(checkpoints_of(place / "runs" / name)[-1] / "model.safetensors") for name in ("talker", f"lora-{kind}")
+        load_file(checkpoints_of(place / "runs" / name)[-1] / "model.safetensors")
+        for name in ("talker", f"lora-{kind}")
     )
     frozen = [name for name in before if name.startswith("blocks.") and name.endswith("weight")]
     assert frozen and all(torch.equal(before[name], after[name]) for name in frozen)
@@ -370,7 +378,9 @@ def test_compiled_blocks_give_the_same_loss(kind: str, place: Path) -> None:
 def test_grpo_with_sharded_weights_is_refused(place: Path) -> None:
     process = torchrun(2, words(place, "grpo", "name=sharded", "parallel=fsdp"))
     out, _ = process.communicate(timeout=300)
-    assert process.returncode and "objective=grpo draws answers with the whole model on each rank; set parallel=ddp" in out
+    assert (
+        process.returncode and "objective=grpo draws answers with the whole model on each rank; set parallel=ddp" in out
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
