@@ -34,6 +34,8 @@ NEEDS = {
     ("data", "chat"): ["data.path=x"],
     ("data", "shards"): ["data.path=x"],
     ("data", "mixture"): ["data.sources={a: {kind: pystdlib}}"],
+    ("objective", "dpo"): ["init_from=x", "data=chat", "data.path=x", "attention.across_documents=false"],
+    ("objective", "grpo"): ["init_from=x", "data=python_chat", "attention.across_documents=false"],
     ("attention", "additive"): ["model.position=learned"],
     ("attention", "qk_clip"): ["model.qk_norm=false"],
 }

@@ -17,7 +17,7 @@ B windows, T tokens.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -26,10 +26,7 @@ from torch.nn.functional import logsigmoid
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
 from andrea.text.windows import IGNORED_TARGET
-from andrea.training.objectives.objective import Objective, target_log_probabilities
-
-if TYPE_CHECKING:
-    from andrea.training.loss.loss import MicroBatchLoss
+from andrea.training.objectives.objective import LossOfModel, Objective, target_log_probabilities
 
 
 @final
@@ -43,7 +40,7 @@ class DPO(Objective):
         )
 
     def sums(
-        self, loss: MicroBatchLoss, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
+        self, loss: LossOfModel, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
     ) -> Tensor:
         """(6,): loss in nats, pairs, margins, right pairs; of the chosen answers their -ln π in nats, and their bytes."""
         ours = target_log_probabilities(loss.model, hidden, targets)  # (B, T)

@@ -25,7 +25,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -40,13 +40,9 @@ from andrea.runtime.own_parts import is_own, own_function
 from andrea.text.chat import ChatTokenizer, Turn
 from andrea.text.corpus import Corpus
 from andrea.text.loader import permute
-from andrea.training.objectives.objective import Objective, target_log_probabilities
+from andrea.training.objectives.objective import Batch, LossOfModel, Objective, target_log_probabilities
 from andrea.training.objectives.prompts import Prompts, windows_of_answers
 from andrea.training.parallel.ranks import Ranks
-from andrea.training.step import Batch
-
-if TYPE_CHECKING:
-    from andrea.training.loss.loss import MicroBatchLoss
 
 Reward = Callable[[list[Turn], str, str], float]  # turns of the prompt, the model's answer, the answer of the data
 MOST_AT_ONCE = 256  # answers that a GPU writes in one batch
@@ -98,7 +94,7 @@ class GRPO(Objective):
         )
 
     def sums(
-        self, loss: MicroBatchLoss, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
+        self, loss: LossOfModel, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
     ) -> Tensor:
         """The loss of answers that were drawn, 0-dim. weights: their advantages. Of held-out text, the next token's."""
         if weights is None:
