@@ -148,6 +148,8 @@ def test_the_unigram_entropy_of_data_solved_by_hand(tmp_path: Path) -> None:
     """Three tokens in the shares 1/2, 1/4, 1/4: 1.5 bits."""
 
     class Source:
+        chat, pairs = None, False
+
         def __init__(self, name: str, tokens: list[int], weight: float | None) -> None:
             self.name, self.train, self.weight = name, np.array(tokens * 64), weight
 
