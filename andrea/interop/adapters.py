@@ -14,6 +14,7 @@ import dataclasses
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -113,9 +114,10 @@ class Peft(Target):
     def open(self, folder: Path) -> OtherProgram:
         import peft
 
-        with tempfile.TemporaryDirectory(prefix="andrea-base-", ignore_cleanup_errors=True) as place:
+        with tempfile.TemporaryDirectory(prefix="andrea-base-") as place, warnings.catch_warnings():
             self.base.write(Path(place))
             program = Transformers(Path(place))
+            warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT uses of transformers
             program.model = peft.PeftModel.from_pretrained(program.model, folder).eval()
         program.name = f"peft {peft.__version__} with {program.name}"
         return program
