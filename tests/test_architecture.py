@@ -27,7 +27,18 @@ MAY_IMPORT = {
     "insight": {"runtime", "attention", "model", "text", "checkpoint", "generation", "evaluation", "training"},
     "serve": {"runtime", "model", "text", "checkpoint", "generation", "evaluation"},
     "api": {"runtime", "model", "text", "checkpoint", "generation", "training", "insight", "interop"},
-    "cli": {"runtime", "text", "checkpoint", "generation", "training", "insight", "interop", "evaluation", "serve", "api"},
+    "cli": {
+        "runtime",
+        "text",
+        "checkpoint",
+        "generation",
+        "training",
+        "insight",
+        "interop",
+        "evaluation",
+        "serve",
+        "api",
+    },
     "__main__": {"runtime", "text", "checkpoint", "training", "insight", "cli"},
 }
 MODULES = sorted((ROOT / "andrea").rglob("*.py"))
