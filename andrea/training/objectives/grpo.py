@@ -34,13 +34,14 @@ from torch import Tensor
 from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
+from andrea.model.lora import merge
+from andrea.runtime.device import WEIGHT_DTYPE
 from andrea.runtime.own_parts import is_own, own_function
 from andrea.text.chat import ChatTokenizer, Turn
 from andrea.text.corpus import Corpus
 from andrea.text.loader import permute
-from andrea.text.windows import IGNORED_TARGET
 from andrea.training.objectives.objective import Objective, target_log_probabilities
-from andrea.training.objectives.prompts import Prompts
+from andrea.training.objectives.prompts import Prompts, windows_of_answers
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.step import Batch
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from andrea.training.loss.loss import MicroBatchLoss
 
 Reward = Callable[[list[Turn], str, str], float]  # turns of the prompt, the model's answer, the answer of the data
-MOST_AT_ONCE = 256  # answers that are written in one batch
+MOST_AT_ONCE = 256  # answers that a GPU writes in one batch
 JUDGED_PROMPTS = 256  # held-out prompts that are answered at each evaluation
 
 
@@ -72,7 +73,7 @@ class GRPO(Objective):
         super().__init__(reference)
         assert isinstance(corpus.tokenizer, ChatTokenizer), "the configuration's checks demand conversations"
         self.config, self.tokenizer, self.ranks = config.objective, corpus.tokenizer, ranks
-        self.seed, self.n_window = config.seed, config.model.sequence_length
+        self.seed, self.n_window, self.dtype = config.seed, config.model.sequence_length, WEIGHT_DTYPE[config.precision]
         name = str(config.objective.reward)
         self.reward: Reward = own_function("objective.reward", name) if is_own(name) else exact_match
         self.train = Prompts([source.train for source in corpus.sources], self.tokenizer)
@@ -114,63 +115,51 @@ class GRPO(Objective):
         n_answer, n_all = self.config.answers, len(self.train.places)
         first, count, _ = self.ranks.local_rows(self.n_prompt)
         numbers = np.arange(count) + step * self.n_prompt + first  # of prompts since the run began
-        orders = [permute(np.array([n % n_all]), n_all, f"{self.seed} prompts {n // n_all}")[0] for n in numbers]
+        places = [permute(np.array([n % n_all]), n_all, f"{self.seed} prompts {n // n_all}")[0] for n in numbers]
         digest = hashlib.sha512(f"{self.seed} answers of step {step}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little") + first * n_answer  # that of each answer is one more than the last
-        answers = self.write(model, self.train, np.repeat(orders, n_answer).astype(int), 1.0, seed)
-        rewards = torch.tensor([self.judge(self.train, each) for each in answers], dtype=torch.float64).view(
-            count, n_answer
-        )
-        advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
-        has_signal = (rewards != rewards[:, :1]).any(1)  # (prompts of this rank,)
-        learned = has_signal.repeat_interleave(n_answer) | (self.reference is not None)
-        kept = [(answers[i], float(advantages[i])) for i in torch.nonzero(learned).flatten().tolist()]
-        windows = self.windows(kept)
-        counts = [rewards.sum(), (~has_signal).sum(), sum(len(each.tokens) for each in answers)]
-        reward, n_equal, n_token = self.ranks.sum(
-            torch.tensor([float(each) for each in counts], dtype=torch.float64)
-        ).tolist()
+        answers = self.write(model, self.train, places, n_answer, 1.0, seed)
+        judged = [self.judge(self.train, each) for each in answers]
+        rewards = torch.tensor(judged, dtype=torch.float64).view(count, n_answer)
+        advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
+        is_equal = (rewards == rewards[:, :1]).all(1)  # (prompts of this rank,): without an advantage
+        is_learned = ~is_equal.repeat_interleave(n_answer) | (self.reference is not None)
+        texts = [
+            (self.train.prompt(answer.place), answer.tokens, advantage)
+            for answer, advantage, learned in zip(answers, advantages, is_learned.tolist(), strict=True)
+            if learned
+        ]
+        tokens, targets, weights = windows_of_answers(texts, self.n_window)
+        counts = [float(rewards.sum()), float(is_equal.sum()), float(sum(len(answer.tokens) for answer in answers))]
+        reward, n_equal, n_token = self.ranks.sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         n_text = self.n_prompt * n_answer
         self.last = {
             "train/reward": reward / n_text,
             "train/equal_groups": n_equal / self.n_prompt,
             "train/answer_tokens": n_token / n_text,
         }
-        most_rows = max(1, int(self.ranks.maximum(torch.tensor(float(len(windows[0]))))))
-        return Batch(*windows[:2], n_text, torch.full((len(windows[0]),), -1), most_rows, windows[2])
+        most_rows = max(1, int(self.ranks.maximum(torch.tensor(float(len(tokens))))))
+        return Batch(tokens, targets, n_text, torch.full((len(tokens),), -1), most_rows, weights)
 
-    def windows(self, answers: list[tuple[Answer, float]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, targets and weights (n, T) of prompts with their answers, as many after each other as fit into a window."""
-        rows: list[list[tuple[list[int], list[int], float]]] = []
-        room = 0
-        for answer, advantage in answers:
-            prompt = self.train.prompt(answer.place)
-            if len(prompt) + len(answer.tokens) > room:
-                rows.append([])
-                room = self.n_window + 1
-            rows[-1].append((prompt, answer.tokens, advantage))
-            room -= len(prompt) + len(answer.tokens)
-        tokens = torch.zeros(len(rows), self.n_window + 1, dtype=torch.int64)
-        targets, weights = torch.full_like(tokens, IGNORED_TARGET), torch.zeros(tokens.shape)
-        for row, entries in enumerate(rows):
-            place = 0
-            for prompt, answer_tokens, advantage in entries:
-                begin, place = place + len(prompt), place + len(prompt) + len(answer_tokens)
-                tokens[row, begin - len(prompt) : place] = torch.tensor(prompt + answer_tokens)
-                targets[row, begin:place], weights[row, begin:place] = tokens[row, begin:place], advantage
-        return tokens[:, :-1], targets[:, 1:], weights[:, 1:]
+    def write(
+        self, model: GPT, prompts: Prompts, places: Sequence[int], n_answer: int, temperature: float, seed: int
+    ) -> list[Answer]:
+        """n_answer answers to each of the prompts; answer i of all depends on `seed + i`.
 
-    def write(self, model: GPT, prompts: Prompts, places: Sequence[int], temperature: float, seed: int) -> list[Answer]:
-        """An answer to each of the prompts; answer i depends on `seed + i`."""
-        engine, written = Engine(model, self.tokenizer), []
-        for first in range(0, len(places), MOST_AT_ONCE):
-            now = [int(place) for place in places[first : first + MOST_AT_ONCE]]
-            request = Request(self.most_new, seed=seed + first, sampling=Sampling(temperature))
-            tokens, texts = [[] for _ in now], [""] * len(now)
-            for new in engine.stream_all([prompts.prompt(place) for place in now], request):
+        A CPU answers one prompt at a time, which is then read once, with weights that are packed for it. A GPU has no time
+        for small batches.
+        """
+        on_cpu = model.embedding.weight.device.type == "cpu"
+        engine = Engine(merge(model), self.tokenizer, dtype=self.dtype if on_cpu else None)
+        n_prompt, written = 1 if on_cpu else max(1, MOST_AT_ONCE // n_answer), []
+        for first in range(0, len(places), n_prompt):
+            asked = [int(place) for place in places[first : first + n_prompt] for _ in range(n_answer)]
+            request = Request(self.most_new, seed=seed + first * n_answer, sampling=Sampling(temperature))
+            tokens, texts = [[] for _ in asked], [""] * len(asked)
+            for new in engine.stream_all([prompts.prompt(place) for place in asked], request):
                 tokens[new.sample].append(new.token)
                 texts[new.sample] += new.text
-            written += map(Answer, now, tokens, texts)
+            written += map(Answer, asked, tokens, texts)
         return written
 
     def judge(self, prompts: Prompts, answer: Answer) -> float:
@@ -194,6 +183,6 @@ class GRPO(Objective):
         """The mean reward of the likeliest answers to JUDGED_PROMPTS held-out prompts, evenly spaced."""
         n = len(self.held_out.places)
         places = np.unique(np.linspace(0, n - 1, min(n, JUDGED_PROMPTS)).astype(int))
-        rewards = [self.judge(self.held_out, each) for each in self.write(model, self.held_out, places, 0.0, 0)]
+        rewards = [self.judge(self.held_out, each) for each in self.write(model, self.held_out, places, 1, 0.0, 0)]
         reward = sum(rewards) / len(rewards)
         return {"val/reward": reward, "compared": 1 - reward}

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import final
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from andrea.text.chat import ROLES, ChatTokenizer, Turn
 from andrea.text.shards import TokenStream, in_blocks
-from andrea.text.windows import document_begins
+from andrea.text.windows import IGNORED_TARGET, document_begins
 
 
 @final
@@ -49,3 +51,29 @@ class Prompts:
             for part in np.split(text, np.flatnonzero(text == self.tokenizer.end) + 1)[:-1]
         ]
         return turns, self.tokenizer.decode(self.tokens[answer : end - 1].tolist())
+
+
+def windows_of_answers(
+    texts: Sequence[tuple[list[int], list[int], float]], n_token: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and weights (n, T) of texts, as many after each other as fit into a window of T = n_token tokens.
+
+    texts: the tokens of a prompt, those of its answer, and the weight of each of the latter, which alone are targets.
+    """
+    rows: list[list[tuple[list[int], list[int], float]]] = []
+    room = 0
+    for prompt, answer, weight in texts:
+        if len(prompt) + len(answer) > room:
+            rows.append([])
+            room = n_token + 1
+        rows[-1].append((prompt, answer, weight))
+        room -= len(prompt) + len(answer)
+    tokens = torch.zeros(len(rows), n_token + 1, dtype=torch.int64)
+    targets, weights = torch.full_like(tokens, IGNORED_TARGET), torch.zeros(tokens.shape)
+    for row, entries in enumerate(rows):
+        end = 0
+        for prompt, answer, weight in entries:
+            begin, asked, end = end, end + len(prompt), end + len(prompt) + len(answer)
+            tokens[row, begin:end] = torch.tensor(prompt + answer)
+            targets[row, asked:end], weights[row, asked:end] = tokens[row, asked:end], weight
+    return tokens[:, :-1], targets[:, 1:], weights[:, 1:]
