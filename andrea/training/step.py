@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +22,10 @@ from andrea.text.loader import Loader
 from andrea.text.shards import DataLost
 from andrea.text.windows import IGNORED_TARGET
 from andrea.training.health.health import remedy_settings
+from andrea.training.objectives.objective import Batch, Objective
 from andrea.training.optimizer import LossScale, Optimizer, clip_logits
 from andrea.training.parallel.ranks import Parallel
 from andrea.training.records.console import Console
-
-if TYPE_CHECKING:
-    from andrea.training.objectives.objective import Objective
-
-
-class Batch(NamedTuple):
-    """This rank's share of a step's sequences; n_target counts the targets in the rows of all ranks."""
-
-    tokens: Tensor  # (n, T) int64
-    targets: Tensor  # (n, T) int64
-    n_target: int
-    dropout_seeds: Tensor  # (n,) int64
-    most_rows: int  # the rows of the rank that has most: as many micro-batches run on every rank
-    weights: Tensor | None = None  # (n, T) fp32, of the targets, if the objective draws its batches
 
 
 class Update(NamedTuple):

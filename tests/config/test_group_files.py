@@ -33,6 +33,8 @@ NEEDS = {
     ("data", "text"): ["data.path=x"],
     ("data", "chat"): ["data.path=x"],
     ("data", "shards"): ["data.path=x"],
+    ("objective", "dpo"): ["data=chat", "data.path=x", "init_from=x", "attention.across_documents=false"],
+    ("objective", "grpo"): ["data=python_chat", "init_from=x", "attention.across_documents=false"],
     ("data", "mixture"): ["data.sources={a: {kind: pystdlib}}"],
     ("attention", "additive"): ["model.position=learned"],
     ("attention", "qk_clip"): ["model.qk_norm=false"],

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,7 @@ from andrea.runtime.device import WEIGHT_DTYPE, autocast, cpu_multiplies_bf16
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 from andrea.text.tokenizer import Tokenizer
 from andrea.text.windows import IGNORED_TARGET
-
-if TYPE_CHECKING:
-    from andrea.training.objectives.objective import Objective
+from andrea.training.objectives.objective import Objective
 
 # ---------------------------------------------------------------------------------------------------------------- fused
 # Fuses head, soft cap and cross-entropy, so that the full logits are never in memory.
@@ -377,7 +375,9 @@ class MicroBatchLoss(nn.Module):
             hidden, layers = hidden
             statistics = HeadStatistics.of_layers(layers, (targets != IGNORED_TARGET).any(1))
         if self.objective is not None:
-            return self.objective.sums(self, hidden, tokens, targets, weights), statistics
+            sums = self.objective.sums(self.model, self.call_block, hidden, tokens, targets, weights)
+            if sums is not None:
+                return sums, statistics
         return self.head_loss(hidden, targets, taught), statistics
 
     call_block = staticmethod(call_block)

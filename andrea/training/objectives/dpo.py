@@ -17,19 +17,16 @@ B windows, T tokens.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from andrea.model.gpt import GPT
+from andrea.model.gpt import GPT, CallBlock
 from andrea.text.tokenizer import Tokenizer
 from andrea.text.windows import IGNORED_TARGET
 from andrea.training.objectives.objective import Objective, target_log_probabilities
-
-if TYPE_CHECKING:
-    from andrea.training.loss.loss import MicroBatchLoss
 
 
 @final
@@ -43,11 +40,11 @@ class DPO(Objective):
         )
 
     def sums(
-        self, loss: MicroBatchLoss, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
+        self, model: GPT, call_block: CallBlock, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
     ) -> Tensor:
         """(6,): loss in nats, pairs, margins, right pairs; of the chosen answers their -ln π in nats, and their bytes."""
-        ours = target_log_probabilities(loss.model, hidden, targets)  # (B, T)
-        theirs = self.reference_log_probabilities(loss, tokens, targets)
+        ours = target_log_probabilities(model, hidden, targets)  # (B, T)
+        theirs = self.reference_log_probabilities(call_block, tokens, targets)
         conversation = ((tokens == self.end_of_text).cumsum(1) - 1).clamp(min=0)  # (B, T): place in the window
         margins, is_pair = pair_margins(ours - theirs, targets, conversation)
         margins = self.beta * margins[is_pair]  # (pairs,)

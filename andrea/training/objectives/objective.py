@@ -8,18 +8,25 @@ B sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from andrea.model.gpt import GPT
+from andrea.model.gpt import GPT, CallBlock
 from andrea.text.windows import IGNORED_TARGET
 
-if TYPE_CHECKING:
-    from andrea.training.loss.loss import MicroBatchLoss
-    from andrea.training.step import Batch
+
+class Batch(NamedTuple):
+    """This rank's share of a step's sequences; n_target counts the targets in the rows of all ranks."""
+
+    tokens: Tensor  # (n, T) int64
+    targets: Tensor  # (n, T) int64
+    n_target: int
+    dropout_seeds: Tensor  # (n,) int64
+    most_rows: int  # the rows of the rank that has most: as many micro-batches run on every rank
+    weights: Tensor | None = None  # (n, T) fp32, of the targets, if the objective draws its batches
 
 
 class Objective(ABC):
@@ -38,9 +45,11 @@ class Objective(ABC):
 
     @abstractmethod
     def sums(
-        self, loss: MicroBatchLoss, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+        self, model: GPT, call_block: CallBlock, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
+    ) -> Tensor | None:
         """Sums over a micro-batch, (k,) or 0-dim, fp32; the first is the loss, which alone has a gradient.
+
+        None: the next token's loss in nats. call_block: as of `GPT.forward`, for the reference.
 
         hidden (B, T, d_model): the model's, for tokens (B, T). targets (B, T): IGNORED_TARGET where nothing is learned.
         weights (B, T): of the batch; None in an evaluation, and for an objective that draws no batch.
@@ -62,10 +71,10 @@ class Objective(ABC):
         """Figures of the model's own answers to held-out prompts, on rank 0; `compared`: the lower the better."""
         return {}
 
-    def reference_log_probabilities(self, loss: MicroBatchLoss, tokens: Tensor, targets: Tensor) -> Tensor:
+    def reference_log_probabilities(self, call_block: CallBlock, tokens: Tensor, targets: Tensor) -> Tensor:
         assert self.reference is not None, "make_objective demands a reference"
         with torch.no_grad():
-            hidden = self.reference(tokens, call_block=loss.call_block)
+            hidden = self.reference(tokens, call_block=call_block)
             return target_log_probabilities(self.reference, hidden, targets)
 
 
