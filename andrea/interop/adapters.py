@@ -31,7 +31,7 @@ from andrea.config import UserError, readable_path
 from andrea.interop.hugging_face.classes import GPT2_NAMES, LLAMA_NAMES, TOLERANCE, renamed
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
 from andrea.interop.importing.families import TRANSPOSED
-from andrea.interop.importing.source import CONFIG, read_object
+from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
 from andrea.interop.proof import OtherProgram, Target
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
@@ -176,7 +176,9 @@ def refused(key: str, value: Any) -> UserError:
 
 
 def is_adapter(folder: Path) -> bool:
-    return folder.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG)
+    """Whether the folder holds an adapter, and no model of its own."""
+    has_model = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+    return folder.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG) and not has_model
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

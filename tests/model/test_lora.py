@@ -126,7 +126,8 @@ def test_the_merged_model_is_plain_and_the_same_function(preset: str, model: dic
 
 @pytest.mark.parametrize("preset", choices("model"))
 def test_only_the_factors_of_attention_and_mlp_are_trained(preset: str) -> None:
-    gpt = make(preset=preset)
+    gated = {"gate": "elementwise"}  # a matrix of attention without factors
+    gpt = make(preset=preset, attention=gated)
     config = gpt.config
     of_q, of_kv = config.d_attended, (config.n_kv_head or config.n_head) * config.head_width
     shapes = [
@@ -138,10 +139,10 @@ def test_only_the_factors_of_attention_and_mlp_are_trained(preset: str) -> None:
         (42, 37),
     ]
     expected = 2 * sum(RANK * (n_out + n_in) for n_out, n_in in shapes)
-    assert count_trained(*configs(preset, {"lora_rank": RANK}), V) == expected
-    plain = count_parameters(*configs(preset), V)
-    assert count_parameters(config, configs(preset)[1], V).total == plain.total + expected
-    assert count_trained(*configs(preset), V) == plain.total
+    assert count_trained(*configs(preset, {"lora_rank": RANK}, gated), V) == expected
+    plain = count_parameters(*configs(preset, {}, gated), V)
+    assert count_parameters(config, configs(preset, {}, gated)[1], V).total == plain.total + expected
+    assert count_trained(*configs(preset, {}, gated), V) == plain.total
     training_loss_sum(gpt, gpt(TOKENS), TOKENS, "fp32").backward()
     with_gradient = {name for name, each in gpt.named_parameters() if each.grad is not None and bool(each.grad.any())}
     assert with_gradient == {name for name in gpt.state_dict() if is_factor(name)}
