@@ -66,20 +66,20 @@ def test_the_loss_and_the_gradient_of_a_pair_are_those_of_equation_7() -> None:
     p, q = torch.tensor([0.8, 0.5, 0.5, 0.6, 0.5, 0.5]), torch.tensor([0.5, 0.25, 0.5, 0.5, 0.5, 0.5])  # of token 0
     logits = torch.stack([p, 1 - p], 1).log()[None].requires_grad_()
     objective = dpo(0.5, Table(torch.stack([q, 1 - q], 1).log()[None]))
-    loss, pairs, margin, right, nats, n_byte = objective.sums(
-        SimpleNamespace(model=Table(logits), call_block=None), logits, tokens, targets, None
-    )
+    micro_batch = SimpleNamespace(model=Table(logits), call_block=None)
+    loss, *counts = objective.sums(micro_batch, logits, tokens, targets, None)
+    pairs, margin, right, nats, n_byte = map(float, counts)
     by_hand = 0.5 * (math.log(0.8 / 0.5) + math.log(0.5 / 0.25) - math.log(0.4 / 0.5))
-    assert float(margin) == pytest.approx(by_hand)
-    assert float(loss) == pytest.approx(math.log(1 + math.exp(-by_hand)))
-    assert (float(pairs), float(right), float(n_byte)) == (1, 1, 2)
-    assert float(nats) == pytest.approx(-math.log(0.8 * 0.5))
+    assert margin == pytest.approx(by_hand)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-by_hand)))
+    assert (pairs, right, n_byte) == (1, 1, 2)
+    assert nats == pytest.approx(-math.log(0.8 * 0.5))
     loss.backward()
     weight = 0.5 / (1 + math.exp(by_hand))  # β σ(-margin), equation 7's gradient
     assert logits.grad[0, 0].tolist() == pytest.approx([-weight * 0.2, weight * 0.2])
     assert logits.grad[0, 3].tolist() == pytest.approx([-weight * 0.6, weight * 0.6])
     assert not logits.grad[0, [2, 4, 5]].any()
-    summary = objective.summary([float(each) for each in (loss, pairs, margin, right, nats, n_byte)])
+    summary = objective.summary([loss.item(), pairs, margin, right, nats, n_byte])
     assert summary["accuracy"] == 1 and summary["bpb"] == pytest.approx(-math.log2(0.4) / 2)
 
 
@@ -307,7 +307,7 @@ def test_dpo_learns_what_is_preferred(learned: Path) -> None:
 def test_grpo_learns_what_is_rewarded(learned: Path) -> None:
     drawn, equal = (figures(learned, "grpo", f"train/{name}") for name in ("reward", "equal_groups"))
     assert drawn[0] < 0.6 and drawn[-1] > 0.9, drawn
-    assert equal[0] < 0.5 < equal[-1]  # in the end, nothing is left to learn
+    assert min(equal) < 0.5 and equal[-1] == 1  # in the end, nothing is left to learn
     assert figures(learned, "grpo", "val/reward")[-1] == 1
     assert newest_whole(learned / "runs" / "grpo").state["best_bpb"] == 0  # 1 - reward
 
@@ -327,6 +327,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, learned: Path, mon
     assert [row for row in records_of(learned, f"{kind}-again") if row["step"] > 8] == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_only_factors_of_low_rank_are_trained_if_asked(kind: str, place: Path) -> None:
     more = ["model.lora_rank=2", "train.steps=2", "objective.beta=0.1", f"name=lora-{kind}"]
@@ -404,11 +405,13 @@ def test_grpo_with_sharded_weights_is_refused(place: Path) -> None:
         ("grpo", ["objective.reward=exact"], "did you mean exact_match?"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_named(kind: str, more: list[str], named: str, place: Path, monkeypatch) -> None:
+def test_what_cannot_work_is_named(
+    kind: str, more: list[str], named: str, place: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.syspath_prepend(str(place))
     more = [word.format(place=place) for word in more]
     with pytest.raises(UserError) as refused:
-        main(["train", *words(place, kind, "name=refused", *more)])
+        main(["train", *words(place, kind, f"name={tmp_path.name}", *more)])
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
