@@ -5,6 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_words, torchrun
+from conftest import ROOT, tiny_words, torchrun
 from safetensors.torch import load_file
 
 from andrea.__main__ import main
@@ -33,6 +37,7 @@ TOKENIZER = for_chat(ByteTokenizer())
 END_OF_TEXT = 3  # of the cases solved by hand
 LETTERS = "abcd"
 RATES = [f"optimizer.{kind}learning_rate=0.01" for kind in ("", "embedding_", "matrix_")]
+LENGTH = ["train.steps=24", "train.eval_every=8", "train.save_every=8", "train.keep=9", "train.log_every=1"]
 TIMINGS = ("seconds", "tokens_per_second", "memory", "checkpoint")
 
 
@@ -279,6 +284,12 @@ def records_of(place: Path, name: str) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if not any(word in key for word in TIMINGS)} for row in rows]
 
 
+def assert_equal(place: Path, *names: str) -> None:
+    """The last weights of two runs are equal, bit for bit."""
+    one, other = (load_file(checkpoints_of(place / "runs" / name)[-1] / "model.safetensors") for name in names)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def figures(place: Path, name: str, key: str) -> list[float]:
     return [row[key] for row in records_of(place, name) if key in row]
 
@@ -288,10 +299,9 @@ def learned(place: Path) -> Path:
     """The runs `dpo` and `grpo`, whose first evaluation comes after a step at a rate of almost nothing."""
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(place))
-        length = ["train.steps=24", "train.eval_every=8", "train.save_every=8", "train.keep=9", "train.log_every=1"]
-        assert main(["train", *words(place, "dpo", "name=dpo", *length)]) == 0
+        assert main(["train", *words(place, "dpo", "name=dpo", *LENGTH)]) == 0
         reward = "objective.reward=rewards.likes_a"
-        assert main(["train", *words(place, "grpo", "name=grpo", *length, reward, "train.patience=null")]) == 0
+        assert main(["train", *words(place, "grpo", "name=grpo", *LENGTH, reward, "train.patience=null")]) == 0
     return place
 
 
@@ -319,10 +329,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, learned: Path, mon
     places = [f"runs_dir={learned / 'runs'}", f"data_dir={learned / 'data'}", f"name={kind}-again"]
     reward = ["objective.reward=rewards.likes_a"] if kind == "grpo" else []
     assert main(["train", f"resume={step_8}", *places, *reward]) == 0
-    one, other = (
-        load_file(checkpoints_of(learned / "runs" / name)[-1] / "model.safetensors") for name in (kind, f"{kind}-again")
-    )
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert_equal(learned, kind, f"{kind}-again")
     after = [row for row in records_of(learned, kind) if row["step"] > 8]
     assert [row for row in records_of(learned, f"{kind}-again") if row["step"] > 8] == after
 
@@ -363,6 +370,30 @@ def test_two_ranks_equal_one(kind: str, sharing: str, place: Path) -> None:
     one, other = (load_file(checkpoints_of(place / "runs" / name)[-1] / "model.safetensors") for name in names)
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind: str, learned: Path) -> None:
+    """SIGKILL three times, at other moments of a step each time; `learned` has the uninterrupted run."""
+    name, run = f"name={kind}-killed", learned / "runs" / f"{kind}-killed"
+    reward = ["objective.reward=rewards.likes_a"] if kind == "grpo" else []
+    places = [f"runs_dir={learned / 'runs'}", f"data_dir={learned / 'data'}"]
+    given = [*words(learned, kind, *LENGTH, *reward, name), *([] if kind == "dpo" else ["train.patience=null"])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(learned)))}
+    for last, delay_s in ((8, 0.05), (8, 0.4), (16, 0.2)):
+        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *given], env=environment)
+        limit = time.monotonic() + 300
+        while process.poll() is None and not (run / "checkpoints" / f"step-{last:08}").exists():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        process.kill()
+        process.wait()
+        given = ["resume=auto", name, *places, *reward]
+    assert subprocess.run([sys.executable, str(ROOT / "train.py"), *given], env=environment).returncode == 0
+    assert_equal(learned, kind, f"{kind}-killed")
+    assert records_of(learned, kind) == records_of(learned, f"{kind}-killed")
 
 
 @pytest.mark.slow
