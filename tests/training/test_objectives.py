@@ -71,8 +71,14 @@ def test_the_loss_and_the_gradient_of_a_pair_are_those_of_equation_7() -> None:
     p, q = torch.tensor([0.8, 0.5, 0.5, 0.6, 0.5, 0.5]), torch.tensor([0.5, 0.25, 0.5, 0.5, 0.5, 0.5])  # of token 0
     logits = torch.stack([p, 1 - p], 1).log()[None].requires_grad_()
     objective = dpo(0.5, Table(torch.stack([q, 1 - q], 1).log()[None]))
+<<<<<<< HEAD
     loss, *counts = objective.sums(Table(logits), None, logits, tokens, targets, None)
     pairs, margin, right, nats, n_byte = map(float, counts)
+=======
+    micro_batch = SimpleNamespace(model=Table(logits), call_block=None)
+    loss, *counts = objective.sums(micro_batch, logits, tokens, targets, None)
+    pairs, margin, right, nats, n_byte = (each.item() for each in counts)
+>>>>>>> objectives
     by_hand = 0.5 * (math.log(0.8 / 0.5) + math.log(0.5 / 0.25) - math.log(0.4 / 0.5))
     assert margin == pytest.approx(by_hand)
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-by_hand)))
@@ -362,7 +368,7 @@ def test_two_ranks_equal_one(kind: str, sharing: str, place: Path) -> None:
     assert process.returncode == 0, out
     for row, its in zip(*(records_of(place, name) for name in names), strict=True):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
-        assert numbers == pytest.approx({key: its[key] for key in numbers}, rel=1e-4, abs=1e-5)
+        assert numbers == pytest.approx({key: its[key] for key in numbers}, rel=2e-3, abs=1e-4)
     one, other = (load_file(checkpoints_of(place / "runs" / name)[-1] / "model.safetensors") for name in names)
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-2, atol=1e-3)
