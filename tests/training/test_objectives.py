@@ -71,14 +71,8 @@ def test_the_loss_and_the_gradient_of_a_pair_are_those_of_equation_7() -> None:
     p, q = torch.tensor([0.8, 0.5, 0.5, 0.6, 0.5, 0.5]), torch.tensor([0.5, 0.25, 0.5, 0.5, 0.5, 0.5])  # of token 0
     logits = torch.stack([p, 1 - p], 1).log()[None].requires_grad_()
     objective = dpo(0.5, Table(torch.stack([q, 1 - q], 1).log()[None]))
-<<<<<<< HEAD
     loss, *counts = objective.sums(Table(logits), None, logits, tokens, targets, None)
-    pairs, margin, right, nats, n_byte = map(float, counts)
-=======
-    micro_batch = SimpleNamespace(model=Table(logits), call_block=None)
-    loss, *counts = objective.sums(micro_batch, logits, tokens, targets, None)
     pairs, margin, right, nats, n_byte = (each.item() for each in counts)
->>>>>>> objectives
     by_hand = 0.5 * (math.log(0.8 / 0.5) + math.log(0.5 / 0.25) - math.log(0.4 / 0.5))
     assert margin == pytest.approx(by_hand)
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-by_hand)))
