@@ -310,7 +310,7 @@ def main() -> None:
         outcome["findings"]["a traceback in the log"] = text[text.index("Traceback") :][-1500:]
     for name, each in outcome.items():
         print(f"{name:12} {each}")
-    write_record(chosen.output, "fuzz_server", "cpu", {"arguments": vars(chosen), **outcome})
+    write_record(chosen.output, "fuzz_server", "cpu", {"arguments": vars(chosen) | {"output": None}, **outcome})
     if outcome["findings"]:
         sys.exit(1)
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import test_packing
 import torch
+from head_options import ALL_KINDS, SCORES
 from test_engine import TOKENIZER, make_model
 
 from andrea.generation import Engine, GeneratedToken, Request, Sampling
@@ -71,6 +72,27 @@ def test_every_size_of_batch_and_number_of_threads_gives_the_same_numbers(n_text
     expected = [list(engine.stream(prompt, request)) for _, prompt, request in arrivals]
     torch.set_num_threads(n_thread)
     assert in_batch(engine, n_text, arrivals) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["andrea", "convolution", "swiglu", ALL_KINDS, "value projections", SCORES])
+def test_log_probabilities_are_the_same_to_the_last_bit_in_every_size_of_batch(name, precision):
+    """Texts would hide a difference in the last bits."""
+    model = make_model(CONFIGS[name], test_packing.ATTENTIONS[name])
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    engine = Engine(model, TOKENIZER, dtype=dtype, int8=precision == "int8")
+    found = []
+    for n_text in (1, 3, 4, 21):
+        batch, texts = Batch(engine, n_text), []
+        scores: dict[int, list] = {index: [] for index in range(21)}
+        while batch.texts or len(texts) < 21:
+            while batch.idle and len(texts) < 21:
+                texts.append(BatchedText(engine, [len(texts), 7], Request(17, seed=len(texts)), n_likeliest=257))
+                batch.join(texts[-1])
+            for made in batch.step():
+                scores[texts.index(made.text)].append(made.score)
+        found.append(scores)
+    assert all(scores == found[0] for scores in found[1:])
 
 
 def test_a_text_that_leaves_changes_no_other():
