@@ -64,6 +64,8 @@ def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[
         }
         share = TUNING_RATE if composed["objective"]["kind"] == "next_token" else OBJECTIVE_RATE
         suited |= {key: share * float(rate) for key, rate in rates.items() if rate is not None}
+        if composed["model"]["lora_rank"] and share == TUNING_RATE:
+            del suited["optimizer.learning_rate"]  # factors begin at zero, and learn best at the whole rate
         suited["train.patience"] = TUNING_PATIENCE
     plain = copy.deepcopy(composed)
     for key, value in suited.items():

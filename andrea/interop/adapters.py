@@ -14,6 +14,7 @@ import dataclasses
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from andrea.config import UserError, readable_path
 from andrea.interop.hugging_face.classes import GPT2_NAMES, LLAMA_NAMES, TOLERANCE, renamed
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
 from andrea.interop.importing.families import TRANSPOSED
-from andrea.interop.importing.source import CONFIG, read_object
+from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
 from andrea.interop.proof import OtherProgram, Target
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
@@ -113,9 +114,10 @@ class Peft(Target):
     def open(self, folder: Path) -> OtherProgram:
         import peft
 
-        with tempfile.TemporaryDirectory(prefix="andrea-base-", ignore_cleanup_errors=True) as place:
+        with tempfile.TemporaryDirectory(prefix="andrea-base-") as place, warnings.catch_warnings():
             self.base.write(Path(place))
             program = Transformers(Path(place))
+            warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT uses of transformers
             program.model = peft.PeftModel.from_pretrained(program.model, folder).eval()
         program.name = f"peft {peft.__version__} with {program.name}"
         return program
@@ -174,7 +176,9 @@ def refused(key: str, value: Any) -> UserError:
 
 
 def is_adapter(folder: Path) -> bool:
-    return folder.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG)
+    """Whether the folder holds an adapter, and no model of its own."""
+    has_model = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+    return folder.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG) and not has_model
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

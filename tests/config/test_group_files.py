@@ -33,9 +33,9 @@ NEEDS = {
     ("data", "text"): ["data.path=x"],
     ("data", "chat"): ["data.path=x"],
     ("data", "shards"): ["data.path=x"],
+    ("objective", "dpo"): ["data=chat", "data.path=x", "init_from=x", "attention.across_documents=false"],
+    ("objective", "grpo"): ["data=python_chat", "init_from=x", "attention.across_documents=false"],
     ("data", "mixture"): ["data.sources={a: {kind: pystdlib}}"],
-    ("objective", "dpo"): ["init_from=x", "data=chat", "data.path=x", "attention.across_documents=false"],
-    ("objective", "grpo"): ["init_from=x", "data=python_chat", "attention.across_documents=false"],
     ("attention", "additive"): ["model.position=learned"],
     ("attention", "qk_clip"): ["model.qk_norm=false"],
 }

@@ -153,6 +153,7 @@ def test_factors_are_tuned_with_the_vocabulary(trained: Path, conversations: Pat
         [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=tuned", "resume=auto", "train.steps=3"]
     )
     folder = tmp_path / "runs" / "tuned" / "checkpoints"
+    assert read_checkpoint(folder / "step-00000003").state["config"]["optimizer"]["learning_rate"] == 0.01
     one, other = (load_file(folder / f"step-0000000{step}" / "model.safetensors") for step in (2, 3))
     changed = {name for name in one if not torch.equal(one[name], other[name])}
     assert "embedding.weight" in changed

@@ -71,8 +71,7 @@ def test_the_loss_and_the_gradient_of_a_pair_are_those_of_equation_7() -> None:
     p, q = torch.tensor([0.8, 0.5, 0.5, 0.6, 0.5, 0.5]), torch.tensor([0.5, 0.25, 0.5, 0.5, 0.5, 0.5])  # of token 0
     logits = torch.stack([p, 1 - p], 1).log()[None].requires_grad_()
     objective = dpo(0.5, Table(torch.stack([q, 1 - q], 1).log()[None]))
-    micro_batch = SimpleNamespace(model=Table(logits), call_block=None)
-    loss, *counts = objective.sums(micro_batch, logits, tokens, targets, None)
+    loss, *counts = objective.sums(Table(logits), None, logits, tokens, targets, None)
     pairs, margin, right, nats, n_byte = (each.item() for each in counts)
     by_hand = 0.5 * (math.log(0.8 / 0.5) + math.log(0.5 / 0.25) - math.log(0.4 / 0.5))
     assert margin == pytest.approx(by_hand)
@@ -92,9 +91,7 @@ def test_a_model_equal_to_its_reference_decides_half_of_the_pairs() -> None:
     tokens = torch.tensor([[END_OF_TEXT, 0, END_OF_TEXT, 1, END_OF_TEXT, 1, END_OF_TEXT, 0, 0]])
     targets = torch.tensor([[0, -100, 1, -100, 1, -100, 0, -100, -100]])
     logits = torch.randn(1, 9, 2)
-    sums = dpo(0.1, Table(logits)).sums(
-        SimpleNamespace(model=Table(logits), call_block=None), logits, tokens, targets, None
-    )
+    sums = dpo(0.1, Table(logits)).sums(Table(logits), None, logits, tokens, targets, None)
     assert sums[:4].tolist() == pytest.approx([2 * math.log(2), 2, 0, 1])
 
 
@@ -108,7 +105,7 @@ def test_the_gradient_of_two_answers_is_the_advantage_times_that_of_ln_p() -> No
     """A right answer, token 0 with probability 1/4, and a wrong one: advantages of 1/2 and -1/2."""
     logits = torch.tensor([[0.25, 0.75]] * 2).log()[None].requires_grad_()
     targets, weights = torch.tensor([[0, 1]]), torch.tensor([[0.5, -0.5]])
-    total = grpo().sums(SimpleNamespace(model=Table(logits)), logits, targets, targets, weights)
+    total = grpo().sums(Table(logits), None, logits, targets, targets, weights)
     assert float(total) == pytest.approx(-0.5 * math.log(0.25) + 0.5 * math.log(0.75))
     total.backward()
     by_hand = [-0.5 * 0.75, 0.5 * 0.75, -0.5 * 0.25, 0.5 * 0.25]  # both raise token 0 and lower token 1
@@ -119,8 +116,7 @@ def test_the_divergence_is_added_for_each_token_of_an_answer() -> None:
     p, q = torch.tensor([0.25, 0.5, 0.5]), torch.tensor([0.5, 0.1, 0.5])
     logits, theirs = (torch.stack([each, 1 - each], 1).log()[None] for each in (p, q))
     targets, weights = torch.tensor([[0, IGNORED_TARGET, 1]]), torch.zeros(1, 3)
-    loss = SimpleNamespace(model=Table(logits), call_block=None)
-    total = grpo(0.3, Table(theirs)).sums(loss, logits, targets, targets, weights)
+    total = grpo(0.3, Table(theirs)).sums(Table(logits), None, logits, targets, targets, weights)
     assert float(total) == pytest.approx(0.3 * (2 - math.log(2) - 1))  # ρ - ln ρ - 1 with ρ = 0.5 / 0.25; 0 where ρ = 1
 
 
@@ -133,7 +129,7 @@ def test_over_all_groups_the_gradient_is_that_of_the_mean_reward() -> None:
         answers = torch.tensor([group])
         rewards = reward[answers]
         hidden = logits.expand(1, 3, 2)
-        loss = grpo().sums(SimpleNamespace(model=Table(hidden)), hidden, answers, answers, rewards - rewards.mean())
+        loss = grpo().sums(Table(hidden), None, hidden, answers, answers, rewards - rewards.mean())
         (gradient,) = torch.autograd.grad(loss / 3, logits)
         total += logits.detach().softmax(0)[answers].prod() * gradient
     torch.testing.assert_close(total, (1 - 1 / 3) * expected)

@@ -375,7 +375,9 @@ class MicroBatchLoss(nn.Module):
             hidden, layers = hidden
             statistics = HeadStatistics.of_layers(layers, (targets != IGNORED_TARGET).any(1))
         if self.objective is not None:
-            return self.objective.sums(self, hidden, tokens, targets, weights), statistics
+            sums = self.objective.sums(self.model, self.call_block, hidden, tokens, targets, weights)
+            if sums is not None:
+                return sums, statistics
         return self.head_loss(hidden, targets, taught), statistics
 
     call_block = staticmethod(call_block)

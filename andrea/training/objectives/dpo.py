@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from andrea.model.gpt import GPT
+from andrea.model.gpt import GPT, CallBlock
 from andrea.text.tokenizer import Tokenizer
 from andrea.text.windows import IGNORED_TARGET
-from andrea.training.objectives.objective import LossOfModel, Objective, target_log_probabilities
+from andrea.training.objectives.objective import Objective, target_log_probabilities
 
 
 @final
@@ -40,11 +40,11 @@ class DPO(Objective):
         )
 
     def sums(
-        self, loss: LossOfModel, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
+        self, model: GPT, call_block: CallBlock, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
     ) -> Tensor:
         """(6,): loss in nats, pairs, margins, right pairs; of the chosen answers their -ln π in nats, and their bytes."""
-        ours = target_log_probabilities(loss.model, hidden, targets)  # (B, T)
-        theirs = self.reference_log_probabilities(loss, tokens, targets)
+        ours = target_log_probabilities(model, hidden, targets)  # (B, T)
+        theirs = self.reference_log_probabilities(call_block, tokens, targets)
         conversation = ((tokens == self.end_of_text).cumsum(1) - 1).clamp(min=0)  # (B, T): place in the window
         margins, is_pair = pair_margins(ours - theirs, targets, conversation)
         margins = self.beta * margins[is_pair]  # (pairs,)

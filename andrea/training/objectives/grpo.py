@@ -33,14 +33,14 @@ from torch import Tensor
 
 from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
-from andrea.model.gpt import GPT
+from andrea.model.gpt import GPT, CallBlock
 from andrea.model.lora import merge
 from andrea.runtime.device import WEIGHT_DTYPE
 from andrea.runtime.own_parts import is_own, own_function
 from andrea.text.chat import ChatTokenizer, Turn
 from andrea.text.corpus import Corpus
 from andrea.text.loader import permute
-from andrea.training.objectives.objective import Batch, LossOfModel, Objective, target_log_probabilities
+from andrea.training.objectives.objective import Batch, Objective, target_log_probabilities
 from andrea.training.objectives.prompts import Prompts, windows_of_answers
 from andrea.training.parallel.ranks import Ranks
 
@@ -94,15 +94,15 @@ class GRPO(Objective):
         )
 
     def sums(
-        self, loss: LossOfModel, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+        self, model: GPT, call_block: CallBlock, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
+    ) -> Tensor | None:
         """The loss of answers that were drawn, 0-dim. weights: their advantages. Of held-out text, the next token's."""
         if weights is None:
-            return loss.head_loss(hidden, targets)
-        ours = target_log_probabilities(loss.model, hidden, targets)  # (B, T)
+            return None
+        ours = target_log_probabilities(model, hidden, targets)  # (B, T)
         total = -(weights * ours).sum()
         if self.reference is not None:
-            log_ratio = self.reference_log_probabilities(loss, tokens, targets) - ours
+            log_ratio = self.reference_log_probabilities(call_block, tokens, targets) - ours
             total = total + self.config.beta * (log_ratio.exp() - log_ratio - 1).sum()
         return total
 

@@ -8,7 +8,7 @@ B sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +29,6 @@ class Batch(NamedTuple):
     weights: Tensor | None = None  # (n, T) fp32, of the targets, if the objective draws its batches
 
 
-class LossOfModel(Protocol):
-    """What `MicroBatchLoss` gives an objective: the model, how its blocks are called, and the next token's loss."""
-
-    model: GPT
-    call_block: CallBlock
-
-    def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor: ...
-
-
 class Objective(ABC):
     """An objective other than the next token. reference: the model that the run began from, frozen; None: not needed.
 
@@ -54,9 +45,11 @@ class Objective(ABC):
 
     @abstractmethod
     def sums(
-        self, loss: LossOfModel, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+        self, model: GPT, call_block: CallBlock, hidden: Tensor, tokens: Tensor, targets: Tensor, weights: Tensor | None
+    ) -> Tensor | None:
         """Sums over a micro-batch, (k,) or 0-dim, fp32; the first is the loss, which alone has a gradient.
+
+        None: the next token's loss in nats. call_block: as of `GPT.forward`, for the reference.
 
         hidden (B, T, d_model): the model's, for tokens (B, T). targets (B, T): IGNORED_TARGET where nothing is learned.
         weights (B, T): of the batch; None in an evaluation, and for an objective that draws no batch.
@@ -78,10 +71,10 @@ class Objective(ABC):
         """Figures of the model's own answers to held-out prompts, on rank 0; `compared`: the lower the better."""
         return {}
 
-    def reference_log_probabilities(self, loss: LossOfModel, tokens: Tensor, targets: Tensor) -> Tensor:
+    def reference_log_probabilities(self, call_block: CallBlock, tokens: Tensor, targets: Tensor) -> Tensor:
         assert self.reference is not None, "make_objective demands a reference"
         with torch.no_grad():
-            hidden = self.reference(tokens, call_block=loss.call_block)
+            hidden = self.reference(tokens, call_block=call_block)
             return target_log_probabilities(self.reference, hidden, targets)
 
 

@@ -61,7 +61,7 @@ class Memory:
     gathered: int  # FSDP only: weights while they are gathered, gradients while they are reduced
     activations: int  # forward and backward pass of a micro-batch at their peak, see `pass_bytes`
     optimizer_step: int  # temporaries of the optimizer's step, when activations are freed
-    gathered_model: int  # FSDP only: the fp32 model that rank 0 gathers for evaluations, see `gathered_model_bytes`
+    gathered_model: int  # of evaluations: with FSDP the fp32 model that rank 0 gathers, with LoRA the merged one
     evaluation: int  # on a CPU: measuring the heads on held-out text, with their scores written out
     python_and_libraries: int  # on a CPU: interpreter, torch, this package, the compiler
 
@@ -137,7 +137,7 @@ def plan_memory(
         gradients=4 * n_trained,
         optimizer=4 * state // share,
         gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,
-        gathered_model=gathered_model_bytes(model) if sharded else 0,
+        gathered_model=(sharded + bool(config.lora_rank)) * gathered_model_bytes(model),
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         optimizer_step=optimizer_step_bytes(matrices, precision, share) if muon else 0,
         evaluation=evaluation_bytes(config, attention, n_vocab) if on_cpu else 0,
