@@ -18,8 +18,8 @@ CONVERSATIONS = ("chat", "python_chat")  # kinds of data
 # Of the rates of a new model. andrea-nano ends, after 400 steps of python_chat, at 0.182, 0.168 and 0.169 bits per byte with
 # 0.1, 0.3 and 1 of them: a smaller share undoes less of what was learned before.
 TUNING_RATE = 0.3
-# The same for preferences and rewards, which say little in each step. At 0.3, six steps of GRPO on python_chat took a tuned
-# andrea-nano from a reward of 0.69 to 0.68 and from 0.099 to 0.113 bits per byte; at 0.01, ten steps raised it to 0.73.
+# The same for preferences and rewards, which say little in each step. At 0.3, six steps of GRPO took a tuned andrea-nano from a
+# reward of 0.73 to 0.68; at 0.01 it stayed within the noise for 60 steps, and DPO reached an accuracy of 0.87.
 OBJECTIVE_RATE = 0.01
 TUNING_PATIENCE = 3  # evaluations
 
