@@ -37,7 +37,7 @@ def train_one(argv: list[str]) -> FinishedRun:
 
         composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
         composed = with_source(composed, line.groups, line.values)
-    if composed["data"]["kind"] in CONVERSATIONS:
+    if has_conversations(composed["data"]):
         composed = for_conversations(composed, line.values)
     if composed["train"]["teachers"]:
         from andrea.training.planning.init_from import with_teachers
@@ -49,6 +49,12 @@ def train_one(argv: list[str]) -> FinishedRun:
     precompile_headers(typed, argv)
     with allowing(named, typed.trust):
         return new_or_resumed(typed, line, started)
+
+
+def has_conversations(data: dict[str, Any]) -> bool:
+    """Whether the text, or a source of a mixture, is conversations. data: not parsed yet."""
+    sources = data["sources"].values() if isinstance(data["sources"], dict) else ()
+    return any(isinstance(each, dict) and each.get("kind") in CONVERSATIONS for each in (data, *sources))
 
 
 def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -76,9 +76,13 @@ class ChatSession:
         """Write the answer to the last turn, which is the user's. Ctrl-C keeps what was written, and is raised again."""
         n_window = self.engine.model.config.sequence_length
         n_new = min(self.request.max_new_tokens, n_window // 2)  # half of the window is for what was said before
-        tokens, n_left_out = fitting_prompt(self.tokenizer, self.turns, n_window - n_new)
+        tokens, n_left_out, n_cut = fitting_prompt(self.tokenizer, self.turns, n_window - n_new)
         if n_left_out:
             tell(f"(the model does not see the oldest {n_left_out} turns: model.sequence_length={n_window})\n")
+        if n_cut:
+            tell(
+                f"(the model does not see the first {n_cut} tokens of the message: model.sequence_length={n_window})\n"
+            )
         said = ""
         try:
             request = dataclasses.replace(self.request, max_new_tokens=n_new, num_samples=1)

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -96,11 +96,19 @@ def encode_conversation(tokenizer: ChatTokenizer, turns: Sequence[Turn]) -> list
     return [tokenizer.end_of_text, *(token for turn in turns for token in encode_turn(tokenizer, turn))]
 
 
-def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -> tuple[list[int], int]:
-    """The tokens after which the assistant answers, and how many turns were left out so that they fit into `room` tokens.
+class FittedPrompt(NamedTuple):
+    """tokens: after which the assistant answers. n_left_out: turns that do not fit. n_cut: tokens that the last turn loses."""
+
+    tokens: list[int]
+    n_left_out: int
+    n_cut: int
+
+
+def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -> FittedPrompt:
+    """The end of a conversation, in `room` tokens.
 
     The oldest turns are left out, whole, and as far as possible the one before which a user's turn follows; a system turn
-    in front and the last turn stay. Of a last turn that does not fit alone, the last tokens are taken.
+    in front stays if there is room for it. Of a last turn that does not fit alone, the first tokens are cut.
     """
     encoded = [encode_turn(tokenizer, turn) for turn in turns]
     n_front = int(bool(turns) and turns[0].role == SYSTEM)
@@ -111,8 +119,14 @@ def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -
 
     while first < len(turns) - 1 and (n_token(first) > room or (first > n_front and turns[first].role == ASSISTANT)):
         first += 1
+    n_left_out = first - n_front
+    if n_front and n_token(first) > room and n_token(first) - len(encoded[0]) <= room:
+        n_front, n_left_out = 0, first  # the last turn fits without the system's
+    n_cut = max(0, min(n_token(first) - room, len(encoded[-1]) - 3)) if encoded else 0
+    if n_cut:
+        encoded[-1][1 : 1 + n_cut] = []
     kept = [token for turn in (*encoded[:n_front], *encoded[first:]) for token in turn]
-    return [tokenizer.end_of_text, *kept[-max(1, room - 2) :], tokenizer.assistant], first - n_front
+    return FittedPrompt([tokenizer.end_of_text, *kept, tokenizer.assistant], n_left_out, n_cut)
 
 
 def is_learned(tokens: np.ndarray, tokenizer: ChatTokenizer) -> np.ndarray:

@@ -406,6 +406,9 @@ def as_text(turns: Sequence[Turn]) -> str:
 def turns_of(record: dict[str, Any], fields: tuple[str, ...] | None = None) -> list[Turn] | None:
     """The turns of a record that is a conversation, or a question with its answer; else None. fields: of `fields_of`."""
     fields = fields_of(record, None) if fields is None else fields
+    if fields[-2:] == PREFERENCE:
+        pair = pair_of(record)
+        return pair and pair[0]
     values = [record[field] if record[field] is not None else "" for field in fields]
     if values and all(isinstance(value, list) for value in values):  # TRL's prompt and completion are messages, too
         return turns_of_messages([message for value in values for message in value])

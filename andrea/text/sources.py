@@ -31,7 +31,7 @@ HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less t
 FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
 READER = 2  # changes with what is read of the same files, so that they are prepared again
 CHAT_READER, PAIR_READER = "chat 1", "pairs 1"  # the same for conversations
-HELD_OUT_FILE = "held_out.jsonl"  # of a folder of conversations: exactly these are held out
+HELD_OUT_FILE = "held_out.jsonl"  # in a folder of conversations or below it: exactly these are held out
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 
 
@@ -132,6 +132,11 @@ class Source:
                 f"{self.name}: {sum(self.copies.values()):,} documents are copies of {len(self.copies):,} texts that stood in "
                 f"the training text and in the validation text; now all copies of a text are in one of them"
             )
+        if n_twice := self.held_out_twice():
+            report(
+                f"{self.name}: {n_twice:,} conversations of {HELD_OUT_FILE} are training conversations too, so that their "
+                f"validation says little"
+            )
         self.usable_bytes = usable
         return usable
 
@@ -187,14 +192,23 @@ class Source:
         """Whether a whole document is held out: by its name's hash, or, of copies on both sides, by their text's hash."""
         if self.is_chat:
             if self.has_held_out_file:
-                return document.key.partition("#")[0] == HELD_OUT_FILE
+                return is_held_out_file(document.key.partition("#")[0])
             return size_and_digest(document)[1] in self.held_out_conversations
         text = size_and_digest(document) if document.size in self.copied_sizes else None
         return text[1][0] < HELD_OUT_BELOW if text in self.copies else is_held_out(document.key)
 
     @property
     def has_held_out_file(self) -> bool:
-        return any(name == HELD_OUT_FILE for name, *_ in self.listing)
+        return any(is_held_out_file(name) for name, *_ in self.listing)
+
+    def held_out_twice(self) -> int:
+        """The number of conversations that stand in the file of those held out and in another file."""
+        if not (self.is_chat and self.has_held_out_file):
+            return 0
+        sides: dict[bool, set[bytes]] = {True: set(), False: set()}
+        for document in self.documents_again():
+            sides[self.is_held_out(document)].add(size_and_digest(document)[1])
+        return len(sides[True] & sides[False])
 
     @cached_property
     def held_out_conversations(self) -> set[bytes]:
@@ -240,6 +254,11 @@ class Source:
             for document in documents_of(file, name, self.selection.field, findings):
                 if not self.is_chat or is_conversation(document, findings, self.kind == "pairs"):
                     yield document
+
+
+def is_held_out_file(name: str) -> bool:
+    """Whether a file of a folder holds the conversations that are held out. name: its relative path."""
+    return name.rpartition("/")[2].removesuffix(".gz") == HELD_OUT_FILE
 
 
 def is_conversation(document: Document, findings: Findings, is_paired: bool) -> bool:

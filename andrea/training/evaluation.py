@@ -115,7 +115,7 @@ class Evaluator:
         if read_more or self.chooses:
             chosen = self.total_of(self.validate(train.eval_tokens, CHOOSING_SHARE if self.chooses else 1.0))
         progress.compared_bpb = answers.pop("compared", chosen.get("compared", chosen["bpb"]))
-        if chosen is not total:
+        if chosen is not total or self.step.objective is not None:
             figures["val/compared_bpb"] = progress.compared_bpb
         if self.chooses:
             judged = self.summary_of([all_ - part for all_, part in zip(total["sums"], chosen["sums"], strict=True)])

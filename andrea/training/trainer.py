@@ -296,7 +296,8 @@ def advising_to_continue(folder: Path, config: RunConfig) -> Iterator[None]:
 
 def trust(config: RunConfig) -> dict[str, str]:
     """The word that a command needs to import the user's own classes that this run uses."""
-    return {"trust": "true"} if any(map(is_own, (config.attention.compatibility, config.model.mlp))) else {}
+    parts = (config.attention.compatibility, config.model.mlp, config.objective.reward)
+    return {"trust": "true"} if any(map(is_own, parts)) else {}
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer

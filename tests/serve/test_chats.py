@@ -59,7 +59,7 @@ def test_an_answer_is_that_of_the_engine(turns: list[Turn], client: openai.OpenA
             for chunk in client.chat.completions.create(**settings, stream=True)
             if chunk.choices
         ]
-        ids, n_left_out = fitting_prompt(TOKENIZER, turns, CONFIG.sequence_length - 5)
+        ids, n_left_out, _ = fitting_prompt(TOKENIZER, turns, CONFIG.sequence_length - 5)
         engine = Engine(make_chat_model().eval(), TOKENIZER, dtype=torch.float32)
         expected = engine.write(ids, Request(5, seed=seed, sampling=Sampling(0.8)))[0]
         choice = whole.choices[0]
@@ -76,3 +76,8 @@ def test_turns_end(client: openai.OpenAI) -> None:
     ).choices
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
     assert not any("<|end|>" in answer.message.content for answer in answers)
+
+
+def test_a_message_that_does_not_fit_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
+        client.chat.completions.create(model="one", messages=[{"role": "user", "content": "x" * 500}], max_tokens=5)

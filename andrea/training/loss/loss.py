@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from andrea.attention import HeadStatistics
 from andrea.attention.implementations.triton import runs_on
-from andrea.checkpoint import read_checkpoint
+from andrea.checkpoint import Damaged, read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT, CallBlock, call_block
@@ -275,12 +275,22 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
         return None
     models = []
     for path in config.train.teachers:
-        checkpoint = read_checkpoint(Path(path))
+        try:
+            checkpoint = read_checkpoint(Path(path))
+        except Damaged as fault:
+            raise UserError(
+                f"train.teachers (the teachers, or the reference of an objective): {fault}; name its checkpoint"
+            ) from fault
         theirs = checkpoint.tokenizer()
         if theirs.identity != tokenizer.identity:
+            advice = (
+                "name a teacher that was tuned on conversations"
+                if tokenizer.special
+                else f"tokenizer.path={path} takes the teacher's"
+            )
             raise UserError(
                 f"train.teachers: {path} was trained with the tokenizer {theirs.identity}, but this run uses "
-                f"{tokenizer.identity}; tokenizer.path={path} takes the teacher's"
+                f"{tokenizer.identity}; {advice}"
             )
         model = load_model(checkpoint, theirs)
         if model.config.sequence_length < config.model.sequence_length:
