@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "evaluation": {"runtime", "model", "text", "checkpoint", "generation"},
     "training": {"runtime", "attention", "model", "text", "checkpoint", "generation"},
     "insight": {"runtime", "attention", "model", "text", "checkpoint", "generation", "evaluation", "training"},
-    "serve": {"runtime", "model", "text", "checkpoint", "generation", "evaluation"},
+    "serve": {"runtime", "model", "text", "checkpoint", "generation", "evaluation", "training", "insight"},
     "api": {"runtime", "model", "text", "checkpoint", "generation", "training", "insight", "interop"},
     "cli": {
         "runtime",

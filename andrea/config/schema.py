@@ -429,6 +429,7 @@ class ServeConfig:
     """Everything that `serve` needs (configs/serve.yaml)."""
 
     checkpoint: PathText | None
+    beside: PathText | None
     runs_dir: PathText
     served_name: Text | None
     host: Text

@@ -88,6 +88,7 @@ def completion_scores(scores: list[dict[str, Any]], names: Names) -> dict[str, A
         tops.append(None if each["nats"] is None else top)
     return {
         "tokens": [each["name"] for each in scores],
+        "token_ids": [each["token"] for each in scores],  # not OpenAI's; our page continues from them
         "token_logprobs": [each["nats"] for each in scores],
         "top_logprobs": tops,
         "text_offset": [each["offset"] for each in scores],

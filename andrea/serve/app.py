@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,28 +19,34 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from andrea.checkpoint import Checkpoint
 from andrea.config import ServeConfig
+from andrea.generation.engine import Engine
 from andrea.serve.answers import Answer, Names
 from andrea.serve.errors import RequestError, json_response, to_json
 from andrea.serve.requests import Limits, read_json, read_request
 from andrea.serve.worker import Job, Worker
 
 BODY_SECONDS = 15.0  # for a body to arrive
-OPEN_ROUTES = ("/health",)  # need no key
+OPEN_ROUTES = ("/", "/health")  # need no key; the page at / has a field for it
 GONE = 499  # as nginx has it
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that is served, and the thread that runs it. about: what /v1/models says of it, besides its name."""
+    """The model that is served, and the thread that runs it. about: what /v1/models says of it, besides its name.
+    beside: a second model, for comparison."""
 
     name: str
     worker: Worker
     config: ServeConfig
     about: dict[str, Any]
+    checkpoint: Checkpoint
+    beside: Served | None = None
 
 
-def make_app(served: Served) -> Starlette:
+def make_app(served: Served, more: Sequence[Route] = ()) -> Starlette:
+    """more: routes besides those of the API."""
     routes = Routes(served)
     config = served.config
     guards = [Middleware(Guard, config=config)]
@@ -57,6 +63,7 @@ def make_app(served: Served) -> Starlette:
             Route("/v1/models/{name:path}", routes.model),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            *more,
         ],
         middleware=guards,
         exception_handlers={
@@ -137,10 +144,14 @@ def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 class Routes:
     def __init__(self, served: Served) -> None:
         self.served, self.worker, self.config = served, served.worker, served.config
-        self.engine = served.worker.batch.engine
         self.names = Names(self.engine.tokenizer)
         self.began = int(time.time())
         self.limits = Limits(self.config.max_tokens, self.config.max_waiting)
+
+    @property
+    def engine(self) -> Engine:
+        """Another one after the page has loaded a newer checkpoint."""
+        return self.worker.batch.engine
 
     async def health(self, request: Request) -> Response:
         is_alive = self.worker.thread.is_alive()

@@ -23,6 +23,7 @@ from andrea.generation.session import check_device_offers, decoding_dtype, descr
 from andrea.runtime.streams import at_words
 from andrea.serve.app import Served, is_loopback, make_app
 from andrea.serve.errors import RequestError, to_json
+from andrea.serve.page import page_routes
 from andrea.serve.worker import Worker
 
 IDLE_SECONDS = 15.0  # a connection may be open without a request, or with a part of its first lines
@@ -69,9 +70,10 @@ class Server(uvicorn.Server):
 
     def __init__(self, served: Served) -> None:
         self.served = served
+        self.all_served = [served] + ([] if served.beside is None else [served.beside])
         super().__init__(
             uvicorn.Config(
-                make_app(served),
+                make_app(served, page_routes(served, load_one)),
                 http=Connection,
                 ws="none",
                 lifespan="off",
@@ -86,13 +88,15 @@ class Server(uvicorn.Server):
         )
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self.served.worker.start()
+        for each in self.all_served:
+            each.worker.start()
         sweeping = asyncio.create_task(self.sweep())
         try:
             await super().serve(sockets)
         finally:
             sweeping.cancel()
-            self.served.worker.stop()
+            for each in self.all_served:
+                each.worker.stop()
 
     async def sweep(self) -> None:
         while True:
@@ -108,7 +112,8 @@ def serve(config: ServeConfig, device: torch.device) -> int:
     listening = listen(config.host, config.port)
     print(at_words("\n".join(about)), file=sys.stderr)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    print(f"http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C ends the server)", file=sys.stderr, flush=True)
+    url = f"http://{host}:{listening.getsockname()[1]}"
+    print(f"{url}/v1 for programs, {url} for a browser (Ctrl-C ends the server)", file=sys.stderr, flush=True)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
     Server(served).run(sockets=[listening])
     return 0
@@ -134,7 +139,15 @@ def with_key(config: ServeConfig) -> ServeConfig:
 
 
 def load(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
-    """The served model, and lines that describe it. Raises UserError."""
+    """The served model, with the one beside it, and lines that describe them. Raises UserError."""
+    served, about = load_one(config, device)
+    if config.beside is not None:
+        beside, more = load_one(dataclasses.replace(config, checkpoint=config.beside, served_name=None), device)
+        served, about = dataclasses.replace(served, beside=beside), [*about, *more]
+    return served, about
+
+
+def load_one(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
     checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
     dtype = decoding_dtype(config.precision, model)
     check_device_offers(config.precision, "off", device)
@@ -149,7 +162,7 @@ def load(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
     ]
     name = config.served_name or checkpoint.path.parent.parent.name
     about = {"max_model_len": model.config.sequence_length, "tokenizer": tokenizer.identity, "precision": numbers}
-    return Served(name, Worker(batch, model, config.max_waiting, config.threads), config, about), lines
+    return Served(name, Worker(batch, model, config.max_waiting, config.threads), config, about, checkpoint), lines
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -7,7 +7,9 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from andrea.evaluation.scoring import score_tokens
 from andrea.generation.batching import Batch, BatchedText, BatchStep, TokenScore
@@ -18,6 +20,7 @@ from andrea.serve.errors import RequestError
 from andrea.serve.requests import Asked, Prompt
 
 PromptScores = list[TokenScore | None]  # of each token that the user gave; None: nothing stands before it
+MOST_TASKS = 8  # that may wait or run
 Event = tuple[int, PromptScores | BatchStep | None]  # text; None: the text has ended without a token
 
 
@@ -41,6 +44,25 @@ class JobText:
     written: BatchedText | None = None  # while it is in the batch
 
 
+class Task:
+    """Work with the model that writes no text. It is done in parts, one after each step of the batch; each has a result."""
+
+    def __init__(self, parts: Iterator[dict[str, Any]]) -> None:
+        self.parts = parts
+        self.events: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()  # None: the end
+        self.is_cancelled = False
+
+    async def results(self) -> AsyncIterator[dict[str, Any]]:
+        """Raises RequestError."""
+        while (found := await self.events.get()) is not None:
+            if isinstance(found, RequestError):
+                raise found
+            yield found
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
 class Worker:
     """Writes the texts of jobs with `batch`. gpt: the model in fp32, for scores of prompts. max_waiting: texts beyond those
     of the batch that may wait for a place in it. threads: as the key of configs/serve.yaml."""
@@ -50,7 +72,8 @@ class Worker:
         self.n_place, self.max_waiting = len(batch.idle), max_waiting
         self.waiting: deque[JobText] = deque()
         self.running: list[JobText] = []
-        self.changed = threading.Condition()  # guards `waiting` and `n_live`
+        self.tasks: deque[Task] = deque()
+        self.changed = threading.Condition()  # guards `waiting`, `tasks` and `n_live`
         self.n_live = 0  # texts that wait or run
         self.is_stopping = False
         self.thread = threading.Thread(target=self.run, name="model", daemon=True)
@@ -91,6 +114,14 @@ class Worker:
             self.waiting = left
             self.changed.notify()
 
+    def submit_task(self, task: Task) -> None:
+        """Raises RequestError (429) if too many tasks wait."""
+        with self.changed:
+            if len(self.tasks) >= MOST_TASKS:
+                raise RequestError(429, "other requests of the page are answered; try again later", code="queue_full")
+            self.tasks.append(task)
+            self.changed.notify()
+
     def deliver(self, events: list[tuple[Job, Event]]) -> None:
         for job, event in events:
             job.events.put_nowait(event)
@@ -101,12 +132,13 @@ class Worker:
         choose_threads(self.threads)  # OpenMP keeps this number for each thread of the program
         while True:
             with self.changed:
-                while not (self.waiting or self.running or self.is_stopping):
+                while not (self.waiting or self.running or self.tasks or self.is_stopping):
                     self.changed.wait()
                 if self.is_stopping:
                     return
             try:
                 self.step()
+                self.advance_task()
             except Exception:  # a bug, told here; the server goes on with the next requests
                 traceback.print_exc(file=sys.stderr)
                 failed = BatchStep(None, None, error="the server failed; its log says why")
@@ -134,6 +166,23 @@ class Worker:
             with_news = [text for text in self.running if text.written in made]
             self.post([(text.job, (text.index, made[text.written])) for text in with_news])
             self.end([text for text in with_news if text.written.window is None])
+
+    def advance_task(self) -> None:
+        """Do one part of the task that waits longest."""
+        with self.changed:
+            task = self.tasks.popleft() if self.tasks else None
+        if task is None or task.is_cancelled:
+            return
+        try:
+            found = next(task.parts, None)
+        except Exception:  # as in `run`
+            traceback.print_exc(file=sys.stderr)
+            found = RequestError(500, "the server failed; its log says why")
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(task.events.put_nowait, found)
+        if isinstance(found, dict):
+            with self.changed:
+                self.tasks.append(task)
 
     def next_waiting(self) -> JobText | None:
         with self.changed:

@@ -253,7 +253,15 @@ def test_every_route_but_health_needs_the_key(runs, tmp_path):
     (tmp_path / "key").write_text("s3cret key\n")
     with serving(config_of(runs, api_key=f"@{tmp_path / 'key'}")) as (url, _):
         assert httpx.get(f"{url}/health").status_code == 200
-        for path in ("/v1/models", "/v1/models/one", "/v1/completions", "/", "/nothing", "/health/", "//health"):
+        for path in (
+            "/v1/models",
+            "/v1/models/one",
+            "/v1/completions",
+            "/v1/andrea",
+            "/nothing",
+            "/health/",
+            "//health",
+        ):
             for key in (
                 None,
                 "",

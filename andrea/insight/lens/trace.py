@@ -128,12 +128,12 @@ def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
 
 @torch.no_grad()
 def ablate_heads(
-    model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int]
+    model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int], last_only: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
     """Ablate one of a layer's `heads` at a time: it writes zeros. Yields (head, ln p of the next token (T, V)).
 
-    tokens (1, T). What the heads write is `LayerTrace.written`. The forward pass restarts at this layer, from the
-    residual stream in `trace`.
+    tokens (1, T). last_only: yield only ln p after the last token, (1, V). What the heads write is `LayerTrace.written`.
+    The forward pass restarts at this layer, from the residual stream in `trace`.
     """
     n_token = tokens.shape[1]
     at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))
@@ -144,6 +144,7 @@ def ablate_heads(
         x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), written)
         for block in model.blocks[layer + 1 :]:
             x, _ = block(x, trace.shared)  # all copies share the inputs of the one sequence
+        x = x[:, -1:] if last_only else x
         yield from zip(some, next_log_probabilities(model, x), strict=True)
 
 
