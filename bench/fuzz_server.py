@@ -211,7 +211,9 @@ def verdict(data: bytes, wrong: str, answer: bytes) -> str | None:
     status = int(match[1])
     if status >= 500 and status not in (503, 504):
         return f"status {status}"
-    if wrong in ("host", "key", "no key", "origin") and status < 400 and b" /health " not in data.split(b"\r\n")[0]:
+    line = data.split(b"\r\n")[0]
+    needs_no_key = b" /health " in line or (b" / " in line and wrong in ("key", "no key"))
+    if wrong in ("host", "key", "no key", "origin") and status < 400 and not needs_no_key:
         return f"let in: wrong {wrong}"
     if status >= 400 and not data.startswith(b"HEAD"):
         try:
