@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "python train.py",
     "sample": "python sample.py",
     "lens": "python -m andrea lens",
+    "serve": "python -m andrea serve",
     "runs": "python -m andrea runs",
     "compare": "python -m andrea compare",
     "consolidate": "python -m andrea consolidate",

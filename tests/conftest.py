@@ -35,6 +35,7 @@ from andrea.config import (
     RunConfig,
     RunsConfig,
     SampleConfig,
+    ServeConfig,
 )
 from andrea.runtime.system import HANG_UP
 
@@ -66,6 +67,7 @@ CONFIGS_OF_COMMANDS = {  # name of a file in configs/ -> the dataclass that it i
     "export": ExportConfig,
     "import": ImportConfig,
     "evaluate": EvaluateConfig,
+    "serve": ServeConfig,
     "dashboard": DashboardConfig,
 }
 

@@ -71,7 +71,7 @@ def prepare(argv: list[str]) -> int:
 
     from andrea.text.corpus import open_corpus
 
-    corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), print)
+    corpus = open_corpus(config.data, config.tokenizer, Path(config.data_dir), print, config.objective.kind == "dpo")
     for source in corpus.sources:
         held_out = f"{len(source.val):,} held out ({source.val_bytes:,} bytes)"
         print(f"{source.name}: {len(source.train):,} training tokens, {held_out}")

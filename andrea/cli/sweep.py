@@ -179,7 +179,7 @@ def result_lines(runs_dir: Path, group: str, varied: list[str]) -> list[str]:
     if len(figures) < 2:
         return []
     lines = []
-    if not any(key.split(".")[0] in ("data", "tokenizer") for key in varied):
+    if not any(key.split(".")[0] in ("data", "tokenizer", "objective") for key in varied):
         best = min(figures, key=lambda name: figures[name])
         lines.append(f"sweep: fewest bits per byte: {best}, {figures[best]:.4f}")
     place = f"{shlex.quote(str(runs_dir))}/*-{shlex.quote(group)}"

@@ -207,7 +207,37 @@ def check_train(train: TrainConfig, path: str) -> None:
         )
 
 
+CONVERSATIONS = {"dpo": ("chat",), "grpo": ("chat", "python_chat")}  # objective -> kinds of data that it learns from
+
+
+def check_objective(config: RunConfig) -> None:
+    kind, data, teachers = config.objective.kind, config.data, config.train.teachers
+    if kind == "next_token":
+        return
+    kinds = {source.kind for source in data.sources.values()} if data.kind == "mixture" else {data.kind}
+    if other := kinds - set(CONVERSATIONS[kind]):
+        what = "pairs of a chosen and a rejected answer" if kind == "dpo" else "conversations"
+        raise UserError(
+            f"objective={kind} learns from {what}, got data={min(other)}; set "
+            f"{' or '.join(f'data={each}' for each in CONVERSATIONS[kind])}"
+        )
+    if not (config.init_from or config.resume):
+        raise UserError(f"objective={kind} improves a model that answers already; set init_from=… to name it")
+    if config.attention.across_documents:
+        raise UserError(
+            f"objective={kind} needs answers that do not see each other; set attention.across_documents=false"
+        )
+    if kind == "dpo" and config.objective.beta == 0:
+        raise UserError("objective.beta=0 leaves objective=dpo nothing to learn; use a number above 0, such as 0.1")
+    if len(teachers) > config.objective.has_reference:
+        raise UserError(
+            f"train.teachers has {len(teachers)} entries, but objective={kind} with objective.beta={config.objective.beta:g} "
+            f"takes {'one, its reference' if config.objective.has_reference else 'none'}; leave train.teachers out"
+        )
+
+
 def check_run(config: RunConfig, path: str) -> None:
+    check_objective(config)
     if config.name == "wandb":
         raise UserError("name=wandb is the folder of wandb's own files; choose another name")
     if config.resume and config.init_from:

@@ -16,6 +16,7 @@ NOT_LEARNED = {
     "attention": "implementation",
     "optimizer": "",
     "tokenizer": "",
+    "objective": "",
     "train": """steps tokens_per_parameter flops tokens_per_step max_minutes micro_batch activation_checkpointing keep
         log_every eval_every eval_tokens save_every sample_tokens""",
 }

@@ -295,6 +295,19 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig:
+    kind: Literal["next_token", "dpo", "grpo"] = "next_token"
+    beta: NonNegativeNumber = 0.0
+    answers: Annotated[int, Between(2, 2**12)] = 8
+    reward: Literal["exact_match"] | DottedPath = "exact_match"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the model that it began from."""
+        return self.kind == "dpo" or (self.kind == "grpo" and self.beta > 0)
+
+
+@dataclass(frozen=True)
 class LoggerConfig:
     wandb: Literal["auto", "online", "offline", "disabled"]
     project: str
@@ -359,6 +372,7 @@ class RunConfig:
     parallel: ParallelConfig
     train: TrainConfig
     trust: bool = False
+    objective: ObjectiveConfig = ObjectiveConfig()  # noqa: RUF009 (frozen)
 
     @property
     def steps(self) -> int:

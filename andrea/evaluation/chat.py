@@ -19,7 +19,7 @@ from andrea.evaluation.scoring import Subject
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.runtime.files import from_json, lines_of
-from andrea.text.chat import ChatTokenizer, Turn, fitting_prompt
+from andrea.text.chat import ROLES, ChatTokenizer, Turn, fitting_prompt
 from andrea.text.formats import turns_of
 
 METRIC = "exact_match"
@@ -50,7 +50,7 @@ def chat_figures(task: str, subject: Subject, path: Path, limit: int | None = No
     engine = Engine(subject.gpt, subject.tokenizer, dtype=torch.float32)
     texts, n_left_out = answers(engine, questions, subject.scorer.batch_size)
     if n_left_out:
-        print(f"{path.name}: {n_left_out:,} turns did not fit the model's window, and were left out of the prompts")
+        print(f"{path.name}: {n_left_out:,} turns did not fit the model's window, and were left out or cut")
     is_right = [text == question.answer.strip() for text, question in zip(texts, questions, strict=True)]
     figures = [figure(task, is_right, path)]
     for kind in sorted({question.kind for question in questions} - {""}):
@@ -96,6 +96,8 @@ def conversation_of(line: str) -> tuple[list[Turn], str] | None:
     except ValueError:
         return None
     turns = turns_of(record) if isinstance(record, dict) else None
+    if turns and not {turn.role for turn in turns} <= set(ROLES):
+        return None
     return turns and (turns, str(record.get("kind") or ""))
 
 
@@ -112,7 +114,7 @@ def answers(engine: Engine, questions: Sequence[Question], batch_size: int) -> t
         written = answer_batch(engine, [fitted[index][0] for index in batch], max(most[index] for index in batch))
         for index, ids in zip(batch, written, strict=True):
             texts[index] = tokenizer.decode(ids).strip()
-    return texts, sum(n_left_out for _, n_left_out in fitted)
+    return texts, sum(each.n_left_out + (each.n_cut > 0) for each in fitted)
 
 
 def answer_batch(engine: Engine, prompts: list[list[int]], most_tokens: int) -> list[list[int]]:

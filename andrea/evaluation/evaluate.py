@@ -89,6 +89,11 @@ def text_figure(config: EvaluateConfig, subject: Subject) -> Figure:
 def held_out_documents(checkpoint: Checkpoint, tokenizer: Tokenizer, data_dir: Path) -> list[str]:
     """The documents of the run's held-out text. Raises UserError if it is not prepared in data_dir, or has several sources."""
     stream = held_out_of_run(checkpoint.state, data_dir)
+    if stream is None and tokenizer.special:
+        raise UserError(
+            f"{checkpoint.path} was tuned on conversations, which tasks=bpb does not judge; use tasks=chat text=FILE or "
+            f"tasks=python_chat, or name a text with text=…"
+        )
     if stream is None:
         raise UserError(
             f"the held-out text of {checkpoint.path} is not in data_dir={data_dir}, or has several sources; name a file with "

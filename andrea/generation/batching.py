@@ -124,8 +124,9 @@ class Batch:
         for sampling in dict.fromkeys(text.sampling for text in texts):
             alike = [text for text in texts if text.sampling == sampling]
             choices = [self.allowed(text, logits[text]) for text in alike]
-            penalised = [text.tokens if sampling.repetition_penalty != 1.0 else text.tokens[:1] for text in alike]
-            history = padded_history(penalised, 0).to(self.engine.device)
+            history = torch.zeros(len(alike), 0, dtype=torch.int64)
+            if sampling.repetition_penalty != 1.0:
+                history = padded_history([text.tokens for text in alike], 0).to(self.engine.device)
             uniform = torch.stack([torch.rand((), generator=text.generator) for text in alike]).to(self.engine.device)
             chosen |= zip(alike, choose_tokens(torch.cat(choices), history, sampling, uniform).tolist(), strict=True)
         return [self.add(text, chosen[text], logits[text][0]) for text in texts]

@@ -31,7 +31,7 @@ HELP = """\
   /retry          write another answer to the last message
   /edit TEXT      change the last message, and write an answer to it
   /seed N         the seed of the next answer (each answer adds 1 to it)
-  /system TEXT    begin a new conversation with this text as the system's turn; without TEXT, with none
+  /system TEXT    begin a new conversation, with TEXT as the system's turn
   /new            begin a new conversation
   /save FILE      write the conversation to FILE, a line of data=chat
   /help           this list; Ctrl-D ends the session
@@ -76,9 +76,13 @@ class ChatSession:
         """Write the answer to the last turn, which is the user's. Ctrl-C keeps what was written, and is raised again."""
         n_window = self.engine.model.config.sequence_length
         n_new = min(self.request.max_new_tokens, n_window // 2)  # half of the window is for what was said before
-        tokens, n_left_out = fitting_prompt(self.tokenizer, self.turns, n_window - n_new)
+        tokens, n_left_out, n_cut = fitting_prompt(self.tokenizer, self.turns, n_window - n_new)
         if n_left_out:
             tell(f"(the model does not see the oldest {n_left_out} turns: model.sequence_length={n_window})\n")
+        if n_cut:
+            tell(
+                f"(the model does not see the first {n_cut} tokens of the message: model.sequence_length={n_window})\n"
+            )
         said = ""
         try:
             request = dataclasses.replace(self.request, max_new_tokens=n_new, num_samples=1)
@@ -89,6 +93,7 @@ class ChatSession:
                     show(" …")
         finally:
             show("\n")
+            tell("" if said.strip() else "(an empty answer)\n")
             self.turns.append(Turn(ASSISTANT, said))
             self.request = dataclasses.replace(self.request, seed=self.request.seed + 1)
 

@@ -78,10 +78,20 @@ Floats vector(const BF16* x) {  // by name, because g++ takes up to seven instru
 #endif
 }
 
-float sum(Floats v) {
-    float total = 0;
-    for (int64_t lane = 0; lane < LANES; ++lane) total += v[lane];
-    return total;
+template <int64_t N>
+struct Vector {
+    typedef float Of __attribute__((vector_size(4 * N)));
+};
+
+template <int64_t N>
+float sum(typename Vector<N>::Of v) {  // by halves, so that few additions wait for each other
+    if constexpr (N == 4) return (v[0] + v[2]) + (v[1] + v[3]);
+    else {
+        typename Vector<N / 2>::Of low, high;
+        std::memcpy(&low, &v, sizeof low);
+        std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+        return sum<N / 2>(low + high);
+    }
 }
 
 constexpr int64_t TILE = 4;  // rows of x that share one load of a weight
@@ -92,7 +102,7 @@ template <typename W>
 __attribute__((noinline)) float finish(Floats* sums, const W* w, const float* x, int64_t k, int64_t n) {
     for (; k + LANES <= n; k += LANES) sums[0] += vector(w + k) * vector(x + k);
     for (int64_t i = 1; i < SUMS; ++i) sums[0] += sums[i];
-    float total = sum(sums[0]);
+    float total = sum<LANES>(sums[0]);
     for (; k < n; ++k) total += number(w[k]) * x[k];
     return total;
 }
@@ -130,7 +140,7 @@ float dot(const W* w, const float* x, int64_t n) {
     for (; k + LANES <= n; k += LANES) sums[0] += vector(w + k) * vector(x + k);
 #pragma GCC unroll SUMS
     for (int64_t i = 1; i < SUMS; ++i) sums[0] += sums[i];
-    float total = sum(sums[0]);
+    float total = sum<LANES>(sums[0]);
     for (; k < n; ++k) total += number(w[k]) * x[k];
     return total;
 }

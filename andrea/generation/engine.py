@@ -28,6 +28,7 @@ from andrea.config import UserError
 from andrea.generation.packing import PackedGPT, pack
 from andrea.generation.sampling import Sampling, choose_tokens
 from andrea.model.gpt import GPT
+from andrea.model.lora import merge
 from andrea.runtime.compiling import compile_graph
 
 if TYPE_CHECKING:
@@ -303,6 +304,7 @@ class Engine:
         in_place: bool = False,
     ) -> None:
         assert model.n_vocab == tokenizer.n_vocab, (model.n_vocab, tokenizer.n_vocab)
+        model = merge(model)  # packing reads the matrices themselves
         self.tokenizer = tokenizer
         self.healing = TokenHealing(tokenizer)
         self.device = model.embedding.weight.device

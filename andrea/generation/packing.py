@@ -430,8 +430,7 @@ class NativeBlocks:
         caches: of the B texts, in their order; a cache may hold several texts of equal length.
         """
         sizes = [len(cache.keys[0]) for cache in caches]
-        embedded = [self.model.embed(part, cache) for part, cache in zip(tokens.split(sizes), caches, strict=True)]
-        x = torch.cat(embedded) if len(embedded) > 1 else embedded[0].contiguous()
+        x = self.embed(tokens, caches, sizes).contiguous()
         added = None
         if self.model.config.value_embedding is not None:
             # (L, B, 1, G D): what value embeddings add to the values of each layer; by text, so that no text affects another
@@ -453,6 +452,18 @@ class NativeBlocks:
         for cache in caches:
             cache.advance(1)
         return hidden
+
+    def embed(self, tokens: Tensor, caches: Sequence[KeyValueCache], sizes: list[int]) -> Tensor:
+        """What `GPT.embed` gives for each cache by itself, (B, 1, d_model); for several caches in few operations."""
+        if len(caches) == 1:
+            return self.model.embed(tokens, caches[0])
+        x = self.model.embedding(tokens)
+        if self.model.bigram_embedding is not None:
+            parts = zip(tokens.split(sizes), caches, strict=True)
+            before = torch.cat([cache.append_tokens(part) for part, cache in parts])
+            x = x + self.model.bigram_embedding(before, tokens)
+        starts = [cache.length for cache, size in zip(caches, sizes, strict=True) for _ in range(size)]
+        return self.model.position.add(x, torch.tensor(starts))
 
     def places(self, caches: Sequence[KeyValueCache]) -> list[ctypes.Array]:
         """The addresses of keys, values and convolution's rows: of text b in layer l at l * B + b."""

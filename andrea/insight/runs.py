@@ -309,7 +309,8 @@ def names_of_parents(run: Path, config: dict[str, Any]) -> list[str]:
     teachers = inner(config, "train", "teachers")
     paths = [mark_of(run).get("init_from"), *(teachers if isinstance(teachers, list) else [])]
     named = [Path(path) for path in paths if isinstance(path, str) and path]
-    return [path.parent.parent.name if path.parent.name == "checkpoints" else path.name for path in named]
+    names = [path.parent.parent.name if path.parent.name == "checkpoints" else path.name for path in named]
+    return list(dict.fromkeys(names))  # the reference of an objective is also what the run began from
 
 
 def earlier_names(run: Path) -> list[str]:

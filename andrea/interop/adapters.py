@@ -14,6 +14,7 @@ import dataclasses
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,11 +31,11 @@ from andrea.config import UserError, readable_path
 from andrea.interop.hugging_face.classes import GPT2_NAMES, LLAMA_NAMES, TOLERANCE, renamed
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
 from andrea.interop.importing.families import TRANSPOSED
-from andrea.interop.importing.source import CONFIG, read_object
+from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
 from andrea.interop.proof import OtherProgram, Target
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
-from andrea.model.lora import ALPHA, A, B, is_factor
+from andrea.model.lora import ALPHA, A, B
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, OF_A, OF_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -62,34 +63,30 @@ class Peft(Target):
 
     def __init__(self, trained: Trained, dtype: str) -> None:
         """dtype: f32. Raises UserError for a model without factors, and for one that trained more than factors."""
-        checkpoint = trained.checkpoint
-        reader, stored = checkpoint.open_results()
-        if not any(map(is_factor, stored)):
+        reader, stored = trained.checkpoint.open_results()
+        places = [name.removesuffix(A) for name in stored if name.endswith(A)]
+        if not places:
             raise UserError(
-                f"to=peft writes the factors of a run with model.lora_rank=…, and {checkpoint.path} has none; export with to=hf"
+                "to=peft writes the factors of a run with model.lora_rank, and this one has none; use to=hf"
             )
         if any(name.startswith("embedding.weight/") for name in reader.names):
-            raise UserError(
-                "to=peft: the run also trained the embedding, which an adapter of factors does not hold; export the merged "
-                "model with to=hf"
-            )
-        self.trained, self.factors = trained, {name: reader.read(stored[name]) for name in stored if is_factor(name)}
+            raise UserError("to=peft: the run also trained the embedding, which factors do not hold; use to=hf")
+        self.layers = {place: (reader.read(stored[place + A]), reader.read(stored[place + B])) for place in places}
         gpt = copy.deepcopy(trained.gpt)
-        load_results(gpt, checkpoint, merged=False)
-        self.base = HuggingFace(dataclasses.replace(trained, gpt=gpt), dtype)
-        self.base_name = base_name(checkpoint)
+        load_results(gpt, trained.checkpoint, merged=False)
+        self.trained, self.base = trained, HuggingFace(dataclasses.replace(trained, gpt=gpt), dtype)
+        self.base_name = base_name(trained.checkpoint)
         self.what, self.why, self.share = f"PEFT's adapter of {self.base.chosen.name}", self.base.why, TOLERANCE
 
     def write(self, folder: Path) -> None:
         is_gpt2 = self.base.chosen.model_type == "gpt2"
-        layers = {name.removesuffix(A): (self.factors[name], self.factors[name.removesuffix(A) + B])
-                  for name in self.factors if name.endswith(A)}  # fmt: skip
-        rank = len(next(iter(layers.values()))[0])
-        if is_gpt2:
-            layers = joined_factors(self.trained, layers)
+        layers, names = (
+            (joined_factors(self.trained, self.layers), GPT2_NAMES) if is_gpt2 else (self.layers, LLAMA_NAMES)
+        )
+        rank = len(next(iter(self.layers.values()))[0])
         weights, patterns = {}, {}
         for layer, (a, b) in layers.items():
-            module = renamed(f"{layer}.", GPT2_NAMES if is_gpt2 else LLAMA_NAMES).removesuffix(".")
+            module = renamed(f"{layer}.", names).removesuffix(".")
             weights |= {f"{PREFIX}{module}{OF_A}": a, f"{PREFIX}{module}{OF_B}": b}
             patterns[module.rpartition(".")[2]] = len(a)
         write_tensors(folder / ADAPTER_WEIGHTS, weights, {"format": "pt"})
@@ -117,9 +114,10 @@ class Peft(Target):
     def open(self, folder: Path) -> OtherProgram:
         import peft
 
-        with tempfile.TemporaryDirectory(prefix="andrea-base-", ignore_cleanup_errors=True) as place:
+        with tempfile.TemporaryDirectory(prefix="andrea-base-") as place, warnings.catch_warnings():
             self.base.write(Path(place))
             program = Transformers(Path(place))
+            warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT uses of transformers
             program.model = peft.PeftModel.from_pretrained(program.model, folder).eval()
         program.name = f"peft {peft.__version__} with {program.name}"
         return program
@@ -144,11 +142,11 @@ def joined_factors(trained: Trained, layers: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def base_name(checkpoint: Checkpoint) -> str:
-    """The name that `export to=hf` gives the base by default. A resumed run has init_from in its folder's run.json only."""
-    named = checkpoint.state["config"].get("init_from")
-    with suppress(OSError, ValueError, AttributeError):
-        named = named or read_small_json(checkpoint.path.resolve().parent.parent / "run.json").get("init_from")
-    path = Path(named if isinstance(named, str) and named else "base")
+    """The name that `export to=hf` gives the base by default; run.json of the run's folder names it."""
+    named = "base"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        named = str(read_small_json(checkpoint.path.resolve().parent.parent / "run.json")["init_from"])
+    path = Path(named)
     name = path.parent.parent.name if path.parent.name == "checkpoints" else path.name
     return re.sub(r"[^\w.-]", "-", name) + "-hf"
 
@@ -173,8 +171,14 @@ DEMANDED = {
 }
 
 
+def refused(key: str, value: Any) -> UserError:
+    return UserError(f"{key:.60}={value!r:.60} of {ADAPTER_CONFIG} has no counterpart here")
+
+
 def is_adapter(folder: Path) -> bool:
-    return folder.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG)
+    """Whether the folder holds an adapter, and no model of its own."""
+    has_model = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+    return folder.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG) and not has_model
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -190,10 +194,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def refused(key: str, value: Any) -> UserError:
-    return UserError(f"{key:.60}={value!r:.60} of {ADAPTER_CONFIG} has no counterpart here")
-
-
 def base_of(folder: Path) -> Path:
     """The folder of the adapter's base: the path in adapter_config.json, or such a name beside the adapter. Raises UserError."""
     named = read_adapter_config(folder).get("base_model_name_or_path")
@@ -203,8 +203,8 @@ def base_of(folder: Path) -> Path:
     found = next((each for each in (path, folder.resolve().parent / path.name) if (each / CONFIG).is_file()), None)
     if found is None or is_adapter(found):
         raise UserError(
-            f"base_model_name_or_path={named} of {folder / ADAPTER_CONFIG} is not the folder of a model; export the base with "
-            f"to=hf, or fetch it (hf download {named} --local-dir {named}), and write its path there"
+            f"base_model_name_or_path={named} of {folder / ADAPTER_CONFIG} is not the folder of a model; write the path of the "
+            f"base's export there, or fetch it: hf download {named} --local-dir {named}"
         )
     return found
 

@@ -25,8 +25,9 @@ output projection of attention reads; without model.d_head it is N.
 
 "In a branch" means in attention, an MLP or their norms. The first column multiplies the values that `initialise` draws.
 `initialise` already divides by √n_layer, so only 1 / √L remains of CompleteP's 1 / L. The first layer's value_mix has
-rate 0: it mixes the layer's values with themselves, so its gradient is only rounding error. Weight decay uses the rate
-before these factors, so it removes the same share of a matrix per step at any size.
+rate 0: it mixes the layer's values with themselves, so its gradient is only rounding error. LoRA's factors have the row of
+1-D parameters: their rates are not scaled. Weight decay uses the rate before these factors, so it removes the same share of
+a matrix per step at any size.
 """
 
 from __future__ import annotations

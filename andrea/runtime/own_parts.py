@@ -12,11 +12,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from andrea.config import UserError
 from andrea.runtime.files import file_sha256
@@ -55,19 +56,34 @@ def own_class(key: str, path: str, base: type) -> type:
     Raises UserError if the path may not be imported, cannot be imported, or is not such a class. An exception of the
     module's own code is not caught.
     """
+    found = own_object(key, path)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        name = path.rpartition(".")[2]
+        raise UserError(
+            f"{key}={path}: {name} is {found!r}; it must be a subclass of {base.__module__}.{base.__name__}"
+        )
+    return found
+
+
+def own_function(key: str, path: str) -> Callable[..., Any]:
+    """The function at the dotted path, as `own_class`."""
+    found = own_object(key, path)
+    if not callable(found):
+        raise UserError(f"{key}={path} is {found!r}; it must be a function")
+    return found
+
+
+def own_object(key: str, path: str) -> Any:
     allowed = ALLOWED.get()
     if not (allowed.everything or path in allowed.paths):
         raise UserError(
             f"{key}={path} comes from a checkpoint or a saved configuration and is not imported, because importing runs "
             f"its code; if you trust the code, add trust=true (for training, {key}={path} on the command line is enough)"
         )
-    module_name, _, class_name = path.rpartition(".")
-    found = getattr(imported(key, path, module_name), class_name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        known = f"is {found!r}" if found is not None else f"is not in the module {module_name}"
-        raise UserError(
-            f"{key}={path}: {class_name} {known}; it must be a subclass of {base.__module__}.{base.__name__}"
-        )
+    module_name, _, name = path.rpartition(".")
+    found = getattr(imported(key, path, module_name), name, None)
+    if found is None:
+        raise UserError(f"{key}={path}: {name} is not in the module {module_name}")
     return found
 
 

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +29,7 @@ from andrea.serve.worker import Job, Worker
 
 BODY_SECONDS = 15.0  # for a body to arrive
 OPEN_ROUTES = ("/", "/health")  # need no key; the page at / has a field for it
+GONE = 499  # as nginx has it
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def make_app(served: Served, more: Sequence[Route] = ()) -> Starlette:
             CORSMiddleware, allow_origins=[config.allow_origin], allow_methods=["*"], allow_headers=headers
         )
         guards.insert(0, cors)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", routes.health),
             Route("/v1/models", routes.models),
@@ -71,6 +72,8 @@ def make_app(served: Served, more: Sequence[Route] = ()) -> Starlette:
             Exception: lambda request, error: RequestError(500, "the server failed; its log says why").response(),
         },
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 # ------------------------------------------------------------------------------------------------------ who may use it
@@ -231,9 +234,15 @@ async def read_body(request: Request, most: int) -> bytes:
                 body += part
                 if len(body) > most:
                     raise RequestError(413, message, connection="close")
+    except ClientDisconnect:
+        raise gone_error() from None
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", connection="close") from None
     return bytes(body)
+
+
+def gone_error() -> RequestError:
+    return RequestError(GONE, "the client has gone")  # which nobody reads
 
 
 async def unless_gone(receive: Receive, work: Awaitable[None], timeout_s: float) -> None:
@@ -249,7 +258,7 @@ async def unless_gone(receive: Receive, work: Awaitable[None], timeout_s: float)
         if working in done:
             return working.result()
         if leaving in done:
-            raise RequestError(499, "the client has gone")
+            raise gone_error()
         raise RequestError(
             504, f"the answer took longer than {timeout_s:g} s (timeout_s of the server)", code="timeout"
         )
@@ -280,7 +289,7 @@ class Stream(Response):
             await unless_gone(receive, send_all(), self.timeout_s)
             await event("[DONE]")
         except RequestError as error:
-            if error.status == 499:
+            if error.status == GONE:
                 return
             try:
                 await asyncio.wait_for(event(to_json(error.body)), timeout=1)

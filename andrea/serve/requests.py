@@ -274,5 +274,7 @@ def read_messages(value: Any, engine: Engine, n_new: int) -> tuple[Prompt, int]:
     if turns[-1].role != "user":
         raise RequestError(400, "the last of messages must have role user", "messages")
     # As when the window slides while a text is written, at least half of it is the conversation.
-    ids, n_left_out = fitting_prompt(tokenizer, turns, max(n_window - n_new, (n_window + 1) // 2))
+    ids, n_left_out, n_cut = fitting_prompt(tokenizer, turns, max(n_window - n_new, (n_window + 1) // 2))
+    if n_cut:
+        raise too_long(f"{len(ids) + n_cut} tokens with its last message alone", n_window)
     return Prompt(ids, ""), n_left_out

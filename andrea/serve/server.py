@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import socket
 import sys
 from pathlib import Path
@@ -50,6 +51,9 @@ class Connection(H11Protocol):
             answer = h11.Response(status_code=error.status, headers=headers)
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
+        if self.cycle is not None:  # its request is answered by this, and must not be answered again
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
     def sweep(self, now: float, busy_seconds: float) -> None:
@@ -110,6 +114,7 @@ def serve(config: ServeConfig, device: torch.device) -> int:
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listening.getsockname()[1]}"
     print(f"{url}/v1 for programs, {url} for a browser (Ctrl-C ends the server)", file=sys.stderr, flush=True)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
     Server(served).run(sockets=[listening])
     return 0
 

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -96,11 +96,19 @@ def encode_conversation(tokenizer: ChatTokenizer, turns: Sequence[Turn]) -> list
     return [tokenizer.end_of_text, *(token for turn in turns for token in encode_turn(tokenizer, turn))]
 
 
-def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -> tuple[list[int], int]:
-    """The tokens after which the assistant answers, and how many turns were left out so that they fit into `room` tokens.
+class FittedPrompt(NamedTuple):
+    """tokens: after which the assistant answers. n_left_out: turns that do not fit. n_cut: tokens that the last turn loses."""
+
+    tokens: list[int]
+    n_left_out: int
+    n_cut: int
+
+
+def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -> FittedPrompt:
+    """The end of a conversation, in `room` tokens.
 
     The oldest turns are left out, whole, and as far as possible the one before which a user's turn follows; a system turn
-    in front and the last turn stay. Of a last turn that does not fit alone, the last tokens are taken.
+    in front stays if there is room for it. Of a last turn that does not fit alone, the first tokens are cut.
     """
     encoded = [encode_turn(tokenizer, turn) for turn in turns]
     n_front = int(bool(turns) and turns[0].role == SYSTEM)
@@ -111,8 +119,14 @@ def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -
 
     while first < len(turns) - 1 and (n_token(first) > room or (first > n_front and turns[first].role == ASSISTANT)):
         first += 1
+    n_left_out = first - n_front
+    if n_front and n_token(first) > room and n_token(first) - len(encoded[0]) <= room:
+        n_front, n_left_out = 0, first  # the last turn fits without the system's
+    n_cut = max(0, min(n_token(first) - room, len(encoded[-1]) - 3)) if encoded else 0
+    if n_cut:
+        encoded[-1][1 : 1 + n_cut] = []
     kept = [token for turn in (*encoded[:n_front], *encoded[first:]) for token in turn]
-    return [tokenizer.end_of_text, *kept[-max(1, room - 2) :], tokenizer.assistant], first - n_front
+    return FittedPrompt([tokenizer.end_of_text, *kept, tokenizer.assistant], n_left_out, n_cut)
 
 
 def is_learned(tokens: np.ndarray, tokenizer: ChatTokenizer) -> np.ndarray:
@@ -136,11 +150,16 @@ class ConversationWindows(Windows):
 
     A conversation of more than T + 1 tokens ends with its last turn that fits; one of which no answer fits is left out.
     n_cut, n_left_out: the numbers of such conversations.
+    pairs: each two conversations are the chosen and the rejected one of a pair, which stays in one window, whole, or is left
+    out. Targets are counted in pairs.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, tokenizer: ChatTokenizer, pairs: bool = False
+    ) -> None:
         self.stream, self.sequence_length, self.tokenizer = stream, sequence_length, tokenizer
-        begins = document_begins(stream, tokenizer.end_of_text)
+        self.unit = "pairs of conversations" if pairs else "conversations"
+        begins = document_begins(stream, tokenizer.end_of_text)[:: 2 if pairs else 1]
         stops = np.append(begins[1:], len(stream))
         self.spans: list[
             list[tuple[int, int]]
@@ -148,7 +167,7 @@ class ConversationWindows(Windows):
         self.n_cut = self.n_left_out = 0
         room = 0
         for begin, whole in zip(begins.tolist(), stops.tolist(), strict=True):
-            stop = self.cut(begin, whole)
+            stop = self.cut(begin, whole) if not pairs else whole if whole - begin <= sequence_length + 1 else begin
             if stop == begin:
                 self.n_left_out += 1
                 continue
@@ -160,11 +179,14 @@ class ConversationWindows(Windows):
             room -= stop - begin
         if not self.spans:
             raise UserError(
-                f"none of {len(begins):,} conversations has an answer that fits into model.sequence_length={sequence_length}; "
+                f"none of {len(begins):,} {self.unit} has an answer that fits into model.sequence_length={sequence_length}; "
                 f"raise it"
             )
         learned = np.cumsum(np.append(0, self.learned_in(stream)))  # of the tokens before each place
-        counts = [sum(int(learned[stop] - learned[begin]) for begin, stop in spans) for spans in self.spans]
+        counts = [
+            len(spans) if pairs else sum(int(learned[stop] - learned[begin]) for begin, stop in spans)
+            for spans in self.spans
+        ]
         self.n_target = np.array(counts, dtype=np.int64)
         self.n_token = len(self.spans) * sequence_length
 
@@ -198,6 +220,6 @@ class ConversationWindows(Windows):
         if not longer:
             return ""
         return (
-            f"{longer:,} conversations are longer than model.sequence_length={self.sequence_length}: {self.n_cut:,} end with "
+            f"{longer:,} {self.unit} are longer than model.sequence_length={self.sequence_length}: {self.n_cut:,} end with "
             f"their last turn that fits, and {self.n_left_out:,}, of which no answer fits, are left out"
         )

@@ -58,6 +58,7 @@ class PreparedSource:
     val_bytes: int  # bytes of validation text
     folder: Path
     chat: ChatTokenizer | None = None  # the tokenizer of conversations; None: running text
+    pairs: bool = False  # whether each two conversations are the chosen and the rejected one of a pair
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,12 @@ class Corpus:
     fingerprint: str  # sha256 of tokenizer, tokens and weights; the same on every machine
 
 
-def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, report: Report) -> Corpus:
+def open_corpus(
+    data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, report: Report, pairs: bool = False
+) -> Corpus:
     """The corpus that `data` and `tokenizer` describe. If it is not in `data_dir`, it is prepared there first.
+
+    pairs: read preference pairs, in place of conversations.
 
     Raises UserError for a wrong path, a file that is neither text nor a complete shard, or a failed download.
     """
@@ -78,7 +83,7 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
     alone = SourceConfig(data.kind, data.path, None, data.include, data.exclude, data.field)
     configs = data.sources if data.kind == "mixture" else {data.kind: alone}
     keys = {name: f"data.sources.{name}" if data.kind == "mixture" else "data" for name in configs}
-    sources = [find_source(name, config, keys[name], data_dir, report) for name, config in configs.items()]
+    sources = [find_source(name, config, keys[name], data_dir, report, pairs) for name, config in configs.items()]
     check_weights(configs)
     tokenizer = with_vocabulary_size(tokenizer, sources, data_dir, report)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
@@ -101,7 +106,9 @@ def open_corpus(data: DataConfig, tokenizer: TokenizerConfig, data_dir: Path, re
 # ----------------------------------------------------------------------------------------------- the folders of a run
 
 
-def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, report: Report) -> Source | ShardSource:
+def find_source(
+    name: str, config: SourceConfig, key: str, data_dir: Path, report: Report, pairs: bool
+) -> Source | ShardSource:
     path = Path(config.path).expanduser() if config.path else None
     if config.kind == "pystdlib":
         return Source(name, "pystdlib", path, f"{key}.path")
@@ -109,7 +116,8 @@ def find_source(name: str, config: SourceConfig, key: str, data_dir: Path, repor
         return Source(name, "chat", python_chat_in(data_dir), f"{key}.path")
     if config.kind in ("text", "chat"):
         selection = Selection(tuple(config.include), tuple(config.exclude), config.field)
-        return Source(name, config.kind, path, f"{key}.path", selection)
+        kind = "pairs" if pairs and config.kind == "chat" else config.kind
+        return Source(name, kind, path, f"{key}.path", selection)
     if config.kind in ("shakespeare", "fineweb_edu") and path is None:
         path = downloaded(config.kind, data_dir, report)
     assert path is not None, "the configuration's checks demand a path"
@@ -246,7 +254,7 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     source = PreparedSource(folder.source.name, folder.weight, train, val, sizes["train"], sizes["val"], path)
     if is_chat(folder.source):
         assert isinstance(tokenizer, ChatTokenizer), tokenizer
-        source = dataclasses.replace(source, chat=tokenizer)
+        source = dataclasses.replace(source, chat=tokenizer, pairs=folder.source.kind == "pairs")
     return source, fingerprint
 
 

@@ -7,6 +7,7 @@ A record is a line of JSON, an object of a JSON array, a row of a table or of a 
     {"conversations": [{"from": "human", "value": …}, …]}  ShareGPT: the same; human is user, gpt is assistant
     {"instruction": …, "input": …, "output": …}            alpaca: "user: …", "assistant: …", as in a conversation
     {"prompt": …, "completion": …}                         the completion follows the prompt without a space
+    {"prompt": …, "chosen": …, "rejected": …}              two answers to a prompt, of which the first is preferred
 
 The names stand for others, too (SINGLE, PAIRS). A field that the user names is read instead.
 """
@@ -63,6 +64,7 @@ PAIRS = (
 )  # fmt: skip
 INSTRUCTIONS, CONTEXT = ("system", "system_prompt"), ("input", "context")  # read with a pair, if they are there
 CONTINUED = ("prompt", "completion")
+PREFERENCE = ("chosen", "rejected")
 ROLES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
 
 
@@ -74,10 +76,11 @@ class Document:
     size: int  # bytes
     open: Callable[[], IO[bytes]]
     turns: tuple[Turn, ...] = ()  # of a conversation
+    rejected: tuple[Turn, ...] = ()  # the conversation that `turns`, and the document's text, are preferred to
 
 
-def in_memory(key: str, data: bytes, turns: Sequence[Turn] = ()) -> Document:
-    return Document(key, len(data), lambda: io.BytesIO(data), tuple(turns))
+def in_memory(key: str, data: bytes, turns: Sequence[Turn] = (), rejected: Sequence[Turn] = ()) -> Document:
+    return Document(key, len(data), lambda: io.BytesIO(data), tuple(turns), tuple(rejected))
 
 
 def documents_of(path: Path, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
@@ -347,8 +350,8 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
     if not fields:
         findings.lacks_field(field, record, key, is_file=False)
         return
-    turns = turns_of(record, fields)
-    text = text_of(record, fields, turns)
+    turns, rejected = (turns_of(record, fields), []) if fields[-2:] != PREFERENCE else pair_of(record) or (None, [])
+    text = as_text(turns) if rejected and turns else text_of(record, fields, turns)
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if not isinstance(data, bytes):
         findings.leave_out(f'the field "{" + ".join(fields)}" is not text', key)
@@ -358,7 +361,7 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
         findings.leave_out(NOT_TEXT, key)
     else:
         findings.read_by[fields] += 1
-        yield in_memory(key, data, turns or ())
+        yield in_memory(key, data, turns or (), rejected)
 
 
 # ----------------------------------------------------------------------------------------------- the text of a record
@@ -371,6 +374,8 @@ def fields_of(names: Collection[str], wanted: str | None) -> tuple[str, ...]:
     """
     if wanted is not None:
         return (wanted,) if wanted in names else ()
+    if set(PREFERENCE) <= set(names) and "text" not in names:
+        return (*(["prompt"] if "prompt" in names else []), *PREFERENCE)
     for single in SINGLE:
         if single in names:
             return (single,)
@@ -401,6 +406,9 @@ def as_text(turns: Sequence[Turn]) -> str:
 def turns_of(record: dict[str, Any], fields: tuple[str, ...] | None = None) -> list[Turn] | None:
     """The turns of a record that is a conversation, or a question with its answer; else None. fields: of `fields_of`."""
     fields = fields_of(record, None) if fields is None else fields
+    if fields[-2:] == PREFERENCE:
+        pair = pair_of(record)
+        return pair and pair[0]
     values = [record[field] if record[field] is not None else "" for field in fields]
     if values and all(isinstance(value, list) for value in values):  # TRL's prompt and completion are messages, too
         return turns_of_messages([message for value in values for message in value])
@@ -412,6 +420,27 @@ def turns_of(record: dict[str, Any], fields: tuple[str, ...] | None = None) -> l
         content = "\n\n".join(value for _, value in entries if value)  # a question and its context are one turn
         turns += [Turn(role, content)] if content else []
     return turns
+
+
+def pair_of(record: dict[str, Any]) -> tuple[list[Turn], list[Turn]] | None:
+    """The conversations with the chosen and with the rejected answer of a record, in the forms of TRL; None if it has none.
+
+    The answers are texts, or messages that follow the prompt or hold it. Both conversations begin alike, and end with the
+    assistant.
+    """
+    prompt, *sides = (
+        turns_of_messages(value)
+        if isinstance(value, list)
+        else [Turn(role, value)]
+        if value and isinstance(value, str)
+        else []
+        for role, value in ((USER, record.get("prompt")), *((ASSISTANT, record[name]) for name in PREFERENCE))
+    )
+    if prompt is None or not all(sides):
+        return None
+    chosen, rejected = (side if side[0].role != ASSISTANT else [*prompt, *side] for side in sides)
+    fits = chosen[0] == rejected[0] and chosen[0].role != ASSISTANT and chosen != rejected
+    return (chosen, rejected) if fits and chosen[-1].role == rejected[-1].role == ASSISTANT else None
 
 
 def turns_of_messages(messages: list[Any]) -> list[Turn] | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from andrea.config import LARGEST_VOCABULARY, TokenizerConfig, UserError
 from andrea.runtime.files import from_json, read_plain_file
-from andrea.text.chat import ChatTokenizer, without_special
+from andrea.text.chat import SPECIAL, ChatTokenizer, without_special
 from andrea.text.shards import token_type
 from andrea.text.tokenizer import (
     DESCRIPTION,
@@ -321,8 +321,10 @@ def check_steps(step: Any, known: frozenset[str], path: Path) -> list[str]:
     return [step["type"]]
 
 
-def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer:
+def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer | ChatTokenizer:
     """From a tokenizer.json, or a folder that holds one. n_vocab: rows of the model; by default one for each token.
+
+    One whose last tokens are those of our conversations, as an export of a tuned model has them, becomes a tokenizer for chat.
 
     Raises UserError if it is missing or damaged, or if no token is known to end a text.
     """
@@ -345,7 +347,12 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer:
             f"{file.parent} names no end-of-text token: neither {', '.join(CONFIGS)} nor a token {', '.join(USUAL_ENDS)}; copy "
             f"the files beside tokenizer.json too"
         )
-    return HfTokenizer(content, end, n_vocab or max(ids.values(), default=0) + 1, file)
+    n_vocab = n_vocab or max(ids.values(), default=0) + 1
+    if [ids.get(name) for name in SPECIAL] != list(range(n_vocab - len(SPECIAL), n_vocab)):
+        return HfTokenizer(content, end, n_vocab, file)
+    whole = from_json(content)
+    whole["added_tokens"] = [each for each in whole["added_tokens"] if each["content"] not in SPECIAL]
+    return ChatTokenizer(HfTokenizer(json.dumps(whole).encode(), end, n_vocab - len(SPECIAL), file))
 
 
 def front_token(content: bytes) -> int | None:

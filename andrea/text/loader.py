@@ -38,7 +38,7 @@ class Loader:
     def __init__(
         self, sources: Sequence[PreparedSource], sequence_length: int, seed: int, end_of_text: int | None = None
     ) -> None:
-        self.in_order = [windows_of(source.train, sequence_length, source.chat) for source in sources]
+        self.in_order = [windows_of(source.train, sequence_length, source.chat, source.pairs) for source in sources]
         self.sequence_length, self.seed, self.end_of_text = sequence_length, seed, end_of_text
         self.begins: dict[int, np.ndarray] = {}  # source -> the first token of each document, once it is needed
         self.reordered: dict[int, tuple[int, TextWindows]] = {}  # source -> the epoch read last, and its windows
@@ -194,9 +194,13 @@ def read_windows(chosen: Iterable[tuple[Windows, int]], count: int, sequence_len
     return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
-def windows_of(stream: TokenStream, sequence_length: int, chat: ChatTokenizer | None) -> Windows:
-    """The windows of a stream of text or, with the tokenizer of its conversations, of these."""
-    return TextWindows(stream, sequence_length) if chat is None else ConversationWindows(stream, sequence_length, chat)
+def windows_of(
+    stream: TokenStream, sequence_length: int, chat: ChatTokenizer | None = None, pairs: bool = False
+) -> Windows:
+    """The windows of a stream of text or, with the tokenizer of its conversations, of these; or of pairs of them."""
+    if chat is None:
+        return TextWindows(stream, sequence_length)
+    return ConversationWindows(stream, sequence_length, chat, pairs)
 
 
 def validation_batches(
@@ -207,15 +211,16 @@ def validation_batches(
     part: int = 0,
     parts: int = 1,
     chat: ChatTokenizer | None = None,
+    pairs: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and targets (batch, T) of all windows in order. Each token of text but the first is a target exactly once.
 
     Rows beyond the last window have the target IGNORED_TARGET.
     most_tokens: use only the first windows that cover this many tokens.
     part, parts: yield every `parts`-th batch, beginning with batch `part`. All parts have the same number of batches.
-    chat: the tokenizer, if the stream holds conversations.
+    chat: the tokenizer, if the stream holds conversations. pairs: of `PreparedSource`.
     """
-    windows = windows_of(stream, sequence_length, chat)
+    windows = windows_of(stream, sequence_length, chat, pairs)
     n_window = len(windows)
     if most_tokens is not None:
         n_window = min(n_window, -(-most_tokens // sequence_length))

@@ -92,7 +92,7 @@ def prepare(
 
 
 def is_chat(source: Source | ShardSource) -> bool:
-    return isinstance(source, Source) and source.kind == "chat"
+    return isinstance(source, Source) and source.is_chat
 
 
 # --------------------------------------------------------------------------------------------------- the vocabulary
@@ -198,7 +198,8 @@ def encode_pieces(group: list[Piece], tokenizer: Tokenizer, threads: int) -> Ite
     """The tokens of each piece, end_of_text first where a document begins."""
     if isinstance(tokenizer, ChatTokenizer) and any(piece.turns for piece in group):
         for piece in group:
-            yield np.array(encode_conversation(tokenizer, piece.turns))
+            both = (piece.turns, piece.rejected) if piece.rejected else (piece.turns,)
+            yield np.array([token for turns in both for token in encode_conversation(tokenizer, turns)])
         return
     for piece, tokens in zip(group, tokenizer.encode_batch([piece.text for piece in group], threads), strict=True):
         yield np.concatenate([[tokenizer.end_of_text], tokens]) if piece.begins_document else tokens

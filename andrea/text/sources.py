@@ -30,8 +30,8 @@ Report = Callable[[str], None]  # shows one line to the user
 HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
 FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
 READER = 2  # changes with what is read of the same files, so that they are prepared again
-CHAT_READER = "chat 1"  # the same for conversations
-HELD_OUT_FILE = "held_out.jsonl"  # of a folder of conversations: exactly these are held out
+CHAT_READER, PAIR_READER = "chat 1", "pairs 1"  # the same for conversations
+HELD_OUT_FILE = "held_out.jsonl"  # in a folder of conversations or below it: exactly these are held out
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 
 
@@ -42,6 +42,7 @@ class Piece:
     text: str
     begins_document: bool
     turns: tuple[Turn, ...] = ()  # of a conversation, which is one piece
+    rejected: tuple[Turn, ...] = ()  # of a preference pair: the conversation with the other answer
 
 
 class Source:
@@ -50,13 +51,16 @@ class Source:
     def __init__(
         self,
         name: str,
-        kind: Literal["pystdlib", "text", "chat"],
+        kind: Literal["pystdlib", "text", "chat", "pairs"],
         path: Path | None,
         key: str = "data.path",
         selection: Selection = Selection(),  # noqa: B008 (frozen)
     ) -> None:
-        """key: the configuration key that messages name. Raises UserError if `path` does not exist or has no text file."""
+        """kind: pairs are read where data=chat has two answers to each prompt, of which one is preferred.
+
+        key: the configuration key that messages name. Raises UserError if `path` does not exist or has no text file."""
         self.name, self.kind, self.key, self.selection = name, kind, key, selection
+        self.is_chat = kind in ("chat", "pairs")
         self.root = path if path is not None else Path(sysconfig.get_paths()["stdlib"])
         self.reads_only_python = kind == "pystdlib" and path is not None and path.is_dir()  # of a folder of the user
         if not os.path.exists(self.root):
@@ -90,7 +94,7 @@ class Source:
         """The facts that are hashed into the prepared folder's name, besides the tokenizer."""
         if self.kind == "pystdlib":
             return self.listing
-        reader = CHAT_READER if self.kind == "chat" else READER
+        reader = {"chat": CHAT_READER, "pairs": PAIR_READER}.get(self.kind, READER)
         return [*self.listing, {"name": self.name, "field": self.selection.field, "reader": reader}]
 
     def check(self, report: Report) -> int:
@@ -128,6 +132,11 @@ class Source:
                 f"{self.name}: {sum(self.copies.values()):,} documents are copies of {len(self.copies):,} texts that stood in "
                 f"the training text and in the validation text; now all copies of a text are in one of them"
             )
+        if n_twice := self.held_out_twice():
+            report(
+                f"{self.name}: {n_twice:,} conversations of {HELD_OUT_FILE} are training conversations too, so that their "
+                f"validation says little"
+            )
         self.usable_bytes = usable
         return usable
 
@@ -145,10 +154,11 @@ class Source:
     def pieces(self, split: Split) -> Iterator[Piece]:
         """The split's text in a fixed order, in pieces of at most about PIECE_BYTES."""
         for document in self.documents_again():
-            if self.kind == "chat":
+            if self.is_chat:
                 if self.is_held_out(document) == (split == "val"):
                     text = "".join(read_pieces(document, 0, document.size))
-                    yield Piece(text, begins_document=True, turns=document.turns)
+                    rejected = document.rejected if self.kind == "pairs" else ()
+                    yield Piece(text, begins_document=True, turns=document.turns, rejected=rejected)
                 continue
             if self.cuts_documents:
                 with document.open() as file:
@@ -168,7 +178,7 @@ class Source:
         The last tenth is held out if there are few documents, or if the hashes of all documents fall into the same
         split. A conversation is never cut.
         """
-        if self.kind == "chat":
+        if self.is_chat:
             return False
         sides, count = set(), 0
         for document in self.documents_again():
@@ -180,16 +190,25 @@ class Source:
 
     def is_held_out(self, document: Document) -> bool:
         """Whether a whole document is held out: by its name's hash, or, of copies on both sides, by their text's hash."""
-        if self.kind == "chat":
+        if self.is_chat:
             if self.has_held_out_file:
-                return document.key.partition("#")[0] == HELD_OUT_FILE
+                return is_held_out_file(document.key.partition("#")[0])
             return size_and_digest(document)[1] in self.held_out_conversations
         text = size_and_digest(document) if document.size in self.copied_sizes else None
         return text[1][0] < HELD_OUT_BELOW if text in self.copies else is_held_out(document.key)
 
     @property
     def has_held_out_file(self) -> bool:
-        return any(name == HELD_OUT_FILE for name, *_ in self.listing)
+        return any(is_held_out_file(name) for name, *_ in self.listing)
+
+    def held_out_twice(self) -> int:
+        """The number of conversations that stand in the file of those held out and in another file."""
+        if not (self.is_chat and self.has_held_out_file):
+            return 0
+        sides: dict[bool, set[bytes]] = {True: set(), False: set()}
+        for document in self.documents_again():
+            sides[self.is_held_out(document)].add(size_and_digest(document)[1])
+        return len(sides[True] & sides[False])
 
     @cached_property
     def held_out_conversations(self) -> set[bytes]:
@@ -208,7 +227,7 @@ class Source:
         Only held-out texts are kept in memory, a tenth. Python's library is left as it is, because its split is
         documented, and figures of many runs depend on it: it has two such texts, of 135 bytes together.
         """
-        if self.kind in ("pystdlib", "chat"):
+        if self.kind == "pystdlib" or self.is_chat:
             return Counter()
         held_out = Counter(size_and_digest(each) for each in self.documents_again() if is_held_out(each.key))
         sizes, others = {size for size, _ in held_out}, Counter[tuple[int, bytes]]()
@@ -233,13 +252,23 @@ class Source:
         """The usable documents of both splits in a fixed order. Unusable ones are added to `findings`."""
         for file, (name, *_) in zip(self.files, self.listing, strict=True):
             for document in documents_of(file, name, self.selection.field, findings):
-                if self.kind != "chat" or is_conversation(document, findings):
+                if not self.is_chat or is_conversation(document, findings, self.kind == "pairs"):
                     yield document
 
 
-def is_conversation(document: Document, findings: Findings) -> bool:
-    """Whether the document is a conversation with an answer. If not, it is added to `findings`."""
-    roles = {turn.role for turn in document.turns}
+def is_held_out_file(name: str) -> bool:
+    """Whether a file of a folder holds the conversations that are held out. name: its relative path."""
+    return name.rpartition("/")[2].removesuffix(".gz") == HELD_OUT_FILE
+
+
+def is_conversation(document: Document, findings: Findings, is_paired: bool) -> bool:
+    """Whether the document is a conversation with an answer; with is_paired, with two. If not, it is added to `findings`."""
+    if is_paired and document.turns and not document.rejected:
+        findings.leave_out('conversations without the fields "chosen" and "rejected"', document.key)
+        return False
+    if document.rejected and not is_paired:
+        findings.add("read the chosen answers alone of {} pairs; objective=dpo learns from both", document.key)
+    roles = {turn.role for turn in (*document.turns, *document.rejected)}
     if not roles:
         findings.leave_out("documents that are no conversation", document.key)
     elif other := roles - set(ROLES):

@@ -99,9 +99,11 @@ class Evaluator:
         whole = whole or progress.step == progress.planned_steps or train.eval_tokens is None
         share = self.readable_share() if whole else 1.0
         by_source = self.validate(None if whole else train.eval_tokens, share)
-        total = total_of(by_source)
+        total, answers = self.total_of(by_source), self.judge_answers()
         progress.val_loss, progress.val_bpb, progress.evaluated_step = total["loss"], total["bpb"], progress.step
         figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
+        figures |= {f"val/{name}": total[name] for name in ("accuracy", "margin") if name in total}
+        figures |= {name: value for name, value in answers.items() if name != "compared"}
         read_more = (
             whole and train.eval_tokens is not None
         )  # than earlier evaluations, whose figures it is compared with
@@ -111,13 +113,13 @@ class Evaluator:
             return figures | self.judge(by_source, size_ratios, None)
         chosen = total
         if read_more or self.chooses:
-            chosen = total_of(self.validate(train.eval_tokens, CHOOSING_SHARE if self.chooses else 1.0))
-        progress.compared_bpb = chosen["bpb"]
-        if chosen is not total:
-            figures["val/compared_bpb"] = chosen["bpb"]
+            chosen = self.total_of(self.validate(train.eval_tokens, CHOOSING_SHARE if self.chooses else 1.0))
+        progress.compared_bpb = answers.pop("compared", chosen.get("compared", chosen["bpb"]))
+        if chosen is not total or self.step.objective is not None:
+            figures["val/compared_bpb"] = progress.compared_bpb
         if self.chooses:
-            judged = (total[key] - chosen[key] for key in ("nats", "tokens", "bytes"))
-            figures["val/judged_bpb"] = summary(*judged)["bpb"]
+            judged = self.summary_of([all_ - part for all_, part in zip(total["sums"], chosen["sums"], strict=True)])
+            figures["val/judged_bpb"] = judged["bpb"]
         if len(by_source) > 1:
             figures |= {f"val/{name}/{key}": part[key] for name, part in by_source.items() for key in ("loss", "bpb")}
         standing = self.standing(total["bpb"], whole)
@@ -147,8 +149,25 @@ class Evaluator:
         seconds = (time.monotonic() - begun) * n_round(1.0) / n_round(PACE_SHARE)
         return self.ranks.from_rank_0(lambda: max(PACE_SHARE, self.budget.readable_share(seconds)))
 
-    def validate(self, most_tokens: int | None, share: float = 1.0) -> dict[str, dict[str, float]]:
-        """The validation `summary` of each source, on its first `most_tokens` held-out tokens; all of them if None.
+    def judge_answers(self) -> dict[str, Any]:
+        """`Objective.judge_answers`, the same on all ranks."""
+        model, objective = self.model(), self.step.objective
+        return {} if objective is None else self.ranks.from_rank_0(lambda: objective.judge_answers(model))
+
+    def summary_of(self, sums: list[float]) -> dict[str, Any]:
+        """The figures of held-out text from the sums of `sums_over`, which are kept as `sums`."""
+        objective, (*of_loss, n_token, n_byte) = self.step.objective, sums
+        of_objective = objective.summary(of_loss) if objective is not None else None
+        return summary(of_loss[0], int(n_token), int(n_byte)) | (of_objective or {}) | {"sums": sums}
+
+    def total_of(self, by_source: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The figures over all sources."""
+        return self.summary_of(
+            [sum(of_all) for of_all in zip(*(part["sums"] for part in by_source.values()), strict=True)]
+        )
+
+    def validate(self, most_tokens: int | None, share: float = 1.0) -> dict[str, dict[str, Any]]:
+        """The `summary_of` each source, on its first `most_tokens` held-out tokens; all of them if None.
 
         share: of each source's held-out tokens, the first of which are read; below 1, most_tokens is ignored.
         The ranks divide the windows of a source among themselves.
@@ -166,12 +185,14 @@ class Evaluator:
                     self.ranks.rank,
                     self.ranks.size,
                     source.chat,
+                    source.pairs,
                 )
                 sums = sums_over(
                     batches, lambda *batch: self.step.loss_sum(*batch)[0], self.bytes_of_token, self.step.device
                 )
-                nats, tokens, bytes_ = self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-                by_source[source.name] = summary(nats, int(tokens), int(bytes_))
+                by_source[source.name] = self.summary_of(
+                    self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+                )
         return by_source
 
     def judge(
@@ -195,6 +216,7 @@ class Evaluator:
         if self.health.needs_more_samples(texts, self.progress.step):
             texts = self.texts(model, SECOND_SAMPLES * JUDGED_TEXTS)
         heads = self.measured_heads(model)
+        by_source = {name: {key: part[key] for key in part if key != "sums"} for name, part in by_source.items()}
         evidence = Evidence(self.progress.step, self.progress.tokens, texts, heads, size_ratios, by_source, standing)
         figures, begun, ended = self.health.judge(evidence)
         for finding, message in begun.items():
@@ -318,8 +340,8 @@ def sums_over(
     nats_of: Callable[[Tensor, Tensor], Tensor],
     bytes_of_token: Tensor,
     device: torch.device,
-) -> tuple[float, int, int]:
-    """Sums over all batches: loss in nats, number of targets, UTF-8 bytes of the targets.
+) -> tuple[float, ...]:
+    """Sums over all batches: loss in nats (or the sums of an objective), number of targets, UTF-8 bytes of the targets.
 
     batches: pairs of tokens and targets, B sequences of T tokens each, (B, T). bytes_of_token (V,): UTF-8 bytes of each
     of the V tokens in the vocabulary. The end-of-text token adds to the loss but has no bytes.
@@ -330,12 +352,8 @@ def sums_over(
         nats.append(nats_of(tokens.to(device), targets.to(device)).detach())  # read at the end: no wait for the GPU
         n_target += scored.numel()
         n_byte += int(bytes_of_token[scored].sum())
-    return sum(map(float, nats)), n_target, n_byte
-
-
-def total_of(by_source: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The `summary` over all sources."""
-    return summary(*(sum(part[key] for part in by_source.values()) for key in ("nats", "tokens", "bytes")))
+    sums = [sum(of_all) for of_all in zip(*(each.flatten().tolist() for each in nats), strict=True)]
+    return *(sums or [0.0]), n_target, n_byte
 
 
 def summary(nats: float, tokens: int, bytes_: int) -> dict[str, float]:

@@ -48,7 +48,7 @@ from andrea.training.records.run_folder import LOCK, read_lines, run_folder_of
 # Keys that a resumed run may not change: with other values it would be a different run. The paths of the text may change,
 # because text is recognised by its fingerprint: a run may continue on a machine where the same text has another path.
 FIXED = ("model", "attention.compatibility", "attention.score_softcap", "attention.sink", "data.kind", "data.sources",
-         "data.include", "data.exclude", "data.field", "tokenizer", "seed",
+         "data.include", "data.exclude", "data.field", "tokenizer", "seed", "objective",
          "optimizer.kind", "optimizer.muon_rows", "optimizer.average_half_life", "train.tokens_per_step")  # fmt: skip
 NOTICED_JUMP = 0.05  # of the peak learning rate
 # Settings of the command, not of the run: never taken from the saved configuration.

@@ -33,6 +33,9 @@ from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.attention import measures_every_step
 from andrea.training.health.health import make_health
 from andrea.training.loss.loss import MicroBatchLoss, Teachers, load_teachers
+from andrea.training.objectives.dpo import DPO
+from andrea.training.objectives.grpo import GRPO
+from andrea.training.objectives.objective import Objective
 from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import DataParallel, Parallel, Ranks, Watchdog, reuses_training_graph
@@ -79,6 +82,7 @@ class RunSetup:
     watchdog: Watchdog
     draw_lens: DrawLens | None
     run_page: MakeLogger | None
+    objective: Objective | None  # None: the next token
 
 
 def start(
@@ -111,7 +115,8 @@ def start(
     tokenizer = config.tokenizer
     if checkpoint and tokenizer.path:  # a resumed run has its own copy of a tokenizer that was given by a path
         tokenizer = dataclasses.replace(tokenizer, path=PathText(checkpoint.path))
-    corpus = ranks.rank_0_first(lambda: open_corpus(config.data, tokenizer, Path(config.data_dir), console.say))
+    data, data_dir, pairs = config.data, Path(config.data_dir), config.objective.kind == "dpo"
+    corpus = ranks.rank_0_first(lambda: open_corpus(data, tokenizer, data_dir, console.say, pairs))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
     planned_steps = progress_at_start(asked, checkpoint, left_auto).planned_steps if checkpoint else None
@@ -126,12 +131,19 @@ def start(
         source = ranks.rank_0_first(lambda: source_of_weights(plan.config, corpus.tokenizer))
         console.say(f"weights: {config.init_from} (init_from)")
     teachers = ranks.rank_0_first(lambda: load_teachers(plan.config, corpus.tokenizer, machine.device))
+    objective = make_objective(plan, corpus, machine, teachers)
+    for line in objective.lines if objective else ():
+        console.say(line)
+    if objective is not None:
+        teachers = None  # they are its reference
     if teachers is not None:
         console.say(f"distillation: half of each target from the mean of {len(teachers.models)} teachers")
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
-        setup = RunSetup(plan, started, machine, corpus, checkpoint, folder, console, watchdog, draw_lens, run_page)
+        setup = RunSetup(
+            plan, started, machine, corpus, checkpoint, folder, console, watchdog, draw_lens, run_page, objective
+        )
         plan, parallel, loss = make_model_and_loss(setup, source, teachers)
         trainer = make_trainer(setup, plan, parallel, loss)
         code = 1
@@ -143,6 +155,21 @@ def start(
         return FinishedRun(code, folder)
 
 
+def make_objective(plan: Plan, corpus: Corpus, machine: Machine, teachers: Teachers | None) -> Objective | None:
+    """None: the next token. Raises UserError for what the objective cannot work with."""
+    config, kind = plan.config, plan.config.objective.kind
+    if kind == "next_token":
+        return None
+    reference = teachers.models[0] if teachers else None
+    if kind == "grpo" and plan.sharing == "fsdp":
+        raise UserError("objective=grpo draws answers with the whole model on each rank; set parallel=ddp")
+    if config.objective.has_reference and reference is None:
+        raise UserError(f"objective={kind} compares with a reference; set init_from=… to name it")
+    if kind == "grpo":
+        return GRPO(config, corpus, machine.ranks, reference)
+    return DPO(config.objective.beta, reference, corpus.tokenizer, machine.device)
+
+
 def make_model_and_loss(
     setup: RunSetup, source: Checkpoint | None, teachers: Teachers | None
 ) -> tuple[Plan, Parallel, nn.Module]:
@@ -152,10 +179,10 @@ def make_model_and_loss(
     model = make_model(config, tokenizer, source, fresh=setup.checkpoint is None)
     parallel = make_parallel(plan.sharing, config, setup.machine.ranks, device, model, tokenizer)
     if device.type == "cuda" and plan.is_micro_batch_chosen:
-        config = with_tried_micro_batch(config, parallel, setup.machine, setup.console, teachers)
+        config = with_tried_micro_batch(config, parallel, setup.machine, setup.console, teachers, setup.objective)
     setup.watchdog.at(0, "compiling")
     may_run_uncompiled = "compile" in plan.left_auto
-    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled, teachers)
+    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled, teachers, setup.objective)
     return dataclasses.replace(plan, config=config), parallel, loss
 
 
@@ -198,6 +225,7 @@ def make_loss(
     console: Console,
     may_run_uncompiled: bool,
     teachers: Teachers | None = None,
+    objective: Objective | None = None,
 ) -> tuple[nn.Module, RunConfig]:
     """The module that computes the loss of a micro-batch, and the config with the `compile` setting that worked.
 
@@ -206,7 +234,7 @@ def make_loss(
     """
     recompute = config.train.activation_checkpointing
     micro_loss = MicroBatchLoss(
-        parallel.model, device, config.precision, measures_every_step(config.attention), recompute, teachers
+        parallel.model, device, config.precision, measures_every_step(config.attention), recompute, teachers, objective
     )
     loss = parallel.wrap(micro_loss, config.compile)
     if config.compile == "off":
@@ -217,7 +245,7 @@ def make_loss(
     shape = (config.train.micro_batch, config.model.sequence_length)
     tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
     try:
-        loss(tokens, targets)[0].backward()
+        loss(tokens, targets)[0].sum().backward()
         if not reuses_training_graph(config.compile, device):
             with torch.no_grad():
                 loss(tokens, targets)
@@ -271,7 +299,7 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     if ranks.is_rank_0:
         open_loggers(records, config, folder, checkpoint, parallel, facts, setup.run_page)
     health = make_health(config, corpus, loader, checkpoint, plan.expected_epochs)
-    step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console)
+    step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console, setup.objective)
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)
     trainer = Trainer(
         plan,

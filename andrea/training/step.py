@@ -22,19 +22,10 @@ from andrea.text.loader import Loader
 from andrea.text.shards import DataLost
 from andrea.text.windows import IGNORED_TARGET
 from andrea.training.health.health import remedy_settings
+from andrea.training.objectives.objective import Batch, Objective
 from andrea.training.optimizer import LossScale, Optimizer, clip_logits
 from andrea.training.parallel.ranks import Parallel
 from andrea.training.records.console import Console
-
-
-class Batch(NamedTuple):
-    """This rank's share of a step's sequences; n_target counts the targets in the rows of all ranks."""
-
-    tokens: Tensor  # (n, T) int64
-    targets: Tensor  # (n, T) int64
-    n_target: int
-    dropout_seeds: Tensor  # (n,) int64
-    most_rows: int  # the rows of the rank that has most: as many micro-batches run on every rank
 
 
 class Update(NamedTuple):
@@ -57,8 +48,8 @@ class Update(NamedTuple):
 class TrainingStep:
     """One step over all ranks: `run(batch(step), rate)`.
 
-    loss_sum: tokens and targets (B, T), seeds of dropout (B,) -> loss in nats, 0-dim, and the heads' statistics if every step
-    measures them.
+    loss_sum: tokens and targets (B, T), seeds of dropout (B,) -> loss in nats, 0-dim, or `Objective.sums`, and the heads'
+    statistics if every step measures them. objective: None: the next token.
     """
 
     config: RunConfig
@@ -69,6 +60,7 @@ class TrainingStep:
     loader: Loader
     device: torch.device
     console: Console
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         assert isinstance(self.config.train.micro_batch, int), "auto is resolved before the step is made"
@@ -84,6 +76,8 @@ class TrainingStep:
         return batch if batch is not None and prefetched_step == step else self.read_batch(step)
 
     def read_batch(self, step: int) -> Batch:
+        if self.objective is not None and (drawn := self.objective.draw(step, self.parallel.model)) is not None:
+            return drawn
         n = self.n_sequence
         first, count, most_rows = self.ranks.local_rows(n)
         tokens, targets = self.loader.batch(step * n + first, count)
@@ -95,7 +89,7 @@ class TrainingStep:
 
         Data that cannot be read are reported when the batch is needed, after all that is due before it.
         """
-        if host_copy.runs_ahead(self.device):
+        if host_copy.runs_ahead(self.device) and not (self.objective and self.objective.draws):
             with contextlib.suppress(DataLost):
                 self.prefetched = step, self.read_batch(step)
 
@@ -137,7 +131,8 @@ class TrainingStep:
                 pieces = list(micro_batches(batch, self.micro_batch))
                 for index, piece in enumerate(pieces):
                     with self.parallel.sync_gradients(last=index == len(pieces) - 1):
-                        micro_nats, measured = self.loss_sum(*(self.on_device(rows) for rows in piece))
+                        sums, measured = self.loss_sum(*(self.on_device(rows) for rows in piece))
+                        micro_nats = sums.flatten()[0]  # what follows it are figures of held-out data
                         # DDP and FSDP divide summed gradients by the number of ranks: multiply by it first.
                         (micro_nats * self.scale.factor * self.ranks.size / batch.n_target).backward()
                     nats += micro_nats.detach()
@@ -177,13 +172,14 @@ class TrainingStep:
 
 
 def micro_batches(batch: Batch, size: int) -> Iterator[list[Tensor]]:
-    """Cut tokens (n, T), targets (n, T) and seeds (n,) into pieces of exactly `size` rows, enough for batch.most_rows rows.
+    """Cut tokens (n, T), targets (n, T), seeds (n,) and weights (n, T), if there are any, into pieces of exactly `size` rows.
 
-    Rows that are added to fill a piece have no targets.
+    They are enough for batch.most_rows rows. Rows that are added to fill a piece have no targets.
     """
     for start in range(0, batch.most_rows, size):
         piece = []
-        for whole, filler in ((batch.tokens, 0), (batch.targets, IGNORED_TARGET), (batch.dropout_seeds, -1)):
+        weights = () if batch.weights is None else ((batch.weights, 0.0),)
+        for whole, filler in ((batch.tokens, 0), (batch.targets, IGNORED_TARGET), (batch.dropout_seeds, -1), *weights):
             part = whole[start : start + size]
             missing = size - len(part)
             piece.append(torch.cat([part, part.new_full((missing, *part.shape[1:]), filler)]) if missing else part)

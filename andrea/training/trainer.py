@@ -296,7 +296,8 @@ def advising_to_continue(folder: Path, config: RunConfig) -> Iterator[None]:
 
 def trust(config: RunConfig) -> dict[str, str]:
     """The word that a command needs to import the user's own classes that this run uses."""
-    return {"trust": "true"} if any(map(is_own, (config.attention.compatibility, config.model.mlp))) else {}
+    parts = (config.attention.compatibility, config.model.mlp, config.objective.reward)
+    return {"trust": "true"} if any(map(is_own, parts)) else {}
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer
@@ -476,7 +477,8 @@ class Trainer:
 
     def tell_health(self) -> None:
         """Hand the health checks the steps that were read since the last call: before each evaluation and each save."""
-        for step in self.unjudged:
+        is_comparable = self.step.objective is None or self.step.objective.is_loss_comparable
+        for step in self.unjudged if is_comparable else ():
             self.evaluator.health.note_step(*step)
         self.unjudged.clear()
 
@@ -573,6 +575,7 @@ class Trainer:
             "train/rate": rate,
             "train/epoch": self.progress.tokens / self.step.loader.tokens_per_epoch,
             **self.throughput.take_figures(),
+            **(self.step.objective.figures() if self.step.objective else {}),
         }
         if self.step.scale.active:
             figures["train/loss_scale"] = float(self.step.scale.factor)

@@ -58,6 +58,8 @@ def test_the_commands_of_the_pages_are_accepted(page: Path) -> None:
         elif "--help" not in words and name in KINDS:
             words = with_action(words) if name == "runs" else words
             typed = to_key_value(words, POSITIONAL[name]) if name in POSITIONAL else words
+            if any(word.startswith("objective=") for word in typed):
+                typed = [*typed, "attention.across_documents=false"]  # as api/run.py sets it
             config = configure(KINDS[name], "train" if KINDS[name] is RunConfig else name, typed)
             model = group_config("model", "andrea-nano")
             if name == "lens":

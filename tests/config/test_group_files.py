@@ -24,7 +24,7 @@ from andrea.config.keys import choices, dotted_keys
 
 pytestmark = pytest.mark.untraced
 
-MOST_KEYS = 96  # of training: 95, and model.lora_rank
+MOST_KEYS = 100  # of training: 95, model.lora_rank, and those of `objective`
 GROUPS = {group.name: group.value for group in read_commented("train").groups}
 CHOICES = [(group, choice) for group in GROUPS for choice in choices(group)]
 # What a choice needs besides its name.
@@ -33,6 +33,8 @@ NEEDS = {
     ("data", "text"): ["data.path=x"],
     ("data", "chat"): ["data.path=x"],
     ("data", "shards"): ["data.path=x"],
+    ("objective", "dpo"): ["data=chat", "data.path=x", "init_from=x", "attention.across_documents=false"],
+    ("objective", "grpo"): ["data=python_chat", "init_from=x", "attention.across_documents=false"],
     ("data", "mixture"): ["data.sources={a: {kind: pystdlib}}"],
     ("attention", "additive"): ["model.position=learned"],
     ("attention", "qk_clip"): ["model.qk_norm=false"],

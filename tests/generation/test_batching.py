@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import test_packing
 import torch
+from head_options import ALL_KINDS, SCORES
 from test_engine import TOKENIZER, make_model
 
 from andrea.generation import Engine, GeneratedToken, Request, Sampling
@@ -73,6 +74,27 @@ def test_every_size_of_batch_and_number_of_threads_gives_the_same_numbers(n_text
     assert in_batch(engine, n_text, arrivals) == expected
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["andrea", "convolution", "swiglu", ALL_KINDS, "value projections", SCORES])
+def test_log_probabilities_are_the_same_to_the_last_bit_in_every_size_of_batch(name, precision):
+    """Texts would hide a difference in the last bits."""
+    model = make_model(CONFIGS[name], test_packing.ATTENTIONS[name])
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    engine = Engine(model, TOKENIZER, dtype=dtype, int8=precision == "int8")
+    found = []
+    for n_text in (1, 3, 4, 21):
+        batch, texts = Batch(engine, n_text), []
+        scores: dict[int, list] = {index: [] for index in range(21)}
+        while batch.texts or len(texts) < 21:
+            while batch.idle and len(texts) < 21:
+                texts.append(BatchedText(engine, [len(texts), 7], Request(17, seed=len(texts)), n_likeliest=257))
+                batch.join(texts[-1])
+            for made in batch.step():
+                scores[texts.index(made.text)].append(made.score)
+        found.append(scores)
+    assert all(scores == found[0] for scores in found[1:])
+
+
 def test_a_text_that_leaves_changes_no_other():
     engine = Engine(make_model(CONFIGS["andrea"]), TOKENIZER, dtype=torch.float32)
     requests = [Request(30, seed=seed) for seed in range(3)]
@@ -130,7 +152,7 @@ def test_scores_are_the_model_s_whatever_the_sampling():
     batch = Batch(engine, 1)
     batch.join(BatchedText(engine, [3, 4, 5], Request(1, sampling=Sampling(temperature=0.3, top_k=2)), n_likeliest=3))
     (made,) = batch.step()
-    exact = model(torch.tensor([[3, 4, 5]])), made.score
-    nats = model.logits(exact[0])[0, -1].log_softmax(-1)
+    exact = model(torch.tensor([[3, 4, 5]]))
+    nats = model.logits(exact)[0, -1].log_softmax(-1).detach()
     assert made.score.nats == pytest.approx(float(nats[made.token.token]), abs=1e-5)
     assert [token for token, _ in made.score.likeliest] == nats.topk(3).indices.tolist()

@@ -12,6 +12,7 @@ from torch import nn
 
 from andrea.config import group_config
 from andrea.config.keys import choices
+from andrea.generation import Engine, Request, Sampling
 from andrea.model import GPT, initialise
 from andrea.model.lora import (
     ALPHA,
@@ -23,9 +24,11 @@ from andrea.model.lora import (
     train_vocabulary,
 )
 from andrea.model.size import count_parameters, count_trained
+from andrea.text.tokenizer import ByteTokenizer
 from andrea.training.loss.loss import training_loss_sum
 from andrea.training.optimizer import group_parameters
 from andrea.training.parallel.ranks import Parallel
+from andrea.training.planning.memory import plan_memory
 from andrea.training.step import sampled_weights
 
 V, T, RANK = 31, 13, 3
@@ -123,7 +126,8 @@ def test_the_merged_model_is_plain_and_the_same_function(preset: str, model: dic
 
 @pytest.mark.parametrize("preset", choices("model"))
 def test_only_the_factors_of_attention_and_mlp_are_trained(preset: str) -> None:
-    gpt = make(preset=preset)
+    gated = {"gate": "elementwise"}  # a matrix of attention without factors
+    gpt = make(preset=preset, attention=gated)
     config = gpt.config
     of_q, of_kv = config.d_attended, (config.n_kv_head or config.n_head) * config.head_width
     shapes = [
@@ -135,10 +139,10 @@ def test_only_the_factors_of_attention_and_mlp_are_trained(preset: str) -> None:
         (42, 37),
     ]
     expected = 2 * sum(RANK * (n_out + n_in) for n_out, n_in in shapes)
-    assert count_trained(*configs(preset, {"lora_rank": RANK}), V) == expected
-    plain = count_parameters(*configs(preset), V)
-    assert count_parameters(config, configs(preset)[1], V).total == plain.total + expected
-    assert count_trained(*configs(preset), V) == plain.total
+    assert count_trained(*configs(preset, {"lora_rank": RANK}, gated), V) == expected
+    plain = count_parameters(*configs(preset, {}, gated), V)
+    assert count_parameters(config, configs(preset, {}, gated)[1], V).total == plain.total + expected
+    assert count_trained(*configs(preset, {}, gated), V) == plain.total
     training_loss_sum(gpt, gpt(TOKENS), TOKENS, "fp32").backward()
     with_gradient = {name for name, each in gpt.named_parameters() if each.grad is not None and bool(each.grad.any())}
     assert with_gradient == {name for name in gpt.state_dict() if is_factor(name)}
@@ -159,6 +163,42 @@ def test_an_added_vocabulary_is_trained_too(tied: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_head_passes_the_same_gradient_on(precision: str) -> None:
+    """The fused loss leaves out the gradient of the head's weight alone."""
+    frozen, trained = make(), make()
+    trained.embedding.weight.requires_grad_(True)
+    for gpt in (frozen, trained):
+        training_loss_sum(gpt, gpt(TOKENS), TOKENS, precision).backward()
+    gradients = [
+        {name: each.grad for name, each in gpt.named_parameters() if is_factor(name)} for gpt in (frozen, trained)
+    ]
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+    assert frozen.embedding.weight.grad is None and bool(trained.embedding.weight.grad.any())
+
+
 def test_the_size_of_a_step_is_measured_on_factors_that_do_not_begin_with_zeros() -> None:
     gpt = make()
     assert len(sampled_weights(Parallel(gpt))) == len(list(adapted_layers(gpt)))
+
+
+def test_a_memory_plan_counts_gradients_and_state_of_the_factors_alone() -> None:
+    n_trained = count_trained(*configs(model={"lora_rank": RANK}), V)
+    for rank, n in ((RANK, n_trained), (0, count_parameters(*configs(), V).total)):
+        plan = plan_memory(*configs(model={"lora_rank": rank}), V, micro_batch=2, precision="fp32", optimizer="adamw")
+        assert (plan.gradients, plan.optimizer) == (4 * n, 8 * n)
+        assert plan.weights == 4 * count_parameters(*configs(model={"lora_rank": rank}), V).total
+    assert plan.gathered_model == 0
+
+
+def test_text_is_written_from_the_merged_weights() -> None:
+    """Also where the matrices are packed for decoding, which would not see the factors."""
+    tokenizer = ByteTokenizer()
+    gpt = GPT(*configs(model={"lora_rank": RANK}), tokenizer.n_vocab, tokenizer.end_of_text)
+    initialise(gpt, torch.Generator().manual_seed(3))  # B too
+    request = Request(8, seed=1, sampling=Sampling(1.0))
+    texts = [Engine(each, tokenizer, dtype=torch.float32).write("ab", request) for each in (gpt.eval(), merge(gpt))]
+    assert texts[0] == texts[1]
+    plain = GPT(*configs(), tokenizer.n_vocab, tokenizer.end_of_text)
+    plain.load_state_dict({name: weight for name, weight in gpt.state_dict().items() if not is_factor(name)})
+    assert Engine(plain.eval(), tokenizer, dtype=torch.float32).write("ab", request) != texts[0]

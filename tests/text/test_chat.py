@@ -141,13 +141,18 @@ def test_a_conversation_of_which_no_answer_fits_is_left_out_and_counted() -> Non
 @given(turns_lists, st.integers(4, 60), st.booleans())
 def test_a_prompt_fits_and_keeps_the_newest_whole_turns(turns: list[Turn], room: int, has_system: bool) -> None:
     turns = [*([Turn(SYSTEM, "s")] if has_system else []), *turns, Turn(USER, "last")]
-    tokens, n_left_out = fitting_prompt(BYTES, turns, room)
-    assert len(tokens) <= max(room, 3) and tokens[0] == BYTES.end_of_text and tokens[-1] == BYTES.assistant
-    kept = [*turns[:has_system], *turns[has_system + n_left_out :]]
+    tokens, n_left_out, n_cut = fitting_prompt(BYTES, turns, room)
+    assert tokens[0] == BYTES.end_of_text and tokens[-1] == BYTES.assistant and tokens[-2] == BYTES.end
+    has_front = BYTES.role_token(SYSTEM) in tokens
+    kept = [*turns[:has_front], *turns[n_left_out + has_front :]]
     whole = [*encode_conversation(BYTES, kept), BYTES.assistant]
-    assert whole[-len(tokens) + 1 :] == tokens[1:]
-    if n_left_out < len(turns) - has_system - 1:
-        assert whole == tokens and kept[has_system].role == USER
+    assert len(whole) - len(tokens) == n_cut and (len(tokens) <= room or n_cut == len("last") - 1)
+    assert kept[has_front].role == USER and kept[-1] == turns[-1]
+    if not n_cut:
+        assert whole == tokens and (has_front or not has_system or n_left_out)
+    else:
+        mark = len(whole) - len("last") - 3  # of the last message, which it keeps
+        assert whole[: mark + 1] == tokens[: mark + 1] and tokens[mark] == BYTES.role_token(USER)
 
 
 def test_the_tokenizer_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -203,6 +208,16 @@ def test_what_is_no_conversation_is_left_out_and_said(tmp_path: Path) -> None:
     assert "left out 1 (conversations in which the assistant says nothing)" in lines
     assert "left out 1 (conversations with the role 'tool')" in lines
     assert "left out 1 (documents that are no conversation)" in lines
+
+
+def test_a_held_out_file_may_be_in_a_folder_and_what_is_in_both_is_said(tmp_path: Path) -> None:
+    (tmp_path / "talk" / "sub").mkdir(parents=True)
+    records = [{"prompt": f"{n}", "response": f"{n}"} for n in range(12)]
+    write_records(tmp_path / "talk" / "train.jsonl", records)
+    write_records(tmp_path / "talk" / "sub" / "held_out.jsonl", [*records[:2], {"prompt": "new", "response": "new"}])
+    source = corpus_of(tmp_path / "talk", tmp_path, said := []).sources[0]
+    assert (source.val[:] == BYTES.end_of_text).sum() == 3 and (source.train[:] == BYTES.end_of_text).sum() == 12
+    assert any("2 conversations of held_out.jsonl are training conversations too" in line for line in said)
 
 
 def test_copies_of_a_conversation_are_on_one_side(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ class Made:
     weight: float | None
     train: TokenStream
     chat: None = None
+    pairs: bool = False
 
 
 def made(start: int, count: int, weight: float | None = None) -> Made:

@@ -133,6 +133,39 @@ def test_a_tuned_model_is_tuned_again_from_the_newest_run(
     assert isinstance(tokenizer, ChatTokenizer) and tokenizer.n_vocab == tokenizer.base.n_vocab + len(SPECIAL)
 
 
+def test_a_mixture_with_conversations_keeps_them_apart(
+    trained: Path, conversations: Path, notes: Path, tmp_path: Path
+) -> None:
+    sources = f"{{notes: {{kind: text, path: {notes}}}, talk: {{kind: chat, path: {conversations}, weight: 0.5}}}}"
+    words = tuning_words(trained, conversations, tmp_path, "data=mixture", f"data.sources={sources}", "train.steps=1")
+    train([word for word in words if word != "data=chat" and not word.startswith("data.path=")])
+    config = read_checkpoint(tmp_path / "runs" / "tuned" / "checkpoints" / "step-00000001").state["config"]
+    assert config["attention"]["across_documents"] is False and config["train"]["patience"] == 3
+
+
+def test_bits_per_byte_of_conversations_are_refused(tuned: tuple[Path, str]) -> None:
+    with pytest.raises(UserError, match="was tuned on conversations, which tasks=bpb does not judge"):
+        main(["evaluate", f"checkpoint={tuned[0]}", "tasks=bpb", "device=cpu"])
+
+
+def test_an_exported_chat_model_comes_back_as_one(tuned: tuple[Path, str], tmp_path: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("transformers")
+    main(["export", f"checkpoint={tuned[0]}", "to=hf", f"out={tmp_path / 'hf'}", f"data_dir={tmp_path / 'data'}"])
+    assert main(["import", str(tmp_path / "hf"), f"out={tmp_path / 'back'}"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is red?\n")))
+    words = [
+        f"checkpoint={tmp_path / 'back'}",
+        "chat=true",
+        "temperature=0",
+        "device=cpu",
+        "precision=fp32",
+        "threads=1",
+    ]
+    assert main(["sample", *words]) == 0
+    assert capsys.readouterr().out == "The apple.\n"
+
+
 def test_a_base_model_does_not_chat(trained: Path) -> None:
     with pytest.raises(UserError, match="chat=true needs a model that was tuned on conversations"):
         main(["sample", f"checkpoint={trained}", "chat=true"])
@@ -153,6 +186,7 @@ def test_factors_are_tuned_with_the_vocabulary(trained: Path, conversations: Pat
         [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path / 'data'}", "name=tuned", "resume=auto", "train.steps=3"]
     )
     folder = tmp_path / "runs" / "tuned" / "checkpoints"
+    assert read_checkpoint(folder / "step-00000003").state["config"]["optimizer"]["learning_rate"] == 0.01
     one, other = (load_file(folder / f"step-0000000{step}" / "model.safetensors") for step in (2, 3))
     changed = {name for name in one if not torch.equal(one[name], other[name])}
     assert "embedding.weight" in changed

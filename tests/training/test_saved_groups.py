@@ -32,7 +32,7 @@ def resumed_config(tmp_path: Path) -> dict:
 def test_the_choices_of_a_run_are_the_defaults_and_the_typed() -> None:
     assert chosen_groups({"data": "text"}) == {
         "model": "andrea-nano", "attention": "scaled_dot", "data": "text", "tokenizer": "bpe", "optimizer": "muon",
-        "logger": "wandb", "health": "default", "parallel": "auto",
+        "logger": "wandb", "health": "default", "parallel": "auto", "objective": "next_token",
     }  # fmt: skip
 
 

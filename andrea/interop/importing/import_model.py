@@ -36,7 +36,8 @@ from andrea.interop.proof import MOST_TOKENS, compared_text, prove, read_text
 from andrea.runtime.files import exclusive_lock, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
-from andrea.text.load_tokenizer import HfTokenizer, foreign_library, load_gpt2, load_hf_tokenizer
+from andrea.text.chat import without_special
+from andrea.text.load_tokenizer import foreign_library, load_gpt2, load_hf_tokenizer
 from andrea.text.tokenizer import Tokenizer
 
 # -------------------------------------------------------------------------------------------------------------- program
@@ -55,7 +56,7 @@ class ImportedByTransformers(LoadedByTransformers):
     settings: of config.json that may change what the model computes, with model_type. weights: as in the folder.
     """
 
-    def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor], tokenizer: HfTokenizer) -> None:
+    def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         super().__init__()
         values = dict(settings)
         self.end_of_text = tokenizer.end_of_text
@@ -63,7 +64,9 @@ class ImportedByTransformers(LoadedByTransformers):
             kind, config = self.class_and_config(values.pop("model_type"), values)
             self.model = kind.from_pretrained(None, config=config, state_dict=dict(weights), **self.LOADING).eval()
             self.model.generation_config = self.transformers.GenerationConfig()
-            self.tokenizer = self.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.library)
+            self.tokenizer = self.transformers.PreTrainedTokenizerFast(
+                tokenizer_object=without_special(tokenizer).library
+            )
 
     def class_and_config(self, model_type: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
         if model_type == "andrea":

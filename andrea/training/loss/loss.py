@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from andrea.attention import HeadStatistics
 from andrea.attention.implementations.triton import runs_on
-from andrea.checkpoint import read_checkpoint
+from andrea.checkpoint import Damaged, read_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT, CallBlock, call_block
@@ -29,6 +29,7 @@ from andrea.runtime.device import WEIGHT_DTYPE, autocast, cpu_multiplies_bf16
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
 from andrea.text.tokenizer import Tokenizer
 from andrea.text.windows import IGNORED_TARGET
+from andrea.training.objectives.objective import Objective
 
 # ---------------------------------------------------------------------------------------------------------------- fused
 # Fuses head, soft cap and cross-entropy, so that the full logits are never in memory.
@@ -61,30 +62,38 @@ def fused_cross_entropy(
     assert dtype != torch.float16, "fp16 gradients need the loss scale: use loss_sum_from_hidden"
     rows, row_targets = hidden.flatten(0, -2), targets.flatten()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return FusedCrossEntropy.apply(rows, weight, row_targets, cap, dtype)
+        return FusedCrossEntropy.apply(rows, weight, row_targets, cap, dtype, weight.requires_grad)
     return cross_entropy_in_chunks(rows, weight, row_targets, cap, dtype, gradients=False)[0]
 
 
 class FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, of_weight: bool
     ) -> Tensor:
-        nats, d_rows, d_weight = cross_entropy_in_chunks(rows, weight, targets, cap, dtype, gradients=True)
+        """of_weight: whether the gradient of the weight is needed; not of a frozen head, as with LoRA."""
+        nats, d_rows, d_weight = cross_entropy_in_chunks(rows, weight, targets, cap, dtype, True, of_weight)
         ctx.save_for_backward(d_rows, d_weight)
         ctx.dtypes = rows.dtype, weight.dtype
         return nats
 
     @staticmethod
-    def backward(ctx: Any, d_nats: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, d_nats: Tensor) -> tuple[Tensor | None, ...]:
         d_rows, d_weight = ctx.saved_tensors
-        return (d_nats * d_rows).to(ctx.dtypes[0]), (d_nats * d_weight).to(ctx.dtypes[1]), None, None, None
+        d_weight = None if d_weight is None else (d_nats * d_weight).to(ctx.dtypes[1])
+        return (d_nats * d_rows).to(ctx.dtypes[0]), d_weight, None, None, None, None
 
 
 def cross_entropy_in_chunks(
-    rows: Tensor, weight: Tensor, targets: Tensor, cap: float | None, dtype: torch.dtype, gradients: bool
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float | None,
+    dtype: torch.dtype,
+    gradients: bool,
+    of_weight: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The sum of nats and, with `gradients`, its gradients with respect to rows (N, d) and weight (V, d)."""
+    """The sum of nats and, with `gradients`, its gradients: of rows (N, d) and, with `of_weight`, of weight (V, d)."""
     in_kernel = uses_kernel(rows)
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
     n_vocab = len(weight)
@@ -103,11 +112,12 @@ def cross_entropy_in_chunks(
         nats = nats + chunk_nats
         if gradients:
             d_rows.append(d_logits @ weight)
+        if gradients and of_weight:
             d_head = (d_logits.mT @ chunk).float()
             d_weight = d_head if d_weight is None else d_weight.add_(d_head)
     if not gradients:
         return nats, None, None
-    return nats, torch.cat(d_rows), d_weight[:n_vocab]
+    return nats, torch.cat(d_rows), None if d_weight is None else d_weight[:n_vocab]
 
 
 def uses_kernel(rows: Tensor) -> bool:
@@ -265,12 +275,22 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
         return None
     models = []
     for path in config.train.teachers:
-        checkpoint = read_checkpoint(Path(path))
+        try:
+            checkpoint = read_checkpoint(Path(path))
+        except Damaged as fault:
+            raise UserError(
+                f"train.teachers (the teachers, or the reference of an objective): {fault}; name its checkpoint"
+            ) from fault
         theirs = checkpoint.tokenizer()
         if theirs.identity != tokenizer.identity:
+            advice = (
+                "name a teacher that was tuned on conversations"
+                if tokenizer.special
+                else f"tokenizer.path={path} takes the teacher's"
+            )
             raise UserError(
                 f"train.teachers: {path} was trained with the tokenizer {theirs.identity}, but this run uses "
-                f"{tokenizer.identity}; tokenizer.path={path} takes the teacher's"
+                f"{tokenizer.identity}; {advice}"
             )
         model = load_model(checkpoint, theirs)
         if model.config.sequence_length < config.model.sequence_length:
@@ -326,40 +346,49 @@ class MicroBatchLoss(nn.Module):
         observing: bool,
         recompute: bool,
         teachers: Teachers | None = None,
+        objective: Objective | None = None,
     ) -> None:
-        """observing: measure the heads' statistics. recompute: activation checkpointing. teachers: for distillation."""
+        """observing: measure the heads' statistics. recompute: activation checkpointing. teachers: for distillation.
+
+        objective: None: the next token.
+        """
         super().__init__()
         self.model = model
-        self.teachers = teachers
+        self.teachers, self.objective = teachers, objective
         self.precision, self.observing, self.recompute = precision, observing, recompute
         self.autocast = autocast(device, precision)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None = None
+        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, HeadStatistics | None]:
         """tokens, targets (B, T) int64 -> sum of nats, fp32 scalar, and statistics (L, H) of the rows that have a target.
 
-        dropout_seeds: (B,) int64 in training; nothing is dropped without them.
+        With an objective, `Objective.sums` in place of the sum. dropout_seeds: (B,) int64 in training; nothing is dropped
+        without them. weights (B, T): of the objective.
         """
         if not self.model.config.drops:
             dropout_seeds = None
         elif dropout_seeds is None:  # an evaluation, which reuses the compiled code of training
             dropout_seeds = torch.full_like(tokens[:, 0], -1)
         with self.autocast:
-            return self.forward_in_precision(tokens, targets, dropout_seeds)
+            return self.forward_in_precision(tokens, targets, dropout_seeds, weights)
 
     def forward_in_precision(
-        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None
+        self, tokens: Tensor, targets: Tensor, dropout_seeds: Tensor | None, weights: Tensor | None = None
     ) -> tuple[Tensor, HeadStatistics | None]:
         how = {"recompute": self.recompute, "dropout_seeds": dropout_seeds, "call_block": self.call_block}
         taught = None
         if self.teachers is not None and torch.is_grad_enabled():  # an evaluation measures the text alone
             taught = self.teachers.probabilities(tokens, self.call_block)
-        if not self.observing:
-            return self.head_loss(self.model(tokens, **how), targets, taught), None
-        hidden, layers = self.model(tokens, **how, statistics=True)
-        has_target = (targets != IGNORED_TARGET).any(1)
-        return self.head_loss(hidden, targets, taught), HeadStatistics.of_layers(layers, has_target)
+        hidden, statistics = self.model(tokens, **how, statistics=self.observing), None
+        if self.observing:
+            hidden, layers = hidden
+            statistics = HeadStatistics.of_layers(layers, (targets != IGNORED_TARGET).any(1))
+        if self.objective is not None:
+            sums = self.objective.sums(self.model, self.call_block, hidden, tokens, targets, weights)
+            if sums is not None:
+                return sums, statistics
+        return self.head_loss(hidden, targets, taught), statistics
 
     call_block = staticmethod(call_block)
 

@@ -224,8 +224,11 @@ def compile_loss(loss: MicroBatchLoss, compile_mode: str) -> MicroBatchLoss:
 
     on: forward and loss as one graph, which DDP splits at the boundaries of its gradient buckets.
     blocks: one graph for all blocks, and one for the loss. Compiling takes a fraction of the time and does not depend
-    on the number of blocks; a step takes a few percent longer.
+    on the number of blocks; a step takes a few percent longer. An objective other than the next token computes logits for
+    the targets alone, whose number changes: "on" then acts like "blocks".
     """
+    if compile_mode == "on" and loss.objective is not None:
+        compile_mode = "blocks"
     if compile_mode == "on":
         loss.forward_in_precision = compile_graph(loss.forward_in_precision)
     if compile_mode == "blocks":

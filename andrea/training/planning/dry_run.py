@@ -142,8 +142,8 @@ def expected_rows(config: RunConfig, progress: Progress | None) -> list[tuple[st
 
 def expected_time(config: RunConfig, n_vocab: int, device: torch.device, precision: str, tokens: int) -> str:
     """The time of training on `tokens` tokens at the speed of steps that are made now, unless these take long."""
-    if config.train.teachers or Ranks().started_by_torchrun:
-        return "not measured with teachers or several ranks"
+    if config.train.teachers or config.objective.kind != "next_token" or Ranks().started_by_torchrun:
+        return "not measured with teachers, several ranks, or an objective other than next_token"
     seconds = trial_step_seconds(config, n_vocab, device, precision)
     if seconds is None:
         return f"not measured: one sequence is more than a trial on {device.type} may compute"

@@ -60,6 +60,11 @@ def source_of(named: Any, runs_dir: Any, key: str = "init_from") -> Checkpoint:
 def check_source(config: RunConfig) -> None:
     """Raises UserError if the weights of init_from do not fit the configured tokenizer and model. Reads headers alone."""
     source = read_checkpoint(Path(config.init_from))
+    if config.objective.kind != "next_token" and not isinstance(source.tokenizer(), ChatTokenizer):
+        raise UserError(
+            f"objective={config.objective.kind} improves a model that answers already, and init_from={config.init_from} has no "
+            f"tokens for turns; tune it on conversations first, with data=chat and without objective"
+        )
     check_tokenizer(config, source.tokenizer())
     check_model(config, source)
 

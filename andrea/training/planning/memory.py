@@ -35,6 +35,7 @@ from andrea.training.loss.loss import (
     rows_in_chunk,
     training_loss_sum,
 )
+from andrea.training.objectives.objective import Objective
 from andrea.training.optimizer import group_parameters
 from andrea.training.parallel.ranks import Parallel, Ranks
 from andrea.training.records.console import Console, format_memory
@@ -60,7 +61,7 @@ class Memory:
     gathered: int  # FSDP only: weights while they are gathered, gradients while they are reduced
     activations: int  # forward and backward pass of a micro-batch at their peak, see `pass_bytes`
     optimizer_step: int  # temporaries of the optimizer's step, when activations are freed
-    gathered_model: int  # FSDP only: the fp32 model that rank 0 gathers for evaluations, see `gathered_model_bytes`
+    gathered_model: int  # of evaluations: with FSDP the fp32 model that rank 0 gathers, with LoRA the merged one
     evaluation: int  # on a CPU: measuring the heads on held-out text, with their scores written out
     python_and_libraries: int  # on a CPU: interpreter, torch, this package, the compiler
 
@@ -136,7 +137,7 @@ def plan_memory(
         gradients=4 * n_trained,
         optimizer=4 * state // share,
         gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,
-        gathered_model=gathered_model_bytes(model) if sharded else 0,
+        gathered_model=(sharded + bool(config.lora_rank)) * gathered_model_bytes(model),
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         optimizer_step=optimizer_step_bytes(matrices, precision, share) if muon else 0,
         evaluation=evaluation_bytes(config, attention, n_vocab) if on_cpu else 0,
@@ -449,7 +450,12 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
 
 
 def with_tried_micro_batch(
-    config: RunConfig, parallel: Parallel, machine: Machine, console: Console, teachers: Teachers | None = None
+    config: RunConfig,
+    parallel: Parallel,
+    machine: Machine,
+    console: Console,
+    teachers: Teachers | None = None,
+    objective: Objective | None = None,
 ) -> RunConfig:
     """The config with the largest micro-batch that fits when tried, starting with the planned one.
 
@@ -466,6 +472,7 @@ def with_tried_micro_batch(
         measures_every_step(config.attention),
         config.train.activation_checkpointing,
         teachers,
+        objective,
     )
 
     def try_one(n_sequence: int) -> None:
@@ -473,7 +480,7 @@ def with_tried_micro_batch(
         set_aside = torch.empty(planned.optimizer, dtype=torch.uint8, device=device)
         tokens, targets = (torch.zeros(n_sequence, length, dtype=torch.int64, device=device) for _ in range(2))
         try:
-            micro_loss(tokens, targets)[0].backward()
+            micro_loss(tokens, targets)[0].sum().backward()
         finally:
             parallel.zero_gradients()
             del set_aside

@@ -93,7 +93,8 @@ class Console(Logger):
             )
             self.say(
                 f"{self.step_words(record['step'])} · validation loss {record['val/loss']:.4f}"
-                f" · {record['val/bpb']:.4f} bits/byte{of_sources}{part_words(record.get('val/tokens'))}"
+                f" · {record['val/bpb']:.4f} bits/byte{of_sources}{objective_words(record)}"
+                f"{part_words(record.get('val/tokens'))}"
                 f"{self.standing_words(record)}"
             )
         elif self.live is None and "train/loss" in record:
@@ -123,6 +124,12 @@ class Console(Logger):
         """Remove the live line, so that ordinary lines can follow."""
         if self.live:
             self.live.stop()
+
+
+def objective_words(record: dict[str, Any]) -> str:
+    """The held-out figures of preferences or of rewarded answers; empty if the record has none."""
+    names = {"val/accuracy": "preference accuracy", "val/margin": "reward margin", "val/reward": "reward"}
+    return "".join(f" · {words} {record[key]:.3f}" for key, words in names.items() if key in record)
 
 
 def part_words(n_token: int | None) -> str:

@@ -148,8 +148,11 @@ def test_the_unigram_entropy_of_data_solved_by_hand(tmp_path: Path) -> None:
     """Three tokens in the shares 1/2, 1/4, 1/4: 1.5 bits."""
 
     class Source:
+        chat, pairs = None, False
+
         def __init__(self, name: str, tokens: list[int], weight: float | None) -> None:
             self.name, self.train, self.weight = name, np.array(tokens * 64), weight
+            self.chat, self.pairs = None, False
 
     class Corpus:
         sources = (Source("a", [0, 0, 1, 2], 0.5), Source("b", [0, 0, 1, 2, 0, 0, 2, 1], 0.5))

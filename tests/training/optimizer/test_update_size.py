@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from andrea.training.parallel.ranks import Parallel
 from andrea.training.step import SAMPLED_WEIGHTS, sampled_weights, update_ratios
@@ -34,7 +35,7 @@ def test_the_samples_of_all_shards_are_those_of_the_whole_matrix(borders: tuple[
         """The rows from `start` to `stop`, as a rank has them under FSDP2."""
 
         def __init__(self, start: int, stop: int) -> None:
-            self.local_parameters, self.shapes = {"w": whole[start:stop]}, {"w": whole.shape}
+            self.local_parameters, self.shapes = {"w": nn.Parameter(whole[start:stop])}, {"w": whole.shape}
             self.local_rows = lambda name: slice(start, stop)
 
     shards = [Shard(start, stop) for start, stop in itertools.pairwise(borders)]
