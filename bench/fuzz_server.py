@@ -32,6 +32,14 @@ KEY, MARK = "fuzz-key", "sEcReT-pRoMpT"
 SECONDS = 20.0  # for an answer
 PATHS = ["/v1/completions"] * 8 + ["/v1/chat/completions"] * 3
 PATHS += [
+    "/v1/andrea/token",
+    "/v1/andrea/tokens",
+    "/v1/andrea/run/load",
+    "/v1/andrea/run/stop",
+    "/v1/andrea/run",
+    "/v1/andrea",
+]
+PATHS += [
     "/v1/models",
     "/v1/models/one",
     "/v1/models/../../etc/passwd",
@@ -120,6 +128,8 @@ def body(draw: random.Random) -> bytes:
     if kind == 5:
         messages = json.dumps([{"role": "user", "content": draw.choice(TEXTS)}])
         fields = {"messages": messages, "max_tokens": "3"}
+    if kind == 4:  # of the page
+        fields = {"ids": draw.choice(["[97,98]", "[256,97,98,99]", "[1]", "[1,999]", value(draw)])}
     return ("{" + ",".join(f'"{name}":{each}' for name, each in fields.items()) + "}").encode()
 
 

@@ -141,7 +141,8 @@ class PageRoutes:
         fields.finish()
         if ids is None:
             raise RequestError(400, "ids must be two or more token ids", "ids")
-        read_prompt(ids[:-1], self.api.engine), read_prompt(ids[-1:], self.api.engine)  # raise RequestError
+        for part in (ids[:-1], ids[-1:]):
+            read_prompt(part, self.api.engine)  # raises RequestError
         task = Task(token_parts(self.worker.gpt, self.api.names, ids))
         self.worker.submit_task(task)
         return Stream(task.results(), self.served.config.timeout_s, task.cancel)

@@ -369,6 +369,7 @@ def test_the_panel_by_keyboard(browser, served):
         "all => all.map(e => (+e.style.getPropertyValue('--share')) ** 2)"
     )
     assert sum(shares) == pytest.approx(1, abs=0.01) and shares[0] > 0
+    opened.page.focus("#close")
     opened.page.keyboard.press("Escape")
     assert opened.page.locator("#panel").is_hidden()
     assert opened.page.evaluate("document.activeElement.className") == "text listing"

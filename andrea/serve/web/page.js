@@ -66,7 +66,7 @@ async function* events(address, body, signal) {
 
 // ------------------------------------------------------------------------------------------------------ its refusals
 
-let retry = null; // what "Try again" does
+let retries = []; // what "Try again" does
 
 function tell(error, again = null) {
   if (error.name === "AbortError") return;
@@ -74,8 +74,8 @@ function tell(error, again = null) {
   const key = error.status === 401;
   byId("notice").hidden = false;
   byId("notice").firstElementChild.textContent = key ? `${error.message} Give it under Settings, then try again.` : error.message;
-  retry = again;
-  byId("again").hidden = !again;
+  if (again) retries.push(again);
+  byId("again").hidden = !retries.length;
   if (key) {
     byId("settings").open = true;
     byId("key").focus();
@@ -85,7 +85,7 @@ function tell(error, again = null) {
 
 function quiet() {
   byId("notice").hidden = true;
-  retry = null;
+  retries = [];
 }
 
 async function waitForServer() {
@@ -220,6 +220,7 @@ class Column {
 
   async write(node, prompt, first = 0) {
     this.stopper = new AbortController();
+    quiet();
     Object.assign(node, { isWriting: true, finish: null, error: null });
     render();
     const { signal } = this.stopper;
@@ -237,7 +238,6 @@ class Column {
         for (const choice of chunk.choices) this.takeTokens(node, choice);
       }
       node.rate = (1000 * (node.tokens.length - nBefore)) / (performance.now() - began);
-      quiet();
     } catch (error) {
       node.error = error.name === "AbortError" ? "stopped" : "broken off";
       tell(error, () => (node.tokens.length ? this.goOn(node) : this.write(node, prompt, first)));
@@ -421,6 +421,7 @@ async function pick(column, node, place, list) {
   picked?.stopper.abort();
   picked = { column, node, place, first: 0, changes: [], stopper: new AbortController() };
   const mine = picked;
+  quiet();
   for (const made of document.querySelectorAll(".listing .tok")) {
     const isMine = made.parentElement === list && Number(made.dataset.place) === place;
     made.classList.toggle("active", isMine);
@@ -446,7 +447,6 @@ async function pick(column, node, place, list) {
         showHeads(mine);
       }
     }
-    if (byId("token-facts").dataset.bad) quiet();
   } catch (error) {
     if (picked !== mine || error.name === "AbortError") return;
     byId("token-facts").textContent = error.message;
@@ -458,7 +458,7 @@ function showToken({ column, node, place, nats, rank, likeliest, lens, attention
   const token = all(node)[place];
   const { n_layer, n_head } = column.facts;
   byId("token-facts").textContent =
-    `probability ${percent(nats)}, number ${rank + 1} of the likeliest; surprise ${(-nats / Math.LN2).toFixed(2)} bits; token ${place}`;
+    `probability ${percent(nats)}, rank ${rank + 1}; surprise ${(-nats / Math.LN2).toFixed(2)} bits; token ${place}`;
   byId("alternatives").replaceChildren(...likeliest.map((other) => alternative(other, token, column, node, place)));
   const bytes = Uint8Array.from(atob(attention), (letter) => letter.charCodeAt(0));
   picked.shares = Float32Array.from(new Uint16Array(bytes.buffer), (whole) => whole / 65535);
@@ -569,12 +569,12 @@ function showAttention() {
 
 function closePanel() {
   picked?.stopper.abort();
-  const list = picked?.node.list;
+  const node = picked?.node;
   picked = null;
   byId("panel").hidden = true;
   byId("stage").classList.remove("open");
   render();
-  return list;
+  return node?.list;
 }
 
 // --------------------------------------------------------------------------------------------------- a run that trains
@@ -585,10 +585,12 @@ async function watchRun() {
   if (mode !== "run") return;
   try {
     run = await askJson("v1/andrea/run");
-    if (!retry && !columns.some((column) => column.error)) quiet();
+    if (watchRun.hasFailed) quiet();
+    watchRun.hasFailed = false;
     showRun();
   } catch (error) {
-    tell(error, watchRun);
+    if (!watchRun.hasFailed) tell(error, watchRun);
+    watchRun.hasFailed = true;
   }
   clearTimeout(watchRun.timer);
   watchRun.timer = setTimeout(watchRun, 5000);
@@ -781,9 +783,9 @@ byId("new").onclick = () => {
   byId("input").focus();
 };
 byId("again").onclick = () => {
-  const again = retry;
+  const again = retries;
   quiet();
-  again?.();
+  for (const each of again) each();
 };
 byId("key").onchange = () => !columns.length && start();
 byId("close").onclick = () => closePanel()?.focus();
