@@ -126,7 +126,9 @@ def preset_case(name: str) -> Case:
     attention["implementation"] = "reference"
     model = fields | small
     options = {**model, **attention}
-    shown = [key for key in options if key not in ("name", "implementation", "lora_rank") and not key.startswith("recipe_")]
+    shown = [
+        key for key in options if key not in ("name", "implementation", "lora_rank") and not key.startswith("recipe_")
+    ]
     return Case("presets", name, ", ".join(f"{key} {options[key]}" for key in shown), model, attention)
 
 
