@@ -65,13 +65,18 @@ def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[
     """
     suited: dict[str, Any] = {"attention.across_documents": False}
     if composed["init_from"] not in (None, "", "null"):
-        rates = {
-            f"optimizer.{key}": rate for key, rate in composed["optimizer"].items() if key.endswith("learning_rate")
-        }
         share = TUNING_RATE if composed["objective"]["kind"] == "next_token" else OBJECTIVE_RATE
-        suited |= {key: share * float(rate) for key, rate in rates.items() if rate is not None}
-        if composed["model"]["lora_rank"] and share == TUNING_RATE:
-            del suited["optimizer.learning_rate"]  # factors begin at zero, and learn best at the whole rate
+        is_lora = str(composed["model"]["lora_rank"]) != "0"  # typed values are not parsed yet
+        for name, rate in composed["optimizer"].items():
+            # LoRA's factors begin at zero, and learn best at the whole rate.
+            is_whole = is_lora and share == TUNING_RATE and name == "learning_rate"
+            if (
+                name.endswith("learning_rate")
+                and f"optimizer.{name}" not in values
+                and rate is not None
+                and not is_whole
+            ):
+                suited[f"optimizer.{name}"] = share * float(rate)
         suited["train.patience"] = TUNING_PATIENCE
     plain = copy.deepcopy(composed)
     for key, value in suited.items():

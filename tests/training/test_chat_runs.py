@@ -84,6 +84,11 @@ def test_rates_and_documents_are_chosen_for_tuning(trained: Path, conversations:
     assert "tokenizer" in said
 
 
+def test_a_rate_that_is_no_number_is_one_line(trained: Path, conversations: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="optimizer.learning_rate=fast"):
+        train(tuning_words(trained, conversations, tmp_path, "optimizer.learning_rate=fast"))
+
+
 def test_the_rows_of_the_special_tokens_begin_as_the_mean(trained: Path, conversations: Path, tmp_path: Path) -> None:
     """At learning rates of almost nothing the other weights stay as they were."""
     kinds = ("", "embedding_", "matrix_", "convolution_")
