@@ -145,8 +145,8 @@ float dot(const W* w, const float* x, int64_t n) {
     return total;
 }
 
-// Whether one instruction multiplies pairs of bf16 and adds them in fp32 (ARM's). Both factors are then bf16.
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+// Whether one instruction multiplies pairs of bf16 and adds them in fp32. Both factors are then bf16.
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool HAS_BF16_PRODUCTS = true;
 
 float dot(const BF16* w, const BF16* x, int64_t n) {
@@ -166,6 +166,8 @@ template <int64_t R>
 void dots(const BF16* w, const BF16* x, int64_t n, float* totals) {
     for (int64_t r = 0; r < R; ++r) totals[r] = dot(w, x + r * n, n);
 }
+#elif defined(__AVX512BF16__)
+constexpr bool HAS_BF16_PRODUCTS = true;  // by `square`
 #else
 constexpr bool HAS_BF16_PRODUCTS = false;
 #endif
@@ -204,14 +206,28 @@ template <typename T>
 Integers in_integers(const T* x, int64_t n) {
     const int64_t n_whole = HAS_BYTE_PRODUCTS ? 0 : n, n_half = n - n_whole;
     Integers row{std::vector<int16_t>(n_whole), std::vector<Byte>(n_half), std::vector<Byte>(n_half), 0};
+    Floats largest_of = {};
+    decltype(largest_of < 0) unequal = {};  // where a number is not equal to itself, which is NaN
     float largest = 0;
-    for (int64_t k = 0; k < n; ++k) largest = std::max(largest, std::fabs(number(x[k])));
-    if (!(largest > 0) || !std::isfinite(largest)) row.step = largest > 0 ? NAN : 0;  // zeros stay zeros, infinity becomes NaN
-    else row.step = largest / 32767;
+    bool is_nan = false;
+    int64_t whole = 0;
+    for (; whole + LANES <= n; whole += LANES) {
+        const Floats v = vector(x + whole), size = v < 0 ? -v : v;
+        largest_of = size > largest_of ? size : largest_of;
+        unequal |= v != v;
+    }
+    for (int64_t k = whole; k < n; ++k) {
+        largest = std::max(largest, std::fabs(number(x[k])));
+        is_nan |= number(x[k]) != number(x[k]);
+    }
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+        largest = std::max(largest, largest_of[lane]);
+        is_nan |= unequal[lane] != 0;
+    }
+    row.step = is_nan || !std::isfinite(largest) ? NAN : largest / 32767;
+    const float step = row.step > 0 ? row.step : INFINITY;  // so zeros stay zeros
     for (int64_t k = 0; k < n; ++k) {
-        if (number(x[k]) != number(x[k])) row.step = NAN;
-        const float in_steps = row.step > 0 ? number(x[k]) / row.step : 0;
-        const int32_t u = int32_t(std::lrint(std::min(32767.0f, std::max(-32767.0f, in_steps))));
+        const int32_t u = int32_t(std::rint(std::min(32767.0f, std::max(-32767.0f, number(x[k]) / step))));
         if (HAS_BYTE_PRODUCTS) {
             row.low[k] = Byte(u + SHIFT);
             row.high[k] = Byte((u + SHIFT - row.low[k]) / 256);
@@ -267,78 +283,235 @@ struct Matrix {
     int64_t n_in, n_out;
 };
 
-// Input rows in the form that the matrix needs. Every thread makes its own copy, because waiting for a shared copy would
-// take longer.
+// Input rows in the form that the matrix needs. numbers: (n_row, n_in), which are x itself if it has this form.
 template <typename T>
 struct Rows {
-    std::vector<Factor<T>> numbers;
+    const Factor<T>* numbers;
+    std::vector<Factor<T>> copy;
     std::vector<Integers> integers;
 };
 
+// Of few rows, every thread of the team makes its own form, because waiting for a shared one would take longer.
 template <typename T>
-Rows<T> rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row) {
-    Rows<T> rows;
-    if (!matrix.scale) rows.numbers = copied<Factor<T>>(x, n_row * matrix.n_in);
-    else
-        for (int64_t m = 0; m < n_row; ++m) rows.integers.push_back(in_integers(x + m * matrix.n_in, matrix.n_in));
+const Rows<T>& rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row, Rows<T>& own, Rows<T>& shared) {
+    const int64_t n_in = matrix.n_in;
+    if constexpr (std::is_same_v<T, Factor<T>>) own.numbers = x;
+    if (!matrix.scale && std::is_same_v<T, Factor<T>>) return own;
+    Rows<T>& rows = n_row > TILE ? shared : own;
+    const auto enlarge = [&] {
+        rows.copy.resize(matrix.scale ? 0 : n_row * n_in);
+        rows.integers.resize(matrix.scale ? n_row : 0);
+        if constexpr (!std::is_same_v<T, Factor<T>>) rows.numbers = rows.copy.data();
+    };
+    const auto form = [&](int64_t m) {
+        if (matrix.scale) rows.integers[m] = in_integers(x + m * n_in, n_in);
+        else
+            for (int64_t k = m * n_in; k < (m + 1) * n_in; ++k) store(&rows.copy[k], number(x[k]));
+    };
+    if (n_row > TILE) {
+#pragma omp single
+        enlarge();
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < n_row; ++m) form(m);
+    } else {
+        enlarge();
+        for (int64_t m = 0; m < n_row; ++m) form(m);
+    }
     return rows;
 }
 
-// Entry n of rows m .. m + R-1 of the product.
-template <int64_t R, typename T>
-void products(const Matrix<T>& matrix, const Rows<T>& rows, int64_t m, int64_t n, float* values) {
+#ifdef __AVX512VNNI__
+// Products of OUTPUTS rows of a weight with R rows of x, in bytes: pairs of bf16 with fp32 sums, or bytes with integer sums. Each
+// number loaded is used in several products. A sum is the same, bit for bit, for every R.
+// ONE_BY_ONE reads the weights in the order of memory, which processors read more than twice as fast as four rows beside each
+// other; else they should be in the cache.
+constexpr int64_t OUTPUTS = 4;
+
+struct PairsOfBF16 {
+    using Number = float;
+    using Sums = Floats;
+#ifdef __AVX512BF16__
+    static Sums with(Sums sums, __m512i w, __m512i x) { return _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x); }
+#endif
+};
+
+struct FourBytes {
+    using Number = int32_t;
+    using Sums = int32_t __attribute__((vector_size(64)));
+    static Sums with(Sums sums, __m512i w, __m512i x) { return Sums(_mm512_dpbusd_epi32(__m512i(sums), x, w)); }
+};
+
+// The sum of each of 16 vectors. That of vector 4 o + r is number 4 r + o of the result. By halves, as in `sum`.
+template <typename V>
+__attribute__((always_inline)) inline V sums_of_each(const V* v) {
+    const auto halves = [](V a, V b) {
+        return V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0x44)) + V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0xee));
+    };
+    const auto quarters = [](V a, V b) {
+        return V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0x88)) + V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0xdd));
+    };
+    const auto eighths = [](V a, V b) {
+        return V(_mm512_shuffle_ps(__m512(a), __m512(b), 0x44)) + V(_mm512_shuffle_ps(__m512(a), __m512(b), 0xee));
+    };
+    const auto sixteenths = [](V a, V b) {
+        return V(_mm512_shuffle_ps(__m512(a), __m512(b), 0x88)) + V(_mm512_shuffle_ps(__m512(a), __m512(b), 0xdd));
+    };
+    V four[4];
+#pragma GCC unroll 4
+    for (int64_t o = 0; o < 4; ++o)
+        four[o] = quarters(halves(v[4 * o], v[4 * o + 1]), halves(v[4 * o + 2], v[4 * o + 3]));
+    return sixteenths(eighths(four[0], four[1]), eighths(four[2], four[3]));
+}
+
+// The products of weight row o and row r, of n_byte bytes each, are number 4 r + o of `totals`.
+template <typename Kind, int64_t R, bool ONE_BY_ONE>
+void square(const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
+    constexpr int64_t TOGETHER = ONE_BY_ONE ? 1 : OUTPUTS;
+    typename Kind::Sums kept[16] = {};
+#pragma GCC unroll 4
+    for (int64_t first = 0; first < OUTPUTS; first += TOGETHER) {
+        typename Kind::Sums sums[TOGETHER * R] = {};
+        const auto add = [&](int64_t k, __mmask64 here) {
+            __m512i rows[R];
+#pragma GCC unroll 4
+            for (int64_t r = 0; r < R; ++r) rows[r] = _mm512_maskz_loadu_epi8(here, x[r] + k);
+#pragma GCC unroll 4
+            for (int64_t o = 0; o < TOGETHER; ++o) {
+                const __m512i weights = _mm512_maskz_loadu_epi8(here, w[first + o] + k);
+#pragma GCC unroll 4
+                for (int64_t r = 0; r < R; ++r) sums[R * o + r] = Kind::with(sums[R * o + r], weights, rows[r]);
+            }
+        };
+        int64_t k = 0;
+        for (; k + 64 <= n_byte; k += 64) add(k, ~__mmask64(0));
+        if (k < n_byte) add(k, (__mmask64(1) << (n_byte - k)) - 1);
+#pragma GCC unroll 4
+        for (int64_t o = 0; o < TOGETHER; ++o)
+#pragma GCC unroll 4
+            for (int64_t r = 0; r < R; ++r) kept[4 * (first + o) + r] = sums[R * o + r];
+    }
+    const typename Kind::Sums all = sums_of_each(kept);
+    std::memcpy(totals, &all, sizeof all);
+}
+
+template <typename Kind>
+void square(
+    int64_t n_row, bool cached, const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
+    if (n_row == 1) square<Kind, 1, true>(w, x, n_byte, totals);
+    else if (n_row == 2) square<Kind, 2, true>(w, x, n_byte, totals);
+    else if (!cached) square<Kind, 4, true>(w, x, n_byte, totals);
+    else square<Kind, 4, false>(w, x, n_byte, totals);
+}
+#else
+constexpr int64_t OUTPUTS = 1;
+#endif
+
+// A tile of a product: rows m .. m + n_row-1 and outputs n .. n + n_out-1. cached: whether its weights are in the core's cache.
+struct Tile {
+    int64_t m, n_row, n, n_out;
+    bool cached;
+};
+
+// Entry o of row r of a tile is values[r * OUTPUTS + o].
+template <typename T>
+void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, float* values) {
+    const auto [m, n_row, n, n_out, cached] = tile;
     const int64_t n_in = matrix.n_in;
-    if (!matrix.scale) dots<R>(static_cast<const T*>(matrix.weight) + n * n_in, rows.numbers.data() + m * n_in, n_in, values);
-    else {
+#ifdef __AVX512VNNI__
+    const int64_t n_byte = n_in * (matrix.scale ? 1 : sizeof(T));
+    const char *w[OUTPUTS], *x[TILE];  // what is beyond n_out and n_row repeats the last one, and is not read
+    for (int64_t o = 0; o < OUTPUTS; ++o)
+        w[o] = static_cast<const char*>(matrix.weight) + (n + std::min(o, n_out - 1)) * n_byte;
+#endif
+    if (matrix.scale) {
+#ifdef __AVX512VNNI__
+        int32_t halves[TILE * OUTPUTS];
+        float scale[OUTPUTS];
+        double shift[OUTPUTS];  // doubles hold the sums exactly, and are computed in vectors
+        for (int64_t o = 0; o < OUTPUTS; ++o) {
+            const int64_t at = n + std::min(o, n_out - 1);
+            scale[o] = matrix.scale[at], shift[o] = double(SHIFT) * matrix.sums[at];
+        }
+        for (int64_t r = 0; r < n_row; r += 2) {
+            for (int64_t i = 0; i < TILE; ++i) {
+                const Integers& row = rows.integers[m + std::min(r + i / 2, n_row - 1)];
+                x[i] = reinterpret_cast<const char*>(i % 2 ? row.low.data() : row.high.data());
+            }
+            square<FourBytes>(r + 1 < n_row ? 4 : 2, cached || r, w, x, n_byte, halves);
+            for (int64_t i = 0; i < std::min<int64_t>(2, n_row - r); ++i)
+                for (int64_t o = 0; o < OUTPUTS; ++o) {
+                    const double total = 256.0 * halves[8 * i + o] + halves[8 * i + 4 + o] - shift[o];
+                    values[(r + i) * OUTPUTS + o] = float(total) * scale[o] * rows.integers[m + r + i].step;
+                }
+        }
+#else
         const int8_t* w = static_cast<const int8_t*>(matrix.weight) + n * n_in;
-        for (int64_t r = 0; r < R; ++r) {
+        for (int64_t r = 0; r < n_row; ++r) {
             const int64_t total = integer_dot(w, rows.integers[m + r], n_in, matrix.sums[n]);
             values[r] = float(total) * matrix.scale[n] * rows.integers[m + r].step;
         }
+#endif
+    } else {
+#ifdef __AVX512BF16__
+        if constexpr (std::is_same_v<T, BF16>) {
+            for (int64_t r = 0; r < TILE; ++r)
+                x[r] = reinterpret_cast<const char*>(rows.numbers + (m + std::min(r, n_row - 1)) * n_in);
+            square<PairsOfBF16>(n_row, cached, w, x, n_byte, values);
+        } else
+#endif
+            for (int64_t o = 0; o < n_out; ++o) {
+                const T* w = static_cast<const T*>(matrix.weight) + (n + o) * n_in;
+                const Factor<T>* x = rows.numbers + m * n_in;
+                float totals[TILE];
+                if (n_row == TILE) dots<TILE>(w, x, n_in, totals);
+                else
+                    for (int64_t r = 0; r < n_row; ++r) dots<1>(w, x + r * n_in, n_in, totals + r);
+                for (int64_t r = 0; r < n_row; ++r) values[r * OUTPUTS + o] = totals[r];
+            }
     }
     if (matrix.bias)
-        for (int64_t r = 0; r < R; ++r) values[r] += number(matrix.bias[n]);
+        for (int64_t r = 0; r < n_row; ++r)
+            for (int64_t o = 0; o < n_out; ++o) values[r * OUTPUTS + o] += number(matrix.bias[n + o]);
 }
 
-template <typename T>
-void products(const Matrix<T>& matrix, const Rows<T>& rows, int64_t m, int64_t n_row, int64_t n, float* values) {
-    if (n_row == TILE) products<TILE>(matrix, rows, m, n, values);
-    else
-        for (int64_t r = 0; r < n_row; ++r) products<1>(matrix, rows, m + r, n, values + r);
-}
+constexpr int64_t IN_CACHE = 16;  // outputs whose weights stay in a core's cache while one tile of rows after another reads them
 
-constexpr int64_t OUTPUTS = 16;  // whose weights stay in a core's cache while one tile of rows after another reads them
-
-// Calls work(m, n_row, n) for every output n and tile of rows m .. m + n_row-1. Each thread of the team takes its share of the
-// outputs and then waits for the others.
+// Calls work(tile) for every tile. Each thread of the team takes its share of the outputs and then waits for the others.
 template <typename Work>
 void by_tiles(int64_t n_row, int64_t n_out, const Work& work) {
-    const int64_t block = n_row > TILE ? OUTPUTS : 1;
+    const int64_t block = n_row > TILE ? IN_CACHE : OUTPUTS, n_turn = (n_row + TILE - 1) / TILE;
 #pragma omp for schedule(static)
     for (int64_t start = 0; start < n_out; start += block)
-        for (int64_t m = 0; m < n_row; m += TILE)
-            for (int64_t n = start; n < std::min(n_out, start + block); ++n) work(m, std::min(TILE, n_row - m), n);
+        for (int64_t turn = 0; turn < n_turn; ++turn)
+            for (int64_t n = start; n < std::min(n_out, start + block); n += OUTPUTS) {
+                const int64_t m = turn * TILE;
+                work(Tile{m, std::min(TILE, n_row - m), n, std::min(OUTPUTS, n_out - n), turn > 0});
+            }
 }
 
 // The product of x (n_row, n_in) and the weight is written to y (n_row, n_out), or added to y with `added`. Each thread of
 // the team computes its share of y and then waits for the others.
 template <typename T>
-void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, bool added = false) {
-    const Rows<T> rows = rows_for(matrix, x, n_row);
-    by_tiles(n_row, matrix.n_out, [&](int64_t m, int64_t n_tile, int64_t n) {
-        float values[TILE];
-        products(matrix, rows, m, n_tile, n, values);
-        for (int64_t r = 0; r < n_tile; ++r) {
-            T* place = y + (m + r) * matrix.n_out + n;
-            store(place, added ? number(*place) + rounded<T>(values[r]) : values[r]);
-        }
+void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, Rows<T>& shared, bool added = false) {
+    Rows<T> own;
+    const Rows<T>& rows = rows_for(matrix, x, n_row, own, shared);
+    by_tiles(n_row, matrix.n_out, [&](const Tile& tile) {
+        float values[TILE * OUTPUTS];
+        products(matrix, rows, tile, values);
+        for (int64_t r = 0; r < tile.n_row; ++r)
+            for (int64_t o = 0; o < tile.n_out; ++o) {
+                T* place = y + (tile.m + r) * matrix.n_out + tile.n + o;
+                const float value = values[r * OUTPUTS + o];
+                store(place, added ? number(*place) + rounded<T>(value) : value);
+            }
     });
 }
 
 template <typename T>
 void linear(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row) {
+    Rows<T> shared;
 #pragma omp parallel
-    linear_by_team(matrix, x, y, n_row);
+    linear_by_team(matrix, x, y, n_row, shared);
 }
 
 template <typename T>
@@ -348,6 +521,15 @@ void rms_norm(const T* x, const float* weight, T* y, int64_t n_row, int64_t n, f
         float factor = 1 / std::sqrt(dot(row.data(), row.data(), n) / n + epsilon);
         for (int64_t k = 0; k < n; ++k) store(y + m * n + k, row[k] * factor * weight[k]);
     }
+}
+
+// The norm of x is written to `shared` by the team if the rows are many, else to `own` by each thread. Returns where it is.
+template <typename T>
+T* norm_by_team(const T* x, const float* weight, T* own, T* shared, int64_t n_row, int64_t n, float epsilon) {
+    if (n_row <= TILE) return rms_norm(x, weight, own, n_row, n, epsilon), own;
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < n_row; ++m) rms_norm(x + m * n, weight, shared + m * n, 1, n, epsilon);
+    return shared;
 }
 
 // Prepare a query or key of one head (D): RMS-normalise it unless epsilon is negative, multiply it by the norm's weight (D)
@@ -454,17 +636,20 @@ void exclude_by_team(const T* qkv, const float* share, T* retrieved, const Shape
 // Head gates 2·sigmoid(gate x): x (n_row, d_model) is the normed input of the block. Each gate multiplies the channels of
 // `retrieved` (n_row, H D) that it belongs to: those of a head, or one. Rounds where MultiHeadAttention.finish does.
 template <typename T>
-void gate_heads_by_team(const Matrix<T>& gate, const T* x, T* retrieved, int64_t n_row, int64_t d_attended) {
-    const Rows<T> rows = rows_for(gate, x, n_row);
+void gate_heads_by_team(
+    const Matrix<T>& gate, const T* x, T* retrieved, int64_t n_row, int64_t d_attended, Rows<T>& shared) {
+    Rows<T> own;
+    const Rows<T>& rows = rows_for(gate, x, n_row, own, shared);
     const int64_t n_channel = d_attended / gate.n_out;
-    by_tiles(n_row, gate.n_out, [&](int64_t m, int64_t n_tile, int64_t n) {
-        float logits[TILE];
-        products(gate, rows, m, n_tile, n, logits);
-        for (int64_t r = 0; r < n_tile; ++r) {
-            const float logit = rounded<T>(logits[r]), open = 2 * rounded<T>(1 / (1 + std::exp(-logit)));
-            T* z = retrieved + (m + r) * d_attended + n * n_channel;
-            for (int64_t k = 0; k < n_channel; ++k) store(z + k, number(z[k]) * open);
-        }
+    by_tiles(n_row, gate.n_out, [&](const Tile& tile) {
+        float logits[TILE * OUTPUTS];
+        products(gate, rows, tile, logits);
+        for (int64_t r = 0; r < tile.n_row; ++r)
+            for (int64_t o = 0; o < tile.n_out; ++o) {
+                const float logit = rounded<T>(logits[r * OUTPUTS + o]), open = 2 * rounded<T>(1 / (1 + std::exp(-logit)));
+                T* z = retrieved + (tile.m + r) * d_attended + (tile.n + o) * n_channel;
+                for (int64_t k = 0; k < n_channel; ++k) store(z + k, number(z[k]) * open);
+            }
     });
 }
 
@@ -539,14 +724,23 @@ void decode(
     const int64_t n_row = shape.n_row, d_model = shape.d_model, d_attended = shape.n_head * shape.d_head;
     std::vector<T> qkv(n_row * (d_attended + 2 * shape.n_kv_head * shape.d_head)), retrieved(n_row * d_attended);
     std::vector<T> wide(n_row * shape.d_mlp), first_value(n_row * shape.n_kv_head * shape.d_head);
+    std::vector<T> all_normed(n_row * d_model), all_mlp_normed(n_row * d_model);
+    Rows<T> shared;
 #pragma omp parallel
     {
-        std::vector<T> normed(n_row * d_model), mlp_normed(n_row * d_model);
+        std::vector<T> own_normed(std::min(TILE, n_row) * d_model), own_mlp_normed(std::min(TILE, n_row) * d_model);
+        const T *normed, *mlp_normed;
+        Rows<T> own;
         for (int64_t l = 0; l < shape.n_layer; ++l) {
             const Layer<T>& layer = layers[l];
-            rms_norm(x, layer.attention_norm, normed.data(), n_row, d_model, shape.norm_epsilon);
-            if (shape.parallel_residual) rms_norm(x, layer.mlp_norm, mlp_normed.data(), n_row, d_model, shape.norm_epsilon);
-            linear_by_team(layer.project, normed.data(), qkv.data(), n_row);
+            const auto norm_for_mlp = [&] {
+                mlp_normed = norm_by_team(
+                    x, layer.mlp_norm, own_mlp_normed.data(), all_mlp_normed.data(), n_row, d_model, shape.norm_epsilon);
+            };
+            normed = norm_by_team(
+                x, layer.attention_norm, own_normed.data(), all_normed.data(), n_row, d_model, shape.norm_epsilon);
+            if (shape.parallel_residual) norm_for_mlp();
+            linear_by_team(layer.project, normed, qkv.data(), n_row, shared);
             if (shape.value_residual) mix_values_by_team(qkv.data(), first_value.data(), shape, l == 0, layer.first_share);
             if (added) add_to_values_by_team(qkv.data(), added + l * n_row * shape.n_kv_head * shape.d_head, shape);
             if (shape.n_mixed)
@@ -557,20 +751,22 @@ void decode(
                 qkv.data(), keys + l * n_row, values + l * n_row, turns, retrieved.data(), n_row, shape.n_head,
                 shape.n_kv_head, shape.d_head, shape.capacity, shape.lengths, shape.qk_epsilon, shape.scale, layer.scoring);
             if (layer.own_share) exclude_by_team(qkv.data(), layer.own_share, retrieved.data(), shape);
-            if (layer.head_gate.weight) gate_heads_by_team(layer.head_gate, normed.data(), retrieved.data(), n_row, d_attended);
-            linear_by_team(layer.output, retrieved.data(), x, n_row, true);
-            if (!shape.parallel_residual) rms_norm(x, layer.mlp_norm, mlp_normed.data(), n_row, d_model, shape.norm_epsilon);
-            const Rows<T> rows = rows_for(layer.up, mlp_normed.data(), n_row);
-            by_tiles(n_row, shape.d_mlp, [&](int64_t m, int64_t n_tile, int64_t n) {
-                float gates[TILE] = {}, ups[TILE];
-                if (shape.activation == SWIGLU) products(layer.gate, rows, m, n_tile, n, gates);
-                products(layer.up, rows, m, n_tile, n, ups);
-                for (int64_t r = 0; r < n_tile; ++r) {
-                    const float value = activated<T>(shape.activation, rounded<T>(ups[r]), rounded<T>(gates[r]));
-                    store(wide.data() + (m + r) * shape.d_mlp + n, value);
-                }
+            if (layer.head_gate.weight) gate_heads_by_team(layer.head_gate, normed, retrieved.data(), n_row, d_attended, shared);
+            linear_by_team(layer.output, retrieved.data(), x, n_row, shared, true);
+            if (!shape.parallel_residual) norm_for_mlp();
+            const Rows<T>& rows = rows_for(layer.up, mlp_normed, n_row, own, shared);
+            by_tiles(n_row, shape.d_mlp, [&](const Tile& tile) {
+                float gates[TILE * OUTPUTS] = {}, ups[TILE * OUTPUTS];
+                if (shape.activation == SWIGLU) products(layer.gate, rows, tile, gates);
+                products(layer.up, rows, tile, ups);
+                for (int64_t r = 0; r < tile.n_row; ++r)
+                    for (int64_t o = 0; o < tile.n_out; ++o) {
+                        const int64_t i = r * OUTPUTS + o;
+                        const float value = activated<T>(shape.activation, rounded<T>(ups[i]), rounded<T>(gates[i]));
+                        store(wide.data() + (tile.m + r) * shape.d_mlp + tile.n + o, value);
+                    }
             });
-            linear_by_team(layer.down, wide.data(), x, n_row, true);
+            linear_by_team(layer.down, wide.data(), x, n_row, shared, true);
         }
 #pragma omp single
         rms_norm(x, final_norm, y, n_row, d_model, shape.norm_epsilon);
