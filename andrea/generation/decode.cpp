@@ -78,10 +78,39 @@ Floats vector(const BF16* x) {  // by name, because g++ takes up to seven instru
 #endif
 }
 
-template <int64_t N>
+template <int64_t N, typename Number = float>
 struct Vector {
-    typedef float Of __attribute__((vector_size(4 * N)));
+    typedef Number Of __attribute__((vector_size(sizeof(Number) * N)));
 };
+
+// `number`, `store` and `rounded` of N numbers that lie side by side.
+template <int64_t N>
+typename Vector<N>::Of numbers(const float* x) {
+    typename Vector<N>::Of v;
+    std::memcpy(&v, x, sizeof v);
+    return v;
+}
+template <int64_t N>
+typename Vector<N>::Of numbers(const BF16* x) {
+    typename Vector<N, uint16_t>::Of half;
+    std::memcpy(&half, x, sizeof half);
+    return typename Vector<N>::Of(__builtin_convertvector(half, typename Vector<N, uint32_t>::Of) << 16);
+}
+template <int64_t N>
+void store(float* place, typename Vector<N>::Of v) { std::memcpy(place, &v, sizeof v); }
+template <int64_t N>
+void store(BF16* place, typename Vector<N>::Of v) {
+    using Bits = typename Vector<N, uint32_t>::Of;
+    const Bits bits = Bits(v), nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const auto half = __builtin_convertvector(v != v ? Bits{} + 0x7fc0 : nearest, typename Vector<N, uint16_t>::Of);
+    std::memcpy(place, &half, sizeof half);
+}
+template <typename T, int64_t N>
+typename Vector<N>::Of rounded(typename Vector<N>::Of v) {
+    T kept[N];
+    store<N>(kept, v);
+    return numbers<N>(kept);
+}
 
 template <int64_t N>
 float sum(typename Vector<N>::Of v) {  // by halves, so that few additions wait for each other
@@ -196,16 +225,23 @@ constexpr int32_t SHIFT = std::is_signed_v<Byte> ? -128 : 32768;  // brings 16 b
 
 // A row of numbers as step · u, with u an integer of 16 bits, so that products with int8 weights are integer sums. If the
 // processor multiplies bytes, u + SHIFT = 256 high + low is kept in two of them.
+struct alignas(64) Line {  // of the cache: a vector that lies in two of them takes twice as long to load
+    Byte bytes[64];
+};
+
 struct Integers {
     std::vector<int16_t> whole;
-    std::vector<Byte> high, low;
+    std::vector<Line> highs, lows;
     float step;
+
+    const Byte* high() const { return highs.data()->bytes; }
+    const Byte* low() const { return lows.data()->bytes; }
 };
 
 template <typename T>
 Integers in_integers(const T* x, int64_t n) {
-    const int64_t n_whole = HAS_BYTE_PRODUCTS ? 0 : n, n_half = n - n_whole;
-    Integers row{std::vector<int16_t>(n_whole), std::vector<Byte>(n_half), std::vector<Byte>(n_half), 0};
+    const int64_t n_whole = HAS_BYTE_PRODUCTS ? 0 : n, n_line = HAS_BYTE_PRODUCTS ? (n + 63) / 64 : 0;
+    Integers row{std::vector<int16_t>(n_whole), std::vector<Line>(n_line), std::vector<Line>(n_line), 0};
     Floats largest_of = {};
     decltype(largest_of < 0) unequal = {};  // where a number is not equal to itself, which is NaN
     float largest = 0;
@@ -226,22 +262,24 @@ Integers in_integers(const T* x, int64_t n) {
     }
     row.step = is_nan || !std::isfinite(largest) ? NAN : largest / 32767;
     const float step = row.step > 0 ? row.step : INFINITY;  // so zeros stay zeros
+    Byte *high = row.highs.data()->bytes, *low = row.lows.data()->bytes;
     for (int64_t k = 0; k < n; ++k) {
         const int32_t u = int32_t(std::rint(std::min(32767.0f, std::max(-32767.0f, number(x[k]) / step))));
         if (HAS_BYTE_PRODUCTS) {
-            row.low[k] = Byte(u + SHIFT);
-            row.high[k] = Byte((u + SHIFT - row.low[k]) / 256);
+            low[k] = Byte(u + SHIFT);
+            high[k] = Byte((u + SHIFT - low[k]) / 256);
         } else row.whole[k] = int16_t(u);
     }
     return row;
 }
 
+#ifndef __AVX512VNNI__  // which has `square`
 constexpr int64_t LONGEST_EXACT = 512;  // so many products of int8 and int16 fit 32 bits
 
 // The sum of w · u over a row, exactly. sum: that of w alone.
 int64_t integer_dot(const int8_t* w, const Integers& row, int64_t n, int64_t sum) {
     if (HAS_BYTE_PRODUCTS) {
-        const Byte *high = row.high.data(), *low = row.low.data();
+        const Byte *high = row.high(), *low = row.low();
         int32_t of_high = 0, of_low = 0;
         int64_t k = 0;
 #ifdef __ARM_FEATURE_DOTPROD  // clang does not find the instruction by itself
@@ -271,6 +309,7 @@ int64_t integer_dot(const int8_t* w, const Integers& row, int64_t n, int64_t sum
     }
     return total;
 }
+#endif
 
 // Weight (n_out, n_in) in type T. If scales (n_out) are given, the weight is in 8 bits, with the sums of its rows. bias is
 // (n_out) or null.
@@ -365,7 +404,7 @@ __attribute__((always_inline)) inline V sums_of_each(const V* v) {
 
 // The products of weight row o and row r, of n_byte bytes each, are number 4 r + o of `totals`.
 template <typename Kind, int64_t R, bool ONE_BY_ONE>
-void square(const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
+__attribute__((always_inline)) inline void square(const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
     constexpr int64_t TOGETHER = ONE_BY_ONE ? 1 : OUTPUTS;
     typename Kind::Sums kept[16] = {};
 #pragma GCC unroll 4
@@ -377,7 +416,8 @@ void square(const char* const* w, const char* const* x, int64_t n_byte, typename
             for (int64_t r = 0; r < R; ++r) rows[r] = _mm512_maskz_loadu_epi8(here, x[r] + k);
 #pragma GCC unroll 4
             for (int64_t o = 0; o < TOGETHER; ++o) {
-                const __m512i weights = _mm512_maskz_loadu_epi8(here, w[first + o] + k);
+                __m512i weights = _mm512_maskz_loadu_epi8(here, w[first + o] + k);
+                asm("" : "+v"(weights));  // g++ would load them again for each row
 #pragma GCC unroll 4
                 for (int64_t r = 0; r < R; ++r) sums[R * o + r] = Kind::with(sums[R * o + r], weights, rows[r]);
             }
@@ -406,43 +446,55 @@ void square(
 constexpr int64_t OUTPUTS = 1;
 #endif
 
-// A tile of a product: rows m .. m + n_row-1 and outputs n .. n + n_out-1. cached: whether its weights are in the core's cache.
+constexpr int64_t IN_CACHE = 16;  // outputs whose weights stay in a core's cache while one tile of rows after another reads them
+
+// A tile of a product: rows m .. m + n_row-1 and outputs n .. n + n_out-1. If n_part is not 0, the weights of the next IN_CACHE
+// outputs, from `next` on, are fetched in n_part parts, of which this tile fetches number `part`; its own are in the cache.
 struct Tile {
-    int64_t m, n_row, n, n_out;
-    bool cached;
+    int64_t m, n_row, n, n_out, next, part, n_part;
 };
 
 // Entry o of row r of a tile is values[r * OUTPUTS + o].
 template <typename T>
 void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, float* values) {
-    const auto [m, n_row, n, n_out, cached] = tile;
+    const auto [m, n_row, n, n_out, next, part, n_part] = tile;
     const int64_t n_in = matrix.n_in;
 #ifdef __AVX512VNNI__
     const int64_t n_byte = n_in * (matrix.scale ? 1 : sizeof(T));
     const char *w[OUTPUTS], *x[TILE];  // what is beyond n_out and n_row repeats the last one, and is not read
     for (int64_t o = 0; o < OUTPUTS; ++o)
         w[o] = static_cast<const char*>(matrix.weight) + (n + std::min(o, n_out - 1)) * n_byte;
+    if (n_part) {
+        const char* first = static_cast<const char*>(matrix.weight) + next * n_byte;
+        for (int64_t k = IN_CACHE * n_byte * part / n_part; k < IN_CACHE * n_byte * (part + 1) / n_part; k += 64)
+            _mm_prefetch(first + k, _MM_HINT_T1);
+    }
 #endif
     if (matrix.scale) {
 #ifdef __AVX512VNNI__
         int32_t halves[TILE * OUTPUTS];
-        float scale[OUTPUTS];
-        double shift[OUTPUTS];  // doubles hold the sums exactly, and are computed in vectors
+        Vector<OUTPUTS>::Of scale;
+        Vector<OUTPUTS, double>::Of shift;  // doubles hold the sums exactly
         for (int64_t o = 0; o < OUTPUTS; ++o) {
             const int64_t at = n + std::min(o, n_out - 1);
             scale[o] = matrix.scale[at], shift[o] = double(SHIFT) * matrix.sums[at];
         }
+        const auto exact = [](const int32_t* sums) {
+            Vector<OUTPUTS, int32_t>::Of v;
+            std::memcpy(&v, sums, sizeof v);
+            return __builtin_convertvector(v, Vector<OUTPUTS, double>::Of);
+        };
         for (int64_t r = 0; r < n_row; r += 2) {
             for (int64_t i = 0; i < TILE; ++i) {
                 const Integers& row = rows.integers[m + std::min(r + i / 2, n_row - 1)];
-                x[i] = reinterpret_cast<const char*>(i % 2 ? row.low.data() : row.high.data());
+                x[i] = reinterpret_cast<const char*>(i % 2 ? row.low() : row.high());
             }
-            square<FourBytes>(r + 1 < n_row ? 4 : 2, cached || r, w, x, n_byte, halves);
-            for (int64_t i = 0; i < std::min<int64_t>(2, n_row - r); ++i)
-                for (int64_t o = 0; o < OUTPUTS; ++o) {
-                    const double total = 256.0 * halves[8 * i + o] + halves[8 * i + 4 + o] - shift[o];
-                    values[(r + i) * OUTPUTS + o] = float(total) * scale[o] * rows.integers[m + r + i].step;
-                }
+            square<FourBytes>(r + 1 < n_row ? 4 : 2, n_part > 0 || r, w, x, n_byte, halves);
+            for (int64_t i = 0; i < std::min<int64_t>(2, n_row - r); ++i) {
+                const auto total = 256 * exact(halves + 8 * i) + exact(halves + 8 * i + 4) - shift;
+                const auto in_steps = __builtin_convertvector(total, Vector<OUTPUTS>::Of) * scale;
+                store<OUTPUTS>(values + (r + i) * OUTPUTS, in_steps * rows.integers[m + r + i].step);
+            }
         }
 #else
         const int8_t* w = static_cast<const int8_t*>(matrix.weight) + n * n_in;
@@ -456,7 +508,7 @@ void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, fl
         if constexpr (std::is_same_v<T, BF16>) {
             for (int64_t r = 0; r < TILE; ++r)
                 x[r] = reinterpret_cast<const char*>(rows.numbers + (m + std::min(r, n_row - 1)) * n_in);
-            square<PairsOfBF16>(n_row, cached, w, x, n_byte, values);
+            square<PairsOfBF16>(n_row, n_part > 0, w, x, n_byte, values);
         } else
 #endif
             for (int64_t o = 0; o < n_out; ++o) {
@@ -474,18 +526,19 @@ void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, fl
             for (int64_t o = 0; o < n_out; ++o) values[r * OUTPUTS + o] += number(matrix.bias[n + o]);
 }
 
-constexpr int64_t IN_CACHE = 16;  // outputs whose weights stay in a core's cache while one tile of rows after another reads them
-
 // Calls work(tile) for every tile. Each thread of the team takes its share of the outputs and then waits for the others.
 template <typename Work>
 void by_tiles(int64_t n_row, int64_t n_out, const Work& work) {
-    const int64_t block = n_row > TILE ? IN_CACHE : OUTPUTS, n_turn = (n_row + TILE - 1) / TILE;
+    const bool fetches = n_row > 2;  // fewer rows take less time than their weights take to arrive
+    const int64_t block = fetches ? IN_CACHE : OUTPUTS, n_turn = (n_row + TILE - 1) / TILE, in_turn = block / OUTPUTS;
 #pragma omp for schedule(static)
     for (int64_t start = 0; start < n_out; start += block)
         for (int64_t turn = 0; turn < n_turn; ++turn)
-            for (int64_t n = start; n < std::min(n_out, start + block); n += OUTPUTS) {
-                const int64_t m = turn * TILE;
-                work(Tile{m, std::min(TILE, n_row - m), n, std::min(OUTPUTS, n_out - n), turn > 0});
+            for (int64_t i = 0; i < in_turn && start + i * OUTPUTS < n_out; ++i) {
+                const int64_t m = turn * TILE, n = start + i * OUTPUTS;
+                const Tile tile{m, std::min(TILE, n_row - m), n, std::min(OUTPUTS, n_out - n),
+                                start + block, turn * in_turn + i, fetches ? n_turn * in_turn : 0};
+                work(tile);
             }
 }
 
@@ -498,12 +551,17 @@ void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, Ro
     by_tiles(n_row, matrix.n_out, [&](const Tile& tile) {
         float values[TILE * OUTPUTS];
         products(matrix, rows, tile, values);
-        for (int64_t r = 0; r < tile.n_row; ++r)
-            for (int64_t o = 0; o < tile.n_out; ++o) {
-                T* place = y + (tile.m + r) * matrix.n_out + tile.n + o;
-                const float value = values[r * OUTPUTS + o];
-                store(place, added ? number(*place) + rounded<T>(value) : value);
-            }
+        for (int64_t r = 0; r < tile.n_row; ++r) {
+            T* place = y + (tile.m + r) * matrix.n_out + tile.n;
+            if (OUTPUTS > 1 && tile.n_out == OUTPUTS) {
+                const auto value = numbers<OUTPUTS>(values + r * OUTPUTS);
+                store<OUTPUTS>(place, added ? numbers<OUTPUTS>(place) + rounded<T, OUTPUTS>(value) : value);
+            } else
+                for (int64_t o = 0; o < tile.n_out; ++o) {
+                    const float value = values[r * OUTPUTS + o];
+                    store(place + o, added ? number(place[o]) + rounded<T>(value) : value);
+                }
+        }
     });
 }
 
