@@ -66,6 +66,7 @@ class Batch:
         )  # a graph serves one cache only
         self.idle = [Window(engine.model, step, 1, engine.fixed_shapes, ragged=False) for _ in range(n_text)]
         self.texts: list[BatchedText] = []  # those that wait longest for a token come first
+        self.has_read = False  # whether the last step read a window
 
     @property
     def n_cache_bytes(self) -> int:
@@ -89,19 +90,21 @@ class Batch:
             text.window = None
 
     def step(self) -> list[BatchStep]:
-        """Add one token to the texts of the batch. Those that end leave it.
+        """Add one token to texts of the batch: in turns to one whose window must be read, because it is new or its window
+        slides, and to all others. Those that end leave the batch.
 
-        Of the texts whose window must be read, because they are new or their window slides, one is read. The others wait,
-        so that one step never takes much longer than reading one window.
+        So a new text has its first token as soon as its prompt is read, and the others never wait for more than one window.
         """
         decoding = [text for text in self.texts if text.window.continues(text.tokens)]
         reading = [text for text in self.texts if not text.window.continues(text.tokens)][:1]
-        rows = self.decode(decoding) if self.is_joint and decoding else [self.read(text) for text in decoding]
-        for text in reading:
-            rows.append(self.read(text))
-            self.texts.remove(text)
-            self.texts.append(text)
-        return self.add_tokens(decoding + reading, rows)
+        self.has_read = bool(reading) and not (self.has_read and decoding)
+        if not self.has_read:
+            rows = self.decode(decoding) if self.is_joint and decoding else [self.read(text) for text in decoding]
+            return self.add_tokens(decoding, rows)
+        rows = [self.read(reading[0])]
+        self.texts.remove(reading[0])
+        self.texts.append(reading[0])
+        return self.add_tokens(reading, rows)
 
     def read(self, text: BatchedText) -> Tensor:
         """The logits (1, V) after a text, computed as `Engine.stream` computes them."""
