@@ -50,7 +50,7 @@ def ours(chosen: argparse.Namespace, n_text: int) -> float:
     for number, prompt in enumerate(prompts(n_text, tokenizer.n_vocab)):
         request = Request(PROMPT_TOKENS + ROUNDS * STEPS * 2, seed=number, sampling=Sampling(temperature=0))
         batch.join(BatchedText(engine, prompt, request))
-    for _ in range(2 * n_text):  # every second step reads one prompt
+    while not all(text.window.continues(text.tokens) for text in batch.texts):  # until all prompts are read
         batch.step()
     return best_rate(n_text, batch.step)
 

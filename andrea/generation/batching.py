@@ -19,6 +19,8 @@ from andrea.generation.engine import Engine, GeneratedToken, GraphedStep, Growin
 from andrea.generation.packing import PackedGPT
 from andrea.generation.sampling import choose_tokens
 
+MOST_READS = 4  # windows that are read, one in a step, while the texts that need none wait
+
 
 @dataclass(frozen=True)
 class TokenScore:
@@ -66,7 +68,7 @@ class Batch:
         )  # a graph serves one cache only
         self.idle = [Window(engine.model, step, 1, engine.fixed_shapes, ragged=False) for _ in range(n_text)]
         self.texts: list[BatchedText] = []  # those that wait longest for a token come first
-        self.has_read = False  # whether the last step read a window
+        self.n_read = 0  # windows that were read since the others had a token
 
     @property
     def n_cache_bytes(self) -> int:
@@ -90,17 +92,18 @@ class Batch:
             text.window = None
 
     def step(self) -> list[BatchStep]:
-        """Add one token to texts of the batch: in turns to one whose window must be read, because it is new or its window
-        slides, and to all others. Those that end leave the batch.
+        """Add one token to one text whose window must be read, because it is new or its window slides, or to all others.
 
-        So a new text has its first token as soon as its prompt is read, and the others never wait for more than one window.
+        Those that end leave the batch. Windows are read first, so that a new text has its first token soon, but the others
+        never wait for more than MOST_READS of them.
         """
         decoding = [text for text in self.texts if text.window.continues(text.tokens)]
         reading = [text for text in self.texts if not text.window.continues(text.tokens)][:1]
-        self.has_read = bool(reading) and not (self.has_read and decoding)
-        if not self.has_read:
+        if not reading or (self.n_read >= MOST_READS and decoding):
+            self.n_read = 0
             rows = self.decode(decoding) if self.is_joint and decoding else [self.read(text) for text in decoding]
             return self.add_tokens(decoding, rows)
+        self.n_read += 1
         rows = [self.read(reading[0])]
         self.texts.remove(reading[0])
         self.texts.append(reading[0])

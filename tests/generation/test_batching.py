@@ -11,7 +11,7 @@ from head_options import ALL_KINDS, SCORES
 from test_engine import TOKENIZER, make_model
 
 from andrea.generation import Engine, GeneratedToken, Request, Sampling
-from andrea.generation.batching import Batch, BatchedText
+from andrea.generation.batching import MOST_READS, Batch, BatchedText
 
 CONFIGS = {name: dataclasses.replace(config, sequence_length=19) for name, config in test_packing.CONFIGS.items()}
 SAMPLINGS = [
@@ -115,20 +115,23 @@ def test_a_text_that_leaves_changes_no_other():
     assert 0 < len(found[texts[1]]) < 8 and len(batch.idle) == 3
 
 
-def test_one_window_is_read_in_a_step_and_none_waits_for_ever():
+def test_windows_are_read_first_and_none_waits_for_ever():
     engine = Engine(
         make_model(dataclasses.replace(CONFIGS["andrea"], sequence_length=3)), TOKENIZER, dtype=torch.float32
     )
-    batch = Batch(engine, 5)
-    texts = [BatchedText(engine, [1, 2], Request(20)) for _ in range(5)]
+    batch = Batch(engine, MOST_READS + 2)
+    texts = [BatchedText(engine, [1, 2], Request(20)) for _ in range(MOST_READS + 2)]
     for text in texts:
         batch.join(text)
-    assert [made.text for made in batch.step()] == texts[:1]
+    for text in texts[:MOST_READS]:
+        assert [made.text for made in batch.step()] == [text]
+    assert [made.text for made in batch.step()] == texts[:MOST_READS]
+    assert [made.text for made in batch.step()] == [texts[MOST_READS]]
     n_step = 0
     while batch.texts:
         batch.step()
         n_step += 1
-        assert n_step < 120
+        assert n_step < 140
     assert all(text.has_ended for text in texts)
 
 
