@@ -18,6 +18,7 @@ import operator
 import re
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -37,13 +38,9 @@ LONGEST_SENTENCE, LONGEST_SIGNATURE, LONGEST_LIST = 80, 48, 5  # characters, cha
 
 # ---------------------------------------------------------------------------------------------------------- the library
 
-# Modules that people use, and whose functions are written in Python. os.path is posixpath.py.
-MODULES = """
-ast base64 bisect calendar collections colorsys configparser contextlib copy csv dataclasses datetime difflib enum fnmatch
-fractions functools getpass glob gzip hashlib heapq hmac html inspect io ipaddress json keyword locale logging operator os
-pathlib pickle platform posixpath pprint queue random re secrets shlex shutil socket statistics string subprocess tarfile
-tempfile textwrap threading timeit traceback types typing unittest urllib.parse uuid warnings weakref webbrowser zipfile
-""".split()
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TEMPLATES, FOLLOW_UPS, SMALL_TALK = TABLES["templates"], TABLES["follow_ups"], TABLES["small_talk"]
+MODULES, WORDS, SYLLABLES = (TABLES[name].split() for name in ("modules", "words", "syllables"))
 # Names that may mean something else than the function of a module of MODULES
 ELSEWHERE = {*dir(builtins), *dir(str), *dir(itertools), *dir(math), *dir(time), *sys.stdlib_module_names}
 UNUSUAL = re.compile(r"\b_|\bself\b")  # parameters that a caller does not give
@@ -138,70 +135,7 @@ class Problem:
     follow_ups: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-TEMPLATES = {
-    "signature": (
-        "What is the signature of {}?", "Show me the signature of {}.", "Write down the signature of {}.",
-        "Signature of {}?", "What does the signature of {} look like?", "How do I call {}?",
-    ),
-    "purpose": (
-        "What does {} do?", "What is {} for?", "Explain {}.", "Describe {} in one sentence.", "Tell me what {} does.",
-        "What is the purpose of {}?",
-    ),
-    "about_module": (
-        "What is the module {} for?", "What does the module {} do?", "Describe the module {}.", "Explain the module {}.",
-        "What is in the module {}?", "Tell me about the module {}.",
-    ),
-    "parameters": (
-        "Which parameters does {} take?", "What are the parameters of {}?", "List the parameters of {}.",
-        "Name the parameters of {}.", "What arguments does {} accept?", "Which arguments can I pass to {}?",
-    ),
-    "module": (
-        "Which module has {}?", "Where is {} defined?", "In which module is {}?", "Which module do I import for {}?",
-        "Which module contains {}?", "What module does {} come from?",
-    ),
-    "methods": (
-        "Which methods does the class {} define?", "List the methods that {} defines.", "What methods does {} define?",
-        "Name the methods of the class {}.", "Which methods are defined in {}?", "What are the methods of {}?",
-    ),
-    "addition": (
-        "What is {} + {}?", "{} + {} = ?", "Add {} and {}.", "How much is {} plus {}?", "What is the sum of {} and {}?",
-    ),
-    "subtraction": (
-        "What is {} - {}?", "{} - {} = ?", "Subtract {1} from {0}.", "How much is {} minus {}?", "Take {1} away from {0}.",
-    ),
-    "comparison": (
-        "Is {} {} {} True or False?", "True or False: {} {} {}", "Is it true that {} {} {}?", "Check {} {} {}.",
-    ),
-    "sequence": (
-        "Which number comes next: {}", "Continue the range: {}", "What comes after {}?", "What is the next number: {}",
-    ),
-    "brackets": (
-        "Close the brackets: {}", "Which brackets are missing: {}", "Complete the brackets: {}", "What closes this: {}",
-    ),
-    "expression": (">>> {}", "What does {} evaluate to?", "What is the value of {}?", "Evaluate this: {}"),
-    "reverse": ("Reverse {}.", "What is {} backwards?", "Write {} in reverse.", "Spell {} backwards."),
-    "upper": (
-        "Write {} in upper case.", "Convert {} to upper case.", "What is {} in capital letters?", "Change {} to upper case.",
-    ),
-    "length": ("How many letters does {} have?", "How long is {}?", "What is the length of {}?", "Count the letters of {}."),
-    "letter": ("What is the {1} letter of {0}?", "Name the {1} letter of {0}.", "Which letter does {0} {2} with?"),
-    "count": ("How many times does {1} occur in {0}?", "How often is {1} in {0}?", "Count the letter {1} in {0}."),
-}  # fmt: skip
-REFERRED_TO = (
-    "signature",
-    "purpose",
-    "parameters",
-    "module",
-    "addition",
-    "subtraction",
-    "reverse",
-)  # by later questions
-FOLLOW_UPS = {
-    "signature": ("What is its signature?", "And its signature?", "How do I call it?"),
-    "purpose": ("What does it do?", "And what does it do?", "What is it for?"),
-    "parameters": ("Which parameters does it take?", "And its parameters?", "What are its parameters?"),
-    "about_module": ("What is that module for?", "And what does that module do?", "Describe that module."),
-}
+REFERRED_TO = "signature purpose parameters module addition subtraction reverse".split()  # by later questions
 
 
 def facts_of(library: Library) -> Iterator[Problem]:
@@ -240,34 +174,10 @@ def filled(kind: str, *values: object) -> tuple[str, ...]:
     return tuple(template.format(*values) for template in TEMPLATES[kind])
 
 
-HELLO, WELCOME = "Hello! What would you like to know about Python?", "You are welcome."
-SMALL_TALK = {  # answer: beginnings, endings
-    HELLO: (
-        ("Hello", "Hi", "Hey", "Good morning", "Good afternoon", "Good evening", "Greetings"),
-        ("", "!", ".", " there", " there!", ", how are you?", ", assistant"),
-    ),
-    WELCOME: (
-        ("Thanks", "Thank you", "Many thanks", "Great, thanks", "Perfect, thank you", "OK, thank you"),
-        ("", "!", ".", " for your help", " for the answer.", ", that helps", " for that!"),
-    ),
-    "Goodbye!": (("Bye", "Goodbye", "See you", "Good night", "Bye for now", "That is all, bye"), ("", "!", ".")),
-    "I am a small language model that answers questions about Python.": (
-        ("Who are you", "What are you", "Are you a person", "Are you human", "Who am I talking to", "Are you a robot"),
-        ("", "?"),
-    ),
-    "You can ask me about functions, modules, short expressions and small numbers.": (
-        ("What can you do", "What can I ask you", "What can I ask", "How can you help me", "What do you know"),
-        ("", "?"),
-    ),
-}
-
-
 def small_talk() -> Iterator[Problem]:
-    for answer, (beginnings, endings) in SMALL_TALK.items():
-        yield Problem("small_talk", tuple(start + end for start in beginnings for end in endings), answer)
-
-
-SYLLABLES = "bla dri flo gru kem lup mor nax pli quo rin ska tor vex wob zan".split()
+    for each in SMALL_TALK.values():
+        phrasings = tuple(start + end for start in each["beginnings"] for end in each["endings"])
+        yield Problem("small_talk", phrasings, each["answer"])
 
 
 def unknown(library: Library, rng: Random) -> Iterator[Problem]:
@@ -296,15 +206,6 @@ def unknown(library: Library, rng: Random) -> Iterator[Problem]:
 
 # ---------------------------------------------------------------------------------------------------- computed answers
 
-WORDS = """
-apple bag ball banana bean bed bell bird blue boat book box bread bus butter cake call car cat chair class clock code cup
-data day dog door dream dress egg end error face farm file fire fish flag float flower fly food fox free game garden glass
-gold good grass green hand hat heart hello help hill home horse house ice index input item jump key king lamp land leaf
-letter lion list loop map milk mirror moon mouse music name nest net night nose null number ocean open orange paper park
-pen pie pig pizza plan plant pool print python queen rain red ring river road rock roof room root rose row sand sea seven
-ship shoe shop sky sleep snow song soup spoon star step stone stop string sun table tea
-test three tiger time train tree true tuple value wall water wheel wind window winter wood word world
-""".split()
 LARGEST = 30  # operand of sums and differences
 LETTERS = "abcdexyz"  # of short strings: few, so that each pair of them is seen often
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -441,18 +342,19 @@ def split(problems: list[Problem], rng: Random) -> dict[str, list[Asked]]:
 def conversation(by_kind: dict[str, list[Asked]], rng: Random) -> list[dict[str, str]]:
     """The messages of a conversation of two to six questions. Some refer to the answer or the subject before."""
 
-    def small_talk_with(answer: str) -> list[dict[str, str]]:
+    def small_talk_with(name: str) -> list[dict[str, str]]:
+        answer = SMALL_TALK[name]["answer"]
         asked = [question for problem, question in by_kind["small_talk"] if problem.answer == answer]
         return messages_of(rng.choice(asked), answer)
 
-    messages = small_talk_with(HELLO) if rng.random() < 0.2 else []
+    messages = small_talk_with("hello") if rng.random() < 0.2 else []
     n_message = len(messages) + rng.choice((4, 4, 6, 8))
     while len(messages) < n_message:
         kind = rng.choice(REFERRED_TO if rng.random() < 0.6 else [each for each in by_kind if each != "small_talk"])
         problem, question = rng.choice(by_kind[kind])
         messages += messages_of(question, problem.answer) + follow_up(problem, rng)
     if rng.random() < 0.3:
-        messages += small_talk_with(WELCOME)
+        messages += small_talk_with("welcome")
     return messages
 
 
