@@ -28,7 +28,7 @@ from andrea.checkpoint.folder import read_small_json
 from andrea.checkpoint.model import load_results
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
-from andrea.interop.hugging_face.classes import GPT2_NAMES, LLAMA_NAMES, TOLERANCE, renamed
+from andrea.interop.hugging_face.classes import TOLERANCE, renamed
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
 from andrea.interop.importing.families import TRANSPOSED
 from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
@@ -80,13 +80,11 @@ class Peft(Target):
 
     def write(self, folder: Path) -> None:
         is_gpt2 = self.base.chosen.model_type == "gpt2"
-        layers, names = (
-            (joined_factors(self.trained, self.layers), GPT2_NAMES) if is_gpt2 else (self.layers, LLAMA_NAMES)
-        )
+        layers = joined_factors(self.trained, self.layers) if is_gpt2 else self.layers
         rank = len(next(iter(self.layers.values()))[0])
         weights, patterns = {}, {}
         for layer, (a, b) in layers.items():
-            module = renamed(f"{layer}.", names).removesuffix(".")
+            module = renamed(f"{layer}.", self.base.chosen.names).removesuffix(".")
             weights |= {f"{PREFIX}{module}{OF_A}": a, f"{PREFIX}{module}{OF_B}": b}
             patterns[module.rpartition(".")[2]] = len(a)
         write_tensors(folder / ADAPTER_WEIGHTS, weights, {"format": "pt"})
@@ -224,12 +222,8 @@ def with_adapter(theirs: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor
         is_a = name.endswith(OF_A) and name.removesuffix(OF_A) + OF_B in reader.parts
         target = f"{module}.weight" if is_a else module
         target = target if target in weights else target.removeprefix("transformer.")  # old files of GPT-2
-        if (
-            not name.startswith(PREFIX)
-            or target not in weights
-            or target in changed
-            or not (is_a or "lora" not in name)
-        ):
+        is_known = name.startswith(PREFIX) and (is_a or "lora" not in name)
+        if not is_known or target not in weights or target in changed:
             raise UserError(f"{folder / ADAPTER_WEIGHTS} holds {name:.80}, which has no counterpart in the base")
         added = change(config, module, reader, name, target) if is_a else reader.read(name).float()
         if added.shape != weights[target].shape:
@@ -252,10 +246,8 @@ def change(config: dict[str, Any], module: str, reader: TensorReader, name: str,
             f"{name:.80} is {tuple(a.shape)}, and its B {tuple(b.shape)}, but {ADAPTER_CONFIG} says rank {rank}; copy both again"
         )
     alpha = number(config, "lora_alpha", "alpha_pattern", module, MOST_ALPHA)
-    scale = (
-        alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-    )  # rsLoRA: Kalajdzievski 2023, arXiv 2312.03732
-    product = scale * (b @ a)
+    # rsLoRA: Kalajdzievski 2023, arXiv 2312.03732
+    product = alpha / (rank**0.5 if config.get("use_rslora") else rank) * (b @ a)
     return product.T if target.endswith(TRANSPOSED) else product
 
 

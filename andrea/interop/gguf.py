@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.classes import NO_ROTATION, joined_weights, normed_weights, renamed, weights_of
+from andrea.interop.hugging_face.classes import (
+    GGUF_NAMES,
+    NO_ROTATION,
+    joined_weights,
+    normed_weights,
+    renamed,
+    weights_of,
+)
 from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_tokens
 from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
 from andrea.interop.settings import Allowed, Trained, anything, fewest_differences
@@ -28,26 +35,6 @@ from andrea.text.tokenizer import Tokenizer
 # ---------------------------------------------------------------------------------------------------- the architectures
 
 EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
-
-NAMES = {
-    "embedding.": "token_embd.",
-    "position.weight": "position_embd.weight",
-    "final_norm.": "output_norm.",
-    "head.": "output.",
-    "blocks.": "blk.",
-    ".attention_norm.": ".attn_norm.",
-    ".mlp_norm.": ".ffn_norm.",
-    ".mlp.gate.": ".ffn_gate.",
-    ".mlp.up.": ".ffn_up.",
-    ".mlp.down.": ".ffn_down.",
-    ".attention.query.": ".attn_q.",
-    ".attention.key.": ".attn_k.",
-    ".attention.value.": ".attn_v.",
-    ".attention.output.": ".attn_output.",
-    ".attention.joined.": ".attn_qkv.",
-    ".attention.query_norm": ".attn_q_norm.weight",
-    ".attention.key_norm": ".attn_k_norm.weight",
-}
 
 
 @dataclass(frozen=True)
@@ -111,7 +98,7 @@ def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tenso
     if architecture.name == "llama":
         for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
             weights[name] = neighbours_first(weights[name], trained.model.head_width)
-    renamed_weights = {renamed(name, NAMES): weight for name, weight in weights.items()}
+    renamed_weights = {renamed(name, GGUF_NAMES): weight for name, weight in weights.items()}
     if trained.model.position == "rotary" and not is_interpolation(trained.model.rotary_scaling):
         renamed_weights["rope_freqs.weight"] = slowdown(trained)
     return renamed_weights
