@@ -119,13 +119,8 @@ def answers(engine: Engine, questions: Sequence[Question], batch_size: int) -> t
 
 def answer_batch(engine: Engine, prompts: list[list[int]], most_tokens: int) -> list[list[int]]:
     """The likeliest tokens after each prompt, up to <|end|>, end_of_text, or most_tokens."""
-    ends = (engine.tokenizer.special["<|end|>"], engine.tokenizer.end_of_text)
-    written, growing = [[] for _ in prompts], set(range(len(prompts)))
+    written = [[] for _ in prompts]
     for token in engine.stream_all(prompts, Request(most_tokens, sampling=Sampling(temperature=0))):
-        if token.sample in growing and token.token not in ends:
+        if token.ended != "end_of_text":
             written[token.sample].append(token.token)
-        if token.token in ends or token.ended:
-            growing.discard(token.sample)
-        if not growing:
-            break
     return written

@@ -203,16 +203,14 @@ class BitsPerByte:
     n_byte: int
 
 
-def bits_per_byte(
-    subject: Subject, texts: Sequence[str], report: Callable[[int], object] = lambda n: None
-) -> BitsPerByte:
-    """The texts must hold at least one byte together. report: gets the number of windows that are done after each pass."""
+def bits_per_byte(subject: Subject, texts: Sequence[str]) -> BitsPerByte:
+    """The texts must hold at least one byte together."""
     tokenizer, n_window = subject.tokenizer, subject.gpt.config.sequence_length
     windows = [
         window for text in texts for window in rolling_windows(tokenizer.encode(text), tokenizer.end_of_text, n_window)
     ]
     n_byte_of = tokenizer.byte_lengths()
-    bits = [-score.nats / math.log(2) for score in subject.scorer.score(windows, report)]
+    bits = [-score.nats / math.log(2) for score in subject.scorer.score(windows)]
     n_bytes = [int(n_byte_of[predicted].sum()) for _, predicted in windows]
     value = sum(bits) / sum(n_bytes)
     return BitsPerByte(

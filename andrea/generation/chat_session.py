@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import final
 
@@ -20,7 +18,7 @@ import torch
 
 from andrea.config import SampleConfig, UserError, readable_path
 from andrea.generation.engine import Engine, Request
-from andrea.generation.session import ReaderEnded, ask, open_engine, read_prompt, request_of, show, tell
+from andrea.generation.session import ReaderEnded, ask, open_engine, read_prompt, request_of, show, take_lines, tell
 from andrea.runtime.files import StorageFailed, replace_text, storing
 from andrea.runtime.program import typed_command
 from andrea.text.chat import ASSISTANT, SYSTEM, USER, ChatTokenizer, Turn, fitting_prompt
@@ -105,6 +103,8 @@ class ChatSession:
             "/retry": self.retry, "/edit": self.edit, "/seed": self.set_seed, "/system": self.begin, "/new": self.begin_again,
             "/save": self.save, "/help": lambda _: tell(HELP),
         }  # fmt: skip
+        if not line.strip():
+            return
         if not line.startswith("/"):
             self.say(line)
         elif name in commands:
@@ -171,25 +171,8 @@ class ChatSession:
 
 def chat(engine: Engine, prompt: str, request: Request) -> None:
     """Talk until the input ends. prompt: the first message; empty: none. A second Ctrl-C in a row raises KeyboardInterrupt."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (importing it gives input() line editing and a history)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace", newline="\n")
     tell("talk to the model; /help lists the commands, Ctrl-C ends an answer, Ctrl-D the session\n")
-    session = ChatSession(engine, request)
-    line: str | None = prompt or None
-    while True:
-        is_interrupted = False
-        try:
-            if line is not None and line.strip():
-                session.take(line)
-        except KeyboardInterrupt:
-            is_interrupted = True
-        try:
-            line = read_message(is_interrupted)
-        except EOFError:
-            tell("\n")
-            return
+    take_lines(prompt, ChatSession(engine, request).take, read_message, errors="replace")
 
 
 def read_message(is_interrupted: bool) -> str:

@@ -172,13 +172,6 @@ class PromptLookup:
 # A decoding step recorded as a CUDA graph. Each token then needs one launch instead of several hundred.
 
 
-@dataclass
-class Recorded:
-    graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]  # inputs of the graph: new tokens, and the indices whose logits are needed
-    logits: Tensor  # output of the graph
-
-
 class GraphedStep:
     """`step` of engine.py as a CUDA graph.
 
@@ -190,7 +183,9 @@ class GraphedStep:
     def __init__(self, step) -> None:
         self.step = step
         self.cache: KeyValueCache | None = None
-        self.recorded: dict[tuple, Recorded | None] = {}  # by input shapes; None between the first and the second call
+        # By input shapes: the graph, its inputs (new tokens, and the indices whose logits are needed), and its output, the
+        # logits; None between the first and the second call.
+        self.recorded: dict[tuple, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor] | None] = {}
 
     def forget(self) -> None:
         """Release the recorded graphs, and with them the memory of their cache."""
@@ -204,18 +199,18 @@ class GraphedStep:
         if shapes not in self.recorded:
             self.recorded[shapes] = None
             return self.step(model, tokens, cache, at)
-        recorded = self.recorded[shapes]
-        if recorded is None:
+        if self.recorded[shapes] is None:
             kept = tuple(each.clone() for each in inputs)
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads, such as one that writes a checkpoint, may use the GPU during the recording.
             with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits = self.step(model, kept[0], cache, *kept[1:])
-            recorded = self.recorded[shapes] = Recorded(graph, kept, logits)
-        for kept_input, each in zip(recorded.inputs, inputs, strict=True):
+            self.recorded[shapes] = graph, kept, logits
+        graph, kept, logits = self.recorded[shapes]
+        for kept_input, each in zip(kept, inputs, strict=True):
             kept_input.copy_(each)
-        recorded.graph.replay()
-        return recorded.logits
+        graph.replay()
+        return logits
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine

@@ -52,7 +52,7 @@ def sample(config: SampleConfig, device: torch.device) -> int:
         elif config.interactive:
             answer_lines(engine, prompt, request)
         else:
-            show_samples(engine, prompt, tokens[0], request, out)
+            show_texts(prompts * request.num_samples, engine.stream(tokens[0], request), out)
     return 0
 
 
@@ -193,20 +193,16 @@ def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: st
     )
 
 
-def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Request, out: Path | None = None) -> None:
-    show_texts([prompt] * request.num_samples, engine.stream(tokens, request), out)
-
-
 def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path | None = None) -> None:
     """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
 
     After Ctrl-C, the generated part of every text is shown. Then KeyboardInterrupt is raised again.
     out: a file that receives the texts too.
     """
-    is_labelled = len(prompts) > 1
+    label = "--- sample {} ---\n"
     texts = [""] * len(prompts)
     interrupt = None
-    tell(label(0) if is_labelled else "")
+    tell(label.format(1) if len(prompts) > 1 else "")
     show(prompts[0])
     try:
         for token in tokens:
@@ -217,7 +213,7 @@ def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path |
         interrupt = raised
     show("\n")
     for index in range(1, len(prompts)):
-        tell(label(index))
+        tell(label.format(index + 1))
         show(prompts[index] + texts[index] + "\n")
     if out is not None:
         records = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in zip(prompts, texts, strict=True)]
@@ -228,28 +224,33 @@ def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path |
         raise interrupt
 
 
-def label(sample_index: int) -> str:
-    return f"--- sample {sample_index + 1} ---\n"
-
-
 def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
-    """Continue each line of standard input until the input ends (Ctrl-D). Earlier lines do not affect later ones.
+    """Continue each line of standard input. Earlier lines do not affect later ones. A prompt given with prompt= comes first."""
 
-    A prompt given with prompt= comes first. Ctrl-C ends the text that is being written; a second Ctrl-C before the next
-    line raises KeyboardInterrupt.
+    def answer(line: str) -> None:
+        tokens = engine.stream(last_tokens(engine, line), request)
+        show_texts([line] * request.num_samples, tokens)
+
+    tell("each line is a separate prompt; Ctrl-C ends a text, Ctrl-D the session\n")
+    take_lines(prompt, answer, ask, errors="surrogateescape")
+
+
+def take_lines(first: str, take: Callable[[str], None], ask: Callable[[bool], str], errors: str) -> None:
+    """Call `take` with `first`, unless it is empty, and with each line of `ask` until the input ends (Ctrl-D).
+
+    Ctrl-C ends a call of `take`; a second Ctrl-C before the next line raises KeyboardInterrupt. errors: what happens to a
+    line that is not UTF-8, as in bytes.decode.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (importing it gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # A line that is not UTF-8 is accepted as well; a line ends at "\n" alone.
-        sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
-    tell("each line is a separate prompt; Ctrl-C ends a text, Ctrl-D the session\n")
-    line: str | None = prompt or None
+        sys.stdin.reconfigure(errors=errors, newline="\n")  # a line ends at "\n" alone
+    line: str | None = first or None
     while True:
         is_interrupted = False
         try:
             if line is not None:
-                show_samples(engine, line, last_tokens(engine, line), request)
+                take(line)
         except KeyboardInterrupt:
             is_interrupted = True
         try:
@@ -268,7 +269,7 @@ def ask(is_interrupted: bool, prompt: str = PROMPT) -> str:
         tell("Ctrl-C again ends the session\n")
     in_terminal = (
         sys.stdin.isatty() and sys.stdout.isatty()
-    )  # there, input() edits the line, and must know what precedes it
+    )  # there, input() edits the line, and must know its beginning
     try:
         tell("" if in_terminal else prompt)
         return input(prompt if in_terminal else "").removesuffix("\r")

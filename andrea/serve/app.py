@@ -8,6 +8,7 @@ import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -62,7 +63,7 @@ def make_app(served: Served, more: Sequence[Route] = ()) -> Starlette:
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/chat/completions", partial(routes.completions, is_chat=True), methods=["POST"]),
             *more,
         ],
         middleware=guards,
@@ -170,13 +171,7 @@ class Routes:
         head = {"id": self.served.name, "object": "model", "created": self.began, "owned_by": "andrea"}
         return head | self.served.about
 
-    async def completions(self, request: Request) -> Response:
-        return await self.answer(request, is_chat=False)
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self.answer(request, is_chat=True)
-
-    async def answer(self, request: Request, is_chat: bool) -> Response:
+    async def completions(self, request: Request, is_chat: bool = False) -> Response:
         body = await read_body(request, self.config.max_body_bytes)
         asked = await asyncio.to_thread(
             lambda: read_request(read_json(body), self.engine, self.served.name, self.limits, is_chat)
@@ -185,8 +180,13 @@ class Routes:
         answer = Answer(asked, self.served.name, self.names)
         if asked.is_stream:
             return Stream(self.chunks(job, answer), self.config.timeout_s, lambda: self.worker.cancel(job))
+
+        async def write() -> None:
+            async for _ in news(job, answer):
+                pass
+
         try:
-            await unless_gone(request.receive, write(job, answer), self.config.timeout_s)
+            await unless_gone(request.receive, write(), self.config.timeout_s)
         finally:
             self.worker.cancel(job)
         return json_response(answer.whole())
@@ -217,15 +217,10 @@ async def news(job: Job, answer: Answer) -> AsyncIterator[Any]:
         yield choice
 
 
-async def write(job: Job, answer: Answer) -> None:
-    async for _ in news(job, answer):
-        pass
-
-
 async def read_body(request: Request, most: int) -> bytes:
     """Raises RequestError if the body is too large, or does not arrive in time."""
-    message = f"the body has more than {most} bytes"
-    if request.headers.get("content-length", "0").isdigit() and int(request.headers.get("content-length", "0")) > most:
+    message, length = f"the body has more than {most} bytes", request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > most:
         raise RequestError(413, message, connection="close")
     body = bytearray()
     try:

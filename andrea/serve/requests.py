@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -120,16 +119,12 @@ class Fields:
         return value
 
     def whole(self, key: str, default: int | None, low: int, high: int) -> int | None:
-        def is_valid(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
+        is_valid = lambda value: type(value) is int and low <= value <= high  # noqa: E731
         return self.take(key, default, is_valid, f"a whole number from {low} to {high}")
 
     def number(self, key: str, default: float | None, low: float, high: float) -> float | None:
-        def is_valid(value: Any) -> bool:
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            return is_number and low <= value <= high and math.isfinite(value)
-
+        """high is finite, so NaN and infinity are out of range."""
+        is_valid = lambda value: type(value) in (int, float) and low <= value <= high  # noqa: E731
         return self.take(key, default, is_valid, f"a number from {low:g} to {high:g}")
 
     def flag(self, key: str, default: bool = False) -> bool:
