@@ -140,38 +140,7 @@ def report(folder: Path, proof: Proof | None, reason: str) -> None:
 
 # ------------------------------------------- the card: what the model is, how it was trained and is used, and the proof
 
-CARD = """\
----
-pipeline_tag: text-generation
-tags: [andrea]
----
-
-# {name}
-
-A language model with {n_parameter:,} parameters, trained with ANDREA, exported as `{what}` with weights in {dtype}: {why}.
-
-The licence of the weights is for their owner to choose: add `license:` to the head of this file.
-
-## Use
-
-{usage}
-The model was trained on texts that begin with `<|endoftext|>`, and the tokenizer puts this token in front. It sees at most
-{sequence_length} tokens.{documents}
-
-## Training
-
-| | |
-|---|---|
-{facts}
-
-## Proof
-
-{proof}
-
-## Configuration
-
-{configuration}
-"""
+CARD = Path(__file__).with_name("card.md")
 ONE_DOCUMENT = """
 In training, attention did not cross documents (`attention.across_documents=false`). The export equals the model on single
 documents; in a text with several, each token also sees the documents before its own."""
@@ -181,7 +150,7 @@ def card_of(
     trained: Trained, target: Target, dtype: str, folder: str, hub: str | None, proof: Proof | None, reason: str
 ) -> str:
     """The card as Markdown. hub: the repository that it is uploaded to. reason: why there is no proof, if there is none."""
-    return CARD.format(
+    return CARD.read_text(encoding="utf-8").format(
         name=escaped(trained.name),
         n_parameter=sum(parameter.numel() for parameter in trained.gpt.parameters()),
         what=target.what,
