@@ -24,23 +24,29 @@ ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gel
 
 
 @dataclass(frozen=True)
-class HuggingFaceClass:
-    """A class of transformers. allowed: the settings that it holds, where they differ from PLAIN.
+class Architecture:
+    """An architecture of another program. allowed: the settings that it holds, where they differ from PLAIN.
 
-    form: our weights in its form, under our names. names: see `renamed`. is_remote: its code is in the export.
+    form: our weights in its form, under our names. names: see `renamed`.
     """
 
     name: str
-    model_type: str
     allowed: dict[str, Allowed]
     form: Callable[[Trained], dict[str, Tensor]]
     names: dict[str, str]
-    own_config: Callable[[Trained], dict[str, Any]]
-    is_remote: bool = False
 
     def weights(self, trained: Trained) -> dict[str, Tensor]:
-        """The weights by the names in the class."""
+        """The weights by their names there."""
         return {renamed(name, self.names): weight for name, weight in self.form(trained).items()}
+
+
+@dataclass(frozen=True)
+class HuggingFaceClass(Architecture):
+    """A class of transformers. is_remote: its code is in the export."""
+
+    model_type: str
+    own_config: Callable[[Trained], dict[str, Any]]
+    is_remote: bool = False
 
 
 def choose_class(trained: Trained) -> tuple[HuggingFaceClass, str]:
@@ -232,15 +238,14 @@ BOTH = {False, True}
 STOCK = (
     HuggingFaceClass(
         "LlamaForCausalLM",
-        "llama",
         {"model.bias": BOTH, "model.rotary_scaling": anything},
         weights_of,
         LLAMA_NAMES,
+        "llama",
         llama_config,
     ),
     HuggingFaceClass(
         "Qwen3ForCausalLM",
-        "qwen3",
         {
             "model.n_head": anything,
             "model.qk_norm": {True, "learned"},
@@ -249,11 +254,11 @@ STOCK = (
         },
         normed_weights,
         LLAMA_NAMES,
+        "qwen3",
         qwen3_config,
     ),
     HuggingFaceClass(
         "GPT2LMHeadModel",
-        "gpt2",
         {
             "model.d_head": {None},
             "model.position": {"learned", "none"},
@@ -263,7 +268,8 @@ STOCK = (
         },
         transposed_weights,
         GPT2_NAMES,
+        "gpt2",
         gpt2_config,
     ),
 )
-REMOTE_CODE = HuggingFaceClass(REMOTE, "andrea", {}, weights_of, LLAMA_NAMES, remote_config, is_remote=True)
+REMOTE_CODE = HuggingFaceClass(REMOTE, {}, weights_of, LLAMA_NAMES, "andrea", remote_config, is_remote=True)
