@@ -310,6 +310,7 @@ class Engine:
         self.step = compile_graph(step) if compiled else step
         if self.device.type == "cuda" and dtype is not None:  # graphs would take memory from training
             self.step = GraphedStep(self.step)
+        self.numbers = str(dtype).removeprefix("torch.") + " with matrices in int8" * int8  # for people
         self.idle: dict[tuple, Window] = {}  # the window of the last texts, by shape, for reuse
         if dtype is not None:
             self.model = pack(self.model, int8, compiled)

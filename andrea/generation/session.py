@@ -62,22 +62,22 @@ def open_engine(
     """The engine of the checkpoint, and what is said of it before the first text. check: raises UserError, early."""
     checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
     check(tokenizer)
-    dtype = decoding_dtype(config.precision, model)
-    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
-    description = describe(checkpoint, model, tokenizer, f"{device}, {numbers}")
+    engine = make_engine(model, tokenizer, config.precision, config.compile, in_place=True)
+    description = describe(checkpoint, model, tokenizer, f"{device}, {engine.numbers}")
     about = [description, *(unused_gpu() if config.device == "auto" else [])]
-    return make_engine(config, model, tokenizer, dtype, in_place=True), at_words("\n".join(about)) + "\n\n"
+    return engine, at_words("\n".join(about)) + "\n\n"
 
 
 def make_engine(
-    config: SampleConfig, model: GPT, tokenizer: Tokenizer, dtype: torch.dtype, in_place: bool = False
+    model: GPT, tokenizer: Tokenizer, precision: str, compile_: str = "off", in_place: bool = False
 ) -> Engine:
-    """The engine for config.precision and config.compile on the model's device. Raises UserError if unsupported.
+    """The engine for the keys precision and compile on the model's device. Raises UserError if unsupported.
 
     in_place: convert the model itself, which the caller must not use afterwards.
     """
-    check_device_offers(config.precision, config.compile, model.embedding.weight.device)
-    is_int8, is_compiled = config.precision == "int8", config.compile == "on"
+    dtype = decoding_dtype(precision, model)
+    check_device_offers(precision, compile_, model.embedding.weight.device)
+    is_int8, is_compiled = precision == "int8", compile_ == "on"
     return Engine(model, tokenizer, dtype=dtype, int8=is_int8, compiled=is_compiled, in_place=in_place)
 
 

@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from andrea.config import TokenizerConfig, UserError
-from andrea.runtime import files
+from andrea.runtime.files import (
+    exclusive_lock,
+    flush_files_of,
+    publish_folder,
+    remove_unfinished,
+    replace_text,
+    size_words,
+)
 from andrea.text.chat import ChatTokenizer, encode_conversation, for_chat
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
 from andrea.text.shards import ShardSource, ShardWriter, in_blocks, open_shard, split_shards
@@ -75,7 +82,7 @@ def prepare(
             if folder.path.exists():  # another process has made it, or it is that of another source of the same files
                 continue
             folder.partial.mkdir(exist_ok=True)
-            files.remove_unfinished(folder.partial)
+            remove_unfinished(folder.partial)
             tokenizer.save(folder.partial)
             if isinstance(folder.source, Source):
                 meta = encode_source(folder.source, tokenizer, folder.partial, report)
@@ -95,7 +102,7 @@ def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: 
     sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
     total_bytes = sum(source.usable_bytes or source.bytes for source in sources)
     assert isinstance(config.vocab_size, int), "auto is resolved before"
-    sample_size = files.size_words(min(total_bytes, BPE_SAMPLE_BYTES))
+    sample_size = size_words(min(total_bytes, BPE_SAMPLE_BYTES))
     report(f"training a vocabulary of {config.vocab_size:,} tokens on {sample_size}")
     characters: set[str] = set()
     tokenizer = train_bpe(vocabulary_sample(sources, total_bytes, characters), config.vocab_size)
@@ -139,11 +146,9 @@ def encode_source(source: Source, tokenizer: Tokenizer, folder: Path, report: Re
                 if time.monotonic() - last_report >= REPORT_SECONDS:
                     last_report = time.monotonic()
                     encoded_bytes = sum(splits[each]["bytes"] for each in SPLITS)
-                    report(
-                        f"{source.name}: encoded {files.size_words(encoded_bytes)} of {files.size_words(total_bytes)}"
-                    )
-            files.flush_files_of(folder)  # first: what progress.json lists must survive a loss of power
-            files.replace_text(progress_file, json.dumps(splits, indent=1))
+                    report(f"{source.name}: encoded {size_words(encoded_bytes)} of {size_words(total_bytes)}")
+            flush_files_of(folder)  # first: what progress.json lists must survive a loss of power
+            replace_text(progress_file, json.dumps(splits, indent=1))
     for split in SPLITS:
         if sum(shard["tokens"] for shard in splits[split]["shards"]) < 2:
             shutil.rmtree(folder)
@@ -220,7 +225,7 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
             )
     total_bytes = sum(size for _, size, *_ in source.listing)
     shards = f"{len(source.files):,} shard{'s' * (len(source.files) != 1)}"
-    report(f"{source.name}: checking {shards}, {files.size_words(total_bytes)}")
+    report(f"{source.name}: checking {shards}, {size_words(total_bytes)}")
     bytes_of_token, digest = tokenizer.byte_lengths(), hashlib.sha256()
     for file in source.files:
         for tokens in in_blocks(open_shard(file)):
@@ -249,9 +254,9 @@ def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], rep
     """Write meta.json, the last file of the folder, and rename the folder to its final name."""
     fingerprint = fingerprint_of(tokenizer.identity, meta)
     head = {"format_version": FORMAT_VERSION, "source": folder.source.name, "tokenizer": tokenizer.identity}
-    files.replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
-    files.publish_folder(folder.partial, folder.path)
-    train, val = (files.size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
+    replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
+    publish_folder(folder.partial, folder.path)
+    train, val = (size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
     report(f"{folder.source.name}: prepared {train} of training text and {val} of validation text in {folder.path}")
 
 
@@ -270,7 +275,7 @@ def writing_to(data_dir: Path, report: Report) -> Iterator[None]:
     message = f"another process is preparing data in {data_dir}; waiting for it"
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        with files.exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message)):
+        with exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message)):
             yield
     except OSError as error:
         reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror  # write() names no file
