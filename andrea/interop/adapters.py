@@ -34,7 +34,6 @@ from andrea.interop.importing.families import TRANSPOSED
 from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
 from andrea.interop.proof import OtherProgram, Target
 from andrea.interop.settings import Trained
-from andrea.model.gpt import GPT
 from andrea.model.lora import ALPHA, A, B
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -105,9 +104,6 @@ class Peft(Target):
         }
         write_json(folder / ADAPTER_CONFIG, content)
         os.chmod(folder / ADAPTER_WEIGHTS, (folder / ADAPTER_CONFIG).stat().st_mode)
-
-    def rounded_gpt(self) -> GPT:
-        return self.trained.gpt
 
     def open(self, folder: Path) -> OtherProgram:
         import peft
@@ -212,9 +208,14 @@ def with_adapter(theirs: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor
 
     Raises UserError or Damaged.
     """
-    config, weights = read_adapter_config(folder), dict(theirs)
-    reader = open_adapter(folder)
-    changed = set()
+    config, weights, changed = read_adapter_config(folder), dict(theirs), set()
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        why = "the file is missing"
+        if (folder / "adapter_model.bin").exists():
+            why = "adapter_model.bin is a pickle, which could run code when it is read; save it with safe_serialization=True"
+        raise UserError(f"{path} cannot be read: {why}")
+    reader = TensorReader([path])
     for name in reader.names:
         module = name.removeprefix(PREFIX).removesuffix(OF_A).removesuffix(OF_B)
         if name.endswith(OF_B) and name.removesuffix(OF_B) + OF_A in reader.parts:
@@ -224,7 +225,7 @@ def with_adapter(theirs: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor
         target = target if target in weights else target.removeprefix("transformer.")  # old files of GPT-2
         is_known = name.startswith(PREFIX) and (is_a or "lora" not in name)
         if not is_known or target not in weights or target in changed:
-            raise UserError(f"{folder / ADAPTER_WEIGHTS} holds {name:.80}, which has no counterpart in the base")
+            raise UserError(f"{path} holds {name:.80}, which has no counterpart in the base")
         added = change(config, module, reader, name, target) if is_a else reader.read(name).float()
         if added.shape != weights[target].shape:
             raise UserError(
@@ -233,7 +234,7 @@ def with_adapter(theirs: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor
         weights[target] = weights[target].float() + added if is_a else added
         changed.add(target)
         if not bool(weights[target].isfinite().all()):
-            raise UserError(f"{folder / ADAPTER_WEIGHTS}: with {name:.80} the weights are not finite; copy it again")
+            raise UserError(f"{path}: with {name:.80} the weights are not finite; copy it again")
     return weights
 
 
@@ -261,13 +262,3 @@ def number(config: dict[str, Any], key: str, pattern: str, module: str, most: fl
     if type(own) not in (int, float) or not is_whole or not 0 < own <= most:
         raise refused(key, own)
     return own
-
-
-def open_adapter(folder: Path) -> TensorReader:
-    path = folder / ADAPTER_WEIGHTS
-    if not path.is_file():
-        why = "the file is missing"
-        if (folder / "adapter_model.bin").exists():
-            why = "adapter_model.bin is a pickle, which could run code when it is read; save it with safe_serialization=True"
-        raise UserError(f"{path} cannot be read: {why}")
-    return TensorReader([path])

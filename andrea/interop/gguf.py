@@ -292,7 +292,7 @@ class Gguf(Target):
     @torch.no_grad()
     def rounded_gpt(self) -> GPT:
         if self.dtype == "f32":
-            return self.trained.gpt
+            return super().rounded_gpt()
         import gguf
 
         found = copy.deepcopy(self.trained.gpt)

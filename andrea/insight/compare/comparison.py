@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,9 +86,8 @@ def difference_lines(differing: dict[str, list[Any]]) -> list[str]:
     """One line for each key, with the number of runs that have each value."""
     lines = []
     for key, values in differing.items():
-        texts = [as_typed(value) for value in values]
-        counts = {text: texts.count(text) for text in dict.fromkeys(texts)}
-        lines.append(f"{key}: " + ", ".join(text + (f" (×{n})" if n > 1 else "") for text, n in counts.items()))
+        counts = Counter(map(as_typed, values)).items()
+        lines.append(f"{key}: " + ", ".join(text + (f" (×{n})" if n > 1 else "") for text, n in counts))
     return lines
 
 
