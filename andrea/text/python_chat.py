@@ -49,33 +49,28 @@ DEFINED = re.compile(rb"^([ \t]*)(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 SENTENCE = re.compile(r"(.*?[^.\s])\.(?= +[A-Z(]|$)")
 
 
-@dataclass(frozen=True)
-class Library:
-    """trees: the parsed file of each of MODULES. n_defining: of each name, the number of the library's files that define it."""
+def read_library() -> tuple[dict[str, ast.Module], Counter[str]]:
+    """The parsed file of each of MODULES; and of each name, the number of the library's files that define it.
 
-    trees: dict[str, ast.Module]
-    n_defining: Counter[str]
-
-
-def read_library() -> Library:
-    """Raises UserError if the library's Python files are not on this machine."""
+    Raises UserError if the library's Python files are not on this machine.
+    """
     source = Source("python_chat", "pystdlib", None)
-    library = Library({}, Counter())
+    trees, n_defining = {}, Counter()
     for (path, *_), file in zip(source.listing, source.files, strict=True):
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         content = file.read_bytes()
         if module != "ntpath":  # os.path of another system
             names = [(not indent, name.decode()) for indent, name in DEFINED.findall(content)]
-            library.n_defining.update({name for is_outside, name in names if is_outside})
-            library.n_defining.update({name: 0 for _, name in names})  # methods, which exist too
+            n_defining.update({name for is_outside, name in names if is_outside})
+            n_defining.update({name: 0 for _, name in names})  # methods, which exist too
         if module in MODULES:
-            library.trees["os.path" if module == "posixpath" else module] = ast.parse(content)
-    if len(library.trees) < len(MODULES) / 2:
+            trees["os.path" if module == "posixpath" else module] = ast.parse(content)
+    if len(trees) < len(MODULES) / 2:
         raise UserError(
-            f"data=python_chat found {len(library.trees)} of {len(MODULES)} modules of Python's library in {source.root}; "
+            f"data=python_chat found {len(trees)} of {len(MODULES)} modules of Python's library in {source.root}; "
             f"install Python with its library, or use data=text"
         )
-    return library
+    return trees, n_defining
 
 
 def public_definitions(tree: ast.Module) -> list[ast.FunctionDef | ast.ClassDef]:
@@ -138,36 +133,30 @@ class Problem:
 REFERRED_TO = "signature purpose parameters module addition subtraction reverse".split()  # by later questions
 
 
-def facts_of(library: Library) -> Iterator[Problem]:
+def facts_of(trees: dict[str, ast.Module], n_defining: Counter[str]) -> Iterator[Problem]:
     """The questions about modules, functions and classes."""
-    for module, tree in library.trees.items():
+    for module, tree in trees.items():
         about_module = first_sentence(tree)
         if about_module:
             yield Problem("purpose", filled("about_module", module), about_module)
         for node in public_definitions(tree)[:MOST_OF_MODULE]:
             name, about = f"{module}.{node.name}", first_sentence(node)
-            is_unique = library.n_defining[node.name] == 1 and node.name not in ELSEWHERE
+            is_unique = n_defining[node.name] == 1 and node.name not in ELSEWHERE
             if about and is_unique:
                 of_module = ((FOLLOW_UPS["about_module"], about_module),) if about_module else ()
                 yield Problem("module", filled("module", node.name), module, follow_ups=of_module)
             if isinstance(node, ast.ClassDef) and 2 <= len(methods := methods_of(node)) <= LONGEST_LIST:
                 yield Problem("methods", filled("methods", name), ", ".join(methods))
-            answers = answers_about(node, name, about)
+            answers = {"purpose": about} if about else {}
+            if about and isinstance(node, ast.FunctionDef):
+                signature, names = parameters_of(node.args)
+                if len(signature) <= LONGEST_SIGNATURE and len(names) <= LONGEST_LIST and not UNUSUAL.search(signature):
+                    answers["signature"] = f"{name}({signature})"
+                    answers["parameters"] = ", ".join(names) or "It takes no parameters."
             for kind, answer in answers.items():
                 others = tuple((FOLLOW_UPS[other], answers[other]) for other in answers if other != kind)
                 short = filled(kind, node.name)[:2] if is_unique and kind == "purpose" else ()
                 yield Problem(kind, (*filled(kind, name), *short), answer, follow_ups=others)
-
-
-def answers_about(node: ast.FunctionDef | ast.ClassDef, name: str, about: str) -> dict[str, str]:
-    """kind: answer of the questions about a function or class, for those whose answer is short."""
-    answers = {"purpose": about} if about else {}
-    if about and isinstance(node, ast.FunctionDef):
-        signature, names = parameters_of(node.args)
-        if len(signature) <= LONGEST_SIGNATURE and len(names) <= LONGEST_LIST and not UNUSUAL.search(signature):
-            answers["signature"] = f"{name}({signature})"
-            answers["parameters"] = ", ".join(names) or "It takes no parameters."
-    return answers
 
 
 def filled(kind: str, *values: object) -> tuple[str, ...]:
@@ -180,9 +169,9 @@ def small_talk() -> Iterator[Problem]:
         yield Problem("small_talk", phrasings, each["answer"])
 
 
-def unknown(library: Library, rng: Random) -> Iterator[Problem]:
+def unknown(trees: dict[str, ast.Module], n_defining: Counter[str], rng: Random) -> Iterator[Problem]:
     """Questions about what does not exist: invented names, and pairs of words from names that exist."""
-    names = [node.name for tree in library.trees.values() for node in public_definitions(tree)]
+    names = [node.name for tree in trees.values() for node in public_definitions(tree)]
     parts = sorted({part for name in names if name.islower() for part in name.split("_") if 3 < len(part) < 9})
 
     def invented() -> str:
@@ -191,12 +180,12 @@ def unknown(library: Library, rng: Random) -> Iterator[Problem]:
         return "".join(rng.sample(SYLLABLES, rng.choice((2, 2, 3))))
 
     for name in distinct(700, invented):
-        if name in library.n_defining:
+        if name in n_defining:
             continue
         thing = rng.choice(("function", "function", "function", "module", "class"))
         shown, kinds = name, ["signature", "purpose", "parameters", "module"]
         if thing == "function" and rng.random() < 0.5:
-            shown, kinds = f"{rng.choice(list(library.trees))}.{name}", kinds[:3]
+            shown, kinds = f"{rng.choice(list(trees))}.{name}", kinds[:3]
         elif thing != "function":
             shown = name.title().replace("_", "") if thing == "class" else name
             kinds = ["methods" if thing == "class" else "about_module"]
@@ -375,7 +364,7 @@ def follow_up(problem: Problem, rng: Random) -> list[dict[str, str]]:
 def conversations(seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
     """The records of TRAIN and of HELD_OUT in a random order. Raises UserError if Python's library cannot be read."""
     rng, library = Random(seed), read_library()
-    problems = [*facts_of(library), *small_talk(), *unknown(library, rng)]
+    problems = [*facts_of(*library), *small_talk(), *unknown(*library, rng)]
     for make in (arithmetic, comparisons, sequences, brackets, expressions, strings):
         problems += make(rng)
     files = {}
