@@ -25,7 +25,7 @@ from andrea.config import ServeConfig
 from andrea.generation.engine import Engine
 from andrea.serve.answers import Answer, Names
 from andrea.serve.errors import RequestError, json_response, to_json
-from andrea.serve.requests import Limits, read_json, read_request
+from andrea.serve.requests import read_json, read_request
 from andrea.serve.worker import Job, Worker
 
 BODY_SECONDS = 15.0  # for a body to arrive
@@ -147,7 +147,6 @@ class Routes:
         self.served, self.worker, self.config = served, served.worker, served.config
         self.names = Names(self.engine.tokenizer)
         self.began = int(time.time())
-        self.limits = Limits(self.config.max_tokens, self.config.max_waiting)
 
     @property
     def engine(self) -> Engine:
@@ -174,7 +173,7 @@ class Routes:
     async def completions(self, request: Request, is_chat: bool = False) -> Response:
         body = await read_body(request, self.config.max_body_bytes)
         asked = await asyncio.to_thread(
-            lambda: read_request(read_json(body), self.engine, self.served.name, self.limits, is_chat)
+            lambda: read_request(read_json(body), self.engine, self.served.name, self.config, is_chat)
         )
         job = self.worker.submit(asked)
         answer = Answer(asked, self.served.name, self.names)

@@ -30,7 +30,7 @@ from andrea.interop.importing.source import (
     is_ckpt,
     open_weights,
     read_ckpt,
-    read_config,
+    read_object,
     tensors_of,
 )
 from andrea.interop.proof import MOST_TOKENS, compared_text, prove, read_text
@@ -208,7 +208,7 @@ def write_imported(
         write_nanogpt(folder, out, named, name)
         return {}, []
     place = base_of(folder) if is_adapter(folder) else folder
-    settings = Settings(read_config(place))
+    settings = Settings(read_object(place / CONFIG, "is this the folder of a model of transformers?"))
     family = family_of(settings)
     model, attention = family.configs(settings, name)
     n_vocab = settings.get("vocab_size")
