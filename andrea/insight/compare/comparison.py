@@ -307,7 +307,7 @@ class Comparison:
             run = self.runs[0]
             state = "finished" if run.finished else run.progress
             return (
-                f"{run.model}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens of "
+                f"{run.config['model']['name']}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens of "
                 f"{data_name(run.config)} · {state}"
             )
         smallest, largest = (format_number(run.parameters) for run in (self.runs[0], self.runs[-1]))

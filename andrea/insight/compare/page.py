@@ -117,7 +117,7 @@ def run_data(run: Run) -> dict[str, Any]:
     stride = -(-len(run.training) // MOST_TRAINING_POINTS) or 1
     return {
         "name": run.name,
-        "size": f"{run.model}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
+        "size": f"{run.config['model']['name']}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
         "validation": [
             {key: point[key] for key in ("step", *AXES)}
             | {"loss": point["val/loss"], "bpb": point["val/bpb"]}

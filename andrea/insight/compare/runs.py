@@ -47,31 +47,15 @@ class Run:
     tokens_per_second: float | None  # median over the records
     mfu: float | None  # model FLOPs utilisation: median share of the device's peak
     peak_memory_bytes: int | None
+    result: dict[str, float]  # the record of the evaluation that counts as the run's result
+    loss: float  # of the result, in nats per token
+    bpb: float  # of the result, in bits per byte
     validation: Curve  # with val/loss in nats per token, val/bpb in bits per byte
     training: Curve  # with train/loss in nats per token
     heads: list[dict[str, Any]]  # records with the figures of single heads, attention/heads/…
     samples: list[dict[str, Any]]  # texts written in training: step, prompt and text
     judged: Judged  # the figures of `andrea evaluate`
     damaged: list[str]  # one line for each file with damaged lines
-
-    @property
-    def model(self) -> str:
-        return self.config["model"]["name"]
-
-    @property
-    def result(self) -> dict[str, float]:
-        """The record of the evaluation that counts as the run's result."""
-        return result_of(self.validation, self.config)
-
-    @property
-    def loss(self) -> float:
-        """The validation loss of the run's result, in nats per token."""
-        return self.result["val/loss"]
-
-    @property
-    def bpb(self) -> float:
-        """The validation figure of the run's result, in bits per byte."""
-        return self.result["val/bpb"]
 
     @property
     def finished(self) -> bool:
@@ -161,7 +145,7 @@ def read_run(folder: Path, name: str) -> Run:
     validation = curve(records, ("val/loss", "val/bpb"), optional)
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
-    memory = values_of(records, "train/peak_memory_bytes")
+    result, memory = result_of(validation, config), values_of(records, "train/peak_memory_bytes")
     try:
         judged = read_figures(folder)
     except OSError:
@@ -174,6 +158,9 @@ def read_run(folder: Path, name: str) -> Run:
         tokens_per_second=median(values_of(records, "train/tokens_per_second")),
         mfu=median(values_of(records, "train/mfu")),
         peak_memory_bytes=int(max(memory)) if memory else None,
+        result=result,
+        loss=result["val/loss"],
+        bpb=result["val/bpb"],
         validation=validation,
         training=curve(records, ("train/loss",)),
         heads=head_records(records),

@@ -38,7 +38,17 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return format_interval(self.value, self.low, self.high)
+        """'3.14 (3.10 to 3.19)', rounded to the leading digit of half the interval's width."""
+        ends = (self.value, self.low, self.high)
+        assert self.low <= self.high and all(map(math.isfinite, ends))
+        half = (self.high - self.low) / 2
+        if half == 0:
+            return f"{self.value:g}"
+        place = math.floor(math.log10(half))
+        if round(half / 10**place) == 10:  # 0.096 rounds to 0.1
+            place += 1
+        value, low, high = (f"{round(each / 10**place) * 10**place:,.{max(0, -place)}f}" for each in ends)
+        return f"{value} ({low} to {high})"
 
 
 @dataclass(frozen=True)
@@ -94,20 +104,6 @@ def interval(value: float, refits: np.ndarray) -> Interval:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(refits, [tail, 1 - tail])
     return Interval(value, float(low), float(high))
-
-
-def format_interval(value: float, low: float, high: float) -> str:
-    """'3.14 (3.10 to 3.19)', rounded to the leading digit of half the interval's width."""
-    assert low <= high and all(map(math.isfinite, (value, low, high)))
-    half = (high - low) / 2
-    if half == 0:
-        return f"{value:g}"
-    place = math.floor(math.log10(half))
-    if round(half / 10**place) == 10:  # 0.096 rounds to 0.1
-        place += 1
-    decimals = max(0, -place)
-    value, low, high = (round(number / 10**place) * 10**place for number in (value, low, high))
-    return f"{value:,.{decimals}f} ({low:,.{decimals}f} to {high:,.{decimals}f})"
 
 
 # ------------------------------------------------------------------------------------------------------- least squares
