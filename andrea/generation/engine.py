@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------- text stream
-# Convert tokens to text, one token at a time. Incomplete characters and parts of a stop string are never shown.
 
 
 class TextStream:
@@ -126,12 +125,10 @@ class TokenHealing:
 
 
 # ---------------------------------------------------------------------------------------------------------- speculation
-# Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding").
-#
-# If the last few tokens have occurred earlier in the text, the tokens after that occurrence are likely to follow again.
-# These tokens are the lookahead. The engine reads the lookahead in one pass of the model, and keeps its tokens up to the
-# first one that the model does not choose. One pass over several tokens is cheaper than one pass
-# for each token.
+# Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding"). If the last few tokens have occurred
+# earlier in the text, the tokens after that occurrence are likely to follow again. These tokens are the lookahead.
+# The engine reads the lookahead in one pass of the model, and keeps its tokens up to the first one that the model
+# does not choose. One pass over several tokens is cheaper than one pass for each token.
 
 LONGEST_RUN = 3  # length of the longest sequence that is looked up; if it did not occur before, shorter ones are tried
 

@@ -18,7 +18,6 @@ from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.console import format_duration, format_number
 
 # ---------------------------------------------------------------------------------------------------------- differences
-# Finds differences between the compared runs: configuration keys, and anything that makes figures incomparable.
 
 # Configuration keys that do not affect training.
 NOT_COMPARED = ("name", "runs_dir", "data_dir", "resume", "init_from", "dry_run", "logger", "threads")
@@ -92,7 +91,6 @@ def difference_lines(differing: dict[str, list[Any]]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-# The scaling fit of the compared runs as lines of text, with the predicted loss of a larger model.
 
 # Configuration keys, besides train.*, that may differ between the runs of one scaling law. All other keys are the
 # recipe.
@@ -193,7 +191,6 @@ def prediction_line(fit: ScalingFit, target: Target, run: Run) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- line styles
-# Colours, dashes and markers that distinguish the runs on the page.
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # lengths of dash and gap in pixels; '' is a solid line
 MARKERS = ("circle", "square", "triangle", "diamond")
@@ -221,7 +218,6 @@ def colour_at(place: float, darkest: float, lightest: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
-# The table of the runs' latest figures, also formatted for a terminal.
 
 NO_FIGURE = "–"  # in the cell of a run that did not record the column's figure
 

@@ -2,7 +2,8 @@
 
 For a head in full, the page computes the weights in double precision, from the fp32 queries and keys in the file.
 
-T tokens, C candidates for the next token, V vocabulary.
+T tokens, L layers, H heads, D = d_head, N width of a query or key from which a score is computed, V vocabulary, C candidates
+for the next token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------- facts
-# The facts about the model that the page shows as text and numbers.
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,6 @@ def json_number(number: float | Tensor | None) -> float | None:
 
 # ------------------------------------------------------------------------------------------------------------ head data
 # The arrays that the page needs to show a head in full, and their encoding in the file.
-#
-# T tokens, N width of a query or key from which a score is computed, D = d_head, V vocabulary, C candidates for the next
-# token.
 
 LIKELIEST = 10  # next tokens shown at each position, with their probabilities with and without a head
 LIKELIEST_ABLATED = 5  # next tokens shown at each position after the ablation of a head
@@ -190,9 +187,6 @@ def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
 
 
 # --------------------------------------------------------------------------------------------------------- measurements
-# Measures every head on one prompt, for the lens page.
-#
-# T tokens, L layers, H heads, V vocabulary.
 
 MAP_SIDE = 32  # most rows and columns of a head's small map
 
