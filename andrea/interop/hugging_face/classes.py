@@ -91,7 +91,7 @@ blocks.                model.layers.                 transformer.h.          gpt
 .attention.            .self_attn.                   .attn.                  -                           -
 """
 LLAMA_NAMES, GPT2_NAMES, GPT_NEOX_NAMES, GGUF_NAMES = (
-    {ours: theirs[column] for ours, *theirs in map(str.split, NAMES.splitlines()[1:]) if theirs[column] != "-"}
+    {ours: theirs[column] for ours, *theirs in map(str.split, NAMES.strip().split("\n")[1:]) if theirs[column] != "-"}
     for column in range(4)
 )
 
