@@ -51,6 +51,8 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
     name = function.__name__ if function in BUILT_IN.values() else f"{function.__module__}.{function.__name__}"
     modifiers = attention.modifiers or ScoreModifiers()
     functions = [block.attention.compatibility for block in model.blocks]
+    # (L, H): the share of its component along the token's own value that each head's vector loses.
+    shares = [block.attention.exclusive_share for block in model.blocks if block.attention.is_exclusive]
     visible = [visible_keys(block, model.document_mask(tokens), tokens) for block in model.blocks]
     distinct = list(dict.fromkeys(visible))
     return {
@@ -71,7 +73,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
         "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,
-        "own_shares": own_shares(model),
+        "own_shares": [[1.0] * config.n_head if each is None else each.tolist() for each in shares] or None,
         "own_value_epsilon": OWN_VALUE_EPSILON,
         "tokens": tokens[0].tolist(),
         "visible": [{"first": first, "stop": stop} for first, stop in distinct],
@@ -99,14 +101,6 @@ def mixture(attention: MultiHeadAttention) -> list[dict[str, list[float]]]:
     ]
 
 
-def own_shares(model: GPT) -> list[list[float]] | None:
-    """The share (L, H) of its component along the token's own value that each head's vector loses; None if none does."""
-    if not model.blocks[0].attention.is_exclusive:
-        return None
-    learned = [block.attention.exclusive_share for block in model.blocks]
-    return [[1.0] * model.config.n_head if share is None else share.tolist() for share in learned]
-
-
 def visible_keys(block: Block, packing: Mask | None, tokens: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """tokens (1, T) -> for each query of the block, the index of the first visible key, and one past the last."""
     n_token = tokens.shape[1]
@@ -128,16 +122,6 @@ ATTRIBUTED = 3  # number of tokens whose logits a vector raises most, and of tho
 COMPONENTS = 4  # number of a residual-stream vector's first components that are shown
 
 Layout = list[list[Any]]  # [name, type, shape] of each array of a block
-
-
-def candidate_tokens(measurements: Measurements) -> Tensor:
-    """Token ids (T, C): the likeliest next tokens of each position, then the position's target.
-
-    The target is the prompt's next token. The prompt's last position has none: its target is the likeliest token.
-    """
-    likeliest = measurements.log_probabilities.topk(LIKELIEST).indices
-    targets = torch.cat((measurements.tokens[0, 1:], likeliest[-1:, 0]))
-    return torch.cat((likeliest, targets[:, None]), -1)
 
 
 def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool) -> dict[str, np.ndarray]:
@@ -286,7 +270,11 @@ class LensPage:
     ) -> None:
         self.model, self.measurements, self.source, self.detail = model, measurements, source, detail
         self.texts = token_texts(tokenizer)
-        self.candidates = candidate_tokens(measurements)  # (T, C)
+        # Token ids (T, C): the likeliest next tokens of each position, and the prompt's next token, the target. The prompt's
+        # last position has none: its target is the likeliest token.
+        likeliest = measurements.log_probabilities.topk(LIKELIEST).indices
+        targets = torch.cat((measurements.tokens[0, 1:], likeliest[-1:, 0]))
+        self.candidates = torch.cat((likeliest, targets[:, None]), -1)
         probabilities = measurements.log_probabilities.gather(-1, self.candidates).exp()
         predicted = {"candidates": probabilities, "candidate_ids": self.candidates}
         self.blocks = {"maps": pack({"maps": measurements.maps}), "next": pack(as_arrays(predicted, model.n_vocab))}

@@ -15,6 +15,7 @@ from andrea.text.load_tokenizer import BYTE_LEVEL, HF_FILE, HfTokenizer, what_is
 from andrea.text.tokenizer import END_OF_TEXT, RankTokenizer, Tokenizer, visible_bytes
 
 LARGEST_RANK = 1 << 62
+CHARACTERS = {value: character for character, value in visible_bytes().items()}
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
@@ -124,10 +125,13 @@ def merged_below(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
+def visible(token: bytes) -> str:
+    return "".join(CHARACTERS[value] for value in token)
+
+
 def visible_tokens(tokenizer: Tokenizer) -> list[str]:
     """Each of the V tokens as printable characters, one per byte, as in GPT-2's vocabulary; end-of-text by its name."""
-    characters = {value: character for character, value in visible_bytes().items()}
-    tokens = ["".join(characters[value] for value in token) for token in tokenizer.token_bytes()]
+    tokens = [visible(token) for token in tokenizer.token_bytes()]
     for name, token in {END_OF_TEXT: tokenizer.end_of_text, **tokenizer.special}.items():
         tokens[token] = name
     return tokens
@@ -135,8 +139,4 @@ def visible_tokens(tokenizer: Tokenizer) -> list[str]:
 
 def visible_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The pairs of `merges_of` as printable characters."""
-    characters = {value: character for character, value in visible_bytes().items()}
-    return [
-        ("".join(characters[value] for value in first), "".join(characters[value] for value in second))
-        for first, second in merges_of(without_special(tokenizer))
-    ]
+    return [(visible(first), visible(second)) for first, second in merges_of(without_special(tokenizer))]
