@@ -99,9 +99,10 @@ class ChatSession:
         """One line of the user: a message, or a command."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
+        system = "".join(turn.content for turn in self.turns[:1] if turn.role == SYSTEM)  # which stays after /new
         commands = {
-            "/retry": self.retry, "/edit": self.edit, "/seed": self.set_seed, "/system": self.begin, "/new": self.begin_again,
-            "/save": self.save, "/help": lambda _: tell(HELP),
+            "/retry": self.retry, "/edit": self.edit, "/seed": self.set_seed, "/system": self.begin,
+            "/new": lambda _: self.begin(system), "/save": self.save, "/help": lambda _: tell(HELP),
         }  # fmt: skip
         if not line.strip():
             return
@@ -144,11 +145,6 @@ class ChatSession:
 
     def begin(self, system: str) -> None:
         self.turns = [Turn(SYSTEM, system)] if system else []
-        tell("a new conversation\n")
-
-    def begin_again(self, _: str) -> None:
-        """A new conversation; a system's turn stays."""
-        self.turns = [turn for turn in self.turns[:1] if turn.role == SYSTEM]
         tell("a new conversation\n")
 
     def save(self, words: str) -> None:

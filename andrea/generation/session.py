@@ -108,14 +108,9 @@ def check_device_offers(precision: str, compile_: str, device: torch.device) -> 
 
 
 def request_of(config: SampleConfig) -> Request:
-    return Request(
-        max_new_tokens=config.max_new_tokens,
-        num_samples=config.num_samples,
-        seed=config.seed,
-        stop=tuple(config.stop),
-        lookahead=config.lookahead,
-        sampling=Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty),
-    )
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty)
+    stop = tuple(config.stop)
+    return Request(config.max_new_tokens, config.num_samples, config.seed, stop, sampling, config.lookahead)
 
 
 def read_prompt(prompt: str) -> str:
