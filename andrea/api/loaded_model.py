@@ -21,7 +21,7 @@ from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
 from andrea.config.keys import suggestion
 from andrea.generation.engine import Engine
-from andrea.generation.session import check_batch, decoding_dtype, describe, last_tokens, make_engine, request_of
+from andrea.generation.session import check_batch, describe, last_tokens, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
@@ -110,8 +110,7 @@ class LoadedModel:
     @functools.cached_property
     def engine(self) -> Engine:
         """Generates text, with a copy of the weights in `precision` that is made on first use."""
-        dtype = decoding_dtype(self.settings.precision, self.model)
-        return make_engine(self.settings, self.model, self.tokenizer, dtype)
+        return make_engine(self.model, self.tokenizer, self.settings.precision, self.settings.compile)
 
     def generate(self, prompt: TextOrIds | Sequence[TextOrIds] = "", **keywords: Any) -> str | list[str]:
         """The text that follows the prompt, without the prompt; for a list of prompts, a list of texts.

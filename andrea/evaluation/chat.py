@@ -111,21 +111,11 @@ def answers(engine: Engine, questions: Sequence[Question], batch_size: int) -> t
     texts = [""] * len(questions)
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
-        written = answer_batch(engine, [fitted[index][0] for index in batch], max(most[index] for index in batch))
-        for index, ids in zip(batch, written, strict=True):
+        written: dict[int, list[int]] = {index: [] for index in batch}
+        request = Request(max(most[index] for index in batch), sampling=Sampling(temperature=0))  # the likeliest tokens
+        for token in engine.stream_all([fitted[index].tokens for index in batch], request):
+            if token.ended != "end_of_text":  # nor <|end|>
+                written[batch[token.sample]].append(token.token)
+        for index, ids in written.items():
             texts[index] = tokenizer.decode(ids).strip()
     return texts, sum(each.n_left_out + (each.n_cut > 0) for each in fitted)
-
-
-def answer_batch(engine: Engine, prompts: list[list[int]], most_tokens: int) -> list[list[int]]:
-    """The likeliest tokens after each prompt, up to <|end|>, end_of_text, or most_tokens."""
-    ends = (engine.tokenizer.special["<|end|>"], engine.tokenizer.end_of_text)
-    written, growing = [[] for _ in prompts], set(range(len(prompts)))
-    for token in engine.stream_all(prompts, Request(most_tokens, sampling=Sampling(temperature=0))):
-        if token.sample in growing and token.token not in ends:
-            written[token.sample].append(token.token)
-        if token.token in ends or token.ended:
-            growing.discard(token.sample)
-        if not growing:
-            break
-    return written

@@ -25,7 +25,8 @@ TEXT_TASK, CHAT_TASKS = "bpb", ("chat", "python_chat")  # the tasks that need no
 def evaluate(config: EvaluateConfig) -> int:
     """Print the figures, and return the exit code. Raises UserError for a task or a text that does not exist."""
     choose_threads(config.threads)
-    names = task_names(config.tasks)
+    typed = [name.strip() for entry in config.tasks for name in entry.split(",")]  # tasks=A tasks=B,C
+    names = [name for name in dict.fromkeys(typed) if name]
     subject = load_subject(config.checkpoint, config.runs_dir, config.device, config.batch_size, config.trust)
     print(f"{subject.checkpoint.path}, computed in fp32")
     figures, versions = [], {}
@@ -53,11 +54,6 @@ def evaluate(config: EvaluateConfig) -> int:
     print(f"added to {append_figures(run, subject.checkpoint, figures, versions)}; to see them beside other runs:")
     print(f"  {typed_command('compare')} {typed_words(runs=run)}")
     return 0
-
-
-def task_names(typed: list[str]) -> list[str]:
-    """The names in tasks=A tasks=B,C, each once."""
-    return list(dict.fromkeys(name.strip() for entry in typed for name in entry.split(",") if name.strip()))
 
 
 def conversations_of(task: str, config: EvaluateConfig) -> Path:

@@ -88,36 +88,21 @@ def read_figures(run: Path) -> Judged:
 
 def figure_of(record: Any) -> Figure:
     """Raises KeyError, TypeError or ValueError for anything but a record that `append_figures` wrote."""
-    if not isinstance(record, dict) or type(record["step"]) is not int or type(record["n"]) is not int:
+    kinds = {"step": (int,), "task": (str,), "metric": (str,), "value": (int, float), "n": (int,), "about": (str,)}
+    kinds |= {key: (int, float, type(None)) for key in ("standard_error", "chance")}
+    if not all(type(record[key]) in allowed for key, allowed in kinds.items()):
         raise TypeError
-    for key in ("value", "standard_error", "chance"):
-        if type(record[key]) not in (int, float) and (record[key] is not None or key == "value"):
-            raise TypeError
-    texts = [record[key] for key in ("task", "metric", "about")]
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError
-    numbers = (float(record["value"]), record["standard_error"], record["chance"])
-    return Figure(texts[0], texts[1], *numbers, record["n"], texts[2])
+    return Figure(**{key: record[key] for key in kinds if key != "step"})
 
 
 def table_lines(figures: Sequence[Figure]) -> list[str]:
     """A table of the figures; a note in each line says whether a value differs from chance by more than its error allows."""
-    heads = ["task", "metric", "value", "chance", "n", ""]
-    rows = [
-        [
-            each.task,
-            each.metric,
-            each.text,
-            "–" if each.chance is None else f"{each.chance:.3f}",
-            f"{each.n:,}",
-            note_on(each),
-        ]
-        for each in figures
-    ]
-    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]
-    ]
+    rows = [["task", "metric", "value", "chance", "n", ""]]
+    for each in figures:
+        chance = "–" if each.chance is None else f"{each.chance:.3f}"
+        rows.append([each.task, each.metric, each.text, chance, f"{each.n:,}", note_on(each)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def note_on(figure: Figure) -> str:

@@ -36,22 +36,16 @@ class Score:
 
 @dataclass(frozen=True)
 class Row:
-    """What the model reads for a request. index: of the request. tokens: context and continuation, at most T + 1.
-
-    n_context: the tokens of the context that are left; at least one.
-    """
+    """A request, by its index: the context that is left of it, at least one token, and its continuation, at most T + 1 together."""
 
     index: int
-    tokens: list[int]
-    n_context: int
+    context: tuple[int, ...]
+    continuation: list[int]
 
     @property
-    def context(self) -> tuple[int, ...]:
-        return tuple(self.tokens[: self.n_context])
-
-    @property
-    def continuation(self) -> list[int]:
-        return self.tokens[self.n_context :]
+    def read(self) -> list[int]:
+        """What the model reads: all tokens but the last, which it predicts."""
+        return [*self.context, *self.continuation[:-1]]
 
 
 Pass = tuple[list[Row], list[Tensor]]  # rows, and for each (K, d_model): the vectors that predict its continuation
@@ -87,7 +81,7 @@ class Scorer:
                 self.keep(scores, self.passes_after_shared(rows), report)
             else:
                 alone += rows
-        alone.sort(key=lambda row: len(row.tokens), reverse=True)  # rows of one pass have similar lengths
+        alone.sort(key=lambda row: len(row.read), reverse=True)  # rows of one pass have similar lengths
         self.keep(scores, self.passes(alone), report)
         return [scores[index] for index in range(len(requests))]
 
@@ -98,10 +92,9 @@ class Scorer:
                 f"a continuation has {len(continuation)} tokens, and the model predicts from 1 to model.sequence_length="
                 f"{n_window} of them at once; choose another task"
             )
-        tokens = [*context, *continuation]
-        self.n_cut += len(tokens) > n_window + 1
-        tokens = tokens[-(n_window + 1) :]
-        return Row(index, tokens, len(tokens) - len(continuation))
+        room = n_window + 1 - len(continuation)
+        self.n_cut += len(context) > room
+        return Row(index, tuple(context[-room:]), continuation)
 
     def keep(self, scores: dict[int, Score], passes: Iterator[Pass], report: Callable[[int], object]) -> None:
         """Score the rows of each pass."""
@@ -113,11 +106,8 @@ class Scorer:
     def passes(self, rows: list[Row]) -> Iterator[Pass]:
         """Reads the rows in batches. Padding follows each row, where no token of the row sees it."""
         for batch in self.batches(rows):
-            hidden = self.gpt(padded([row.tokens[:-1] for row in batch]).to(self.device))
-            yield (
-                batch,
-                [each[row.n_context - 1 : len(row.tokens) - 1] for each, row in zip(hidden, batch, strict=True)],
-            )
+            hidden = self.gpt(padded([row.read for row in batch]).to(self.device))
+            yield batch, [each[len(row.context) - 1 : len(row.read)] for each, row in zip(hidden, batch, strict=True)]
 
     def passes_after_shared(self, rows: list[Row]) -> Iterator[Pass]:
         """As `passes`, for rows with the same context, which is read once."""
@@ -203,16 +193,14 @@ class BitsPerByte:
     n_byte: int
 
 
-def bits_per_byte(
-    subject: Subject, texts: Sequence[str], report: Callable[[int], object] = lambda n: None
-) -> BitsPerByte:
-    """The texts must hold at least one byte together. report: gets the number of windows that are done after each pass."""
+def bits_per_byte(subject: Subject, texts: Sequence[str]) -> BitsPerByte:
+    """The texts must hold at least one byte together."""
     tokenizer, n_window = subject.tokenizer, subject.gpt.config.sequence_length
     windows = [
         window for text in texts for window in rolling_windows(tokenizer.encode(text), tokenizer.end_of_text, n_window)
     ]
     n_byte_of = tokenizer.byte_lengths()
-    bits = [-score.nats / math.log(2) for score in subject.scorer.score(windows, report)]
+    bits = [-score.nats / math.log(2) for score in subject.scorer.score(windows)]
     n_bytes = [int(n_byte_of[predicted].sum()) for _, predicted in windows]
     value = sum(bits) / sum(n_bytes)
     return BitsPerByte(

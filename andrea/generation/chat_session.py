@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import final
 
@@ -20,7 +18,7 @@ import torch
 
 from andrea.config import SampleConfig, UserError, readable_path
 from andrea.generation.engine import Engine, Request
-from andrea.generation.session import ReaderEnded, ask, open_engine, read_prompt, request_of, show, tell
+from andrea.generation.session import ReaderEnded, ask, open_engine, read_prompt, request_of, show, take_lines, tell
 from andrea.runtime.files import StorageFailed, replace_text, storing
 from andrea.runtime.program import typed_command
 from andrea.text.chat import ASSISTANT, SYSTEM, USER, ChatTokenizer, Turn, fitting_prompt
@@ -101,10 +99,13 @@ class ChatSession:
         """One line of the user: a message, or a command."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
+        system = "".join(turn.content for turn in self.turns[:1] if turn.role == SYSTEM)  # which stays after /new
         commands = {
-            "/retry": self.retry, "/edit": self.edit, "/seed": self.set_seed, "/system": self.begin, "/new": self.begin_again,
-            "/save": self.save, "/help": lambda _: tell(HELP),
+            "/retry": self.retry, "/edit": self.edit, "/seed": self.set_seed, "/system": self.begin,
+            "/new": lambda _: self.begin(system), "/save": self.save, "/help": lambda _: tell(HELP),
         }  # fmt: skip
+        if not line.strip():
+            return
         if not line.startswith("/"):
             self.say(line)
         elif name in commands:
@@ -146,11 +147,6 @@ class ChatSession:
         self.turns = [Turn(SYSTEM, system)] if system else []
         tell("a new conversation\n")
 
-    def begin_again(self, _: str) -> None:
-        """A new conversation; a system's turn stays."""
-        self.turns = [turn for turn in self.turns[:1] if turn.role == SYSTEM]
-        tell("a new conversation\n")
-
     def save(self, words: str) -> None:
         """Write the conversation as one line of data=chat. An error is a line: the session goes on."""
         with contextlib.suppress(ValueError):
@@ -171,25 +167,8 @@ class ChatSession:
 
 def chat(engine: Engine, prompt: str, request: Request) -> None:
     """Talk until the input ends. prompt: the first message; empty: none. A second Ctrl-C in a row raises KeyboardInterrupt."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (importing it gives input() line editing and a history)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace", newline="\n")
     tell("talk to the model; /help lists the commands, Ctrl-C ends an answer, Ctrl-D the session\n")
-    session = ChatSession(engine, request)
-    line: str | None = prompt or None
-    while True:
-        is_interrupted = False
-        try:
-            if line is not None and line.strip():
-                session.take(line)
-        except KeyboardInterrupt:
-            is_interrupted = True
-        try:
-            line = read_message(is_interrupted)
-        except EOFError:
-            tell("\n")
-            return
+    take_lines(prompt, ChatSession(engine, request).take, read_message, errors="replace")
 
 
 def read_message(is_interrupted: bool) -> str:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------- text stream
-# Convert tokens to text, one token at a time. Incomplete characters and parts of a stop string are never shown.
 
 
 class TextStream:
@@ -126,12 +125,10 @@ class TokenHealing:
 
 
 # ---------------------------------------------------------------------------------------------------------- speculation
-# Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding").
-#
-# If the last few tokens have occurred earlier in the text, the tokens after that occurrence are likely to follow again.
-# These tokens are the lookahead. The engine reads the lookahead in one pass of the model, and keeps its tokens up to the
-# first one that the model does not choose. One pass over several tokens is cheaper than one pass
-# for each token.
+# Speculative decoding by prompt lookup (Saxena 2023, "Prompt Lookup Decoding"). If the last few tokens have occurred
+# earlier in the text, the tokens after that occurrence are likely to follow again. These tokens are the lookahead.
+# The engine reads the lookahead in one pass of the model, and keeps its tokens up to the first one that the model
+# does not choose. One pass over several tokens is cheaper than one pass for each token.
 
 LONGEST_RUN = 3  # length of the longest sequence that is looked up; if it did not occur before, shorter ones are tried
 
@@ -172,13 +169,6 @@ class PromptLookup:
 # A decoding step recorded as a CUDA graph. Each token then needs one launch instead of several hundred.
 
 
-@dataclass
-class Recorded:
-    graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]  # inputs of the graph: new tokens, and the indices whose logits are needed
-    logits: Tensor  # output of the graph
-
-
 class GraphedStep:
     """`step` of engine.py as a CUDA graph.
 
@@ -190,7 +180,9 @@ class GraphedStep:
     def __init__(self, step) -> None:
         self.step = step
         self.cache: KeyValueCache | None = None
-        self.recorded: dict[tuple, Recorded | None] = {}  # by input shapes; None between the first and the second call
+        # By input shapes: the graph, its inputs (new tokens, and the indices whose logits are needed), and its output, the
+        # logits; None between the first and the second call.
+        self.recorded: dict[tuple, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor] | None] = {}
 
     def forget(self) -> None:
         """Release the recorded graphs, and with them the memory of their cache."""
@@ -204,18 +196,18 @@ class GraphedStep:
         if shapes not in self.recorded:
             self.recorded[shapes] = None
             return self.step(model, tokens, cache, at)
-        recorded = self.recorded[shapes]
-        if recorded is None:
+        if self.recorded[shapes] is None:
             kept = tuple(each.clone() for each in inputs)
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads, such as one that writes a checkpoint, may use the GPU during the recording.
             with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits = self.step(model, kept[0], cache, *kept[1:])
-            recorded = self.recorded[shapes] = Recorded(graph, kept, logits)
-        for kept_input, each in zip(recorded.inputs, inputs, strict=True):
+            self.recorded[shapes] = graph, kept, logits
+        graph, kept, logits = self.recorded[shapes]
+        for kept_input, each in zip(kept, inputs, strict=True):
             kept_input.copy_(each)
-        recorded.graph.replay()
-        return recorded.logits
+        graph.replay()
+        return logits
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine
@@ -315,6 +307,7 @@ class Engine:
         self.step = compile_graph(step) if compiled else step
         if self.device.type == "cuda" and dtype is not None:  # graphs would take memory from training
             self.step = GraphedStep(self.step)
+        self.numbers = str(dtype).removeprefix("torch.") + " with matrices in int8" * int8  # for people
         self.idle: dict[tuple, Window] = {}  # the window of the last texts, by shape, for reuse
         if dtype is not None:
             self.model = pack(self.model, int8, compiled)

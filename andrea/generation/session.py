@@ -52,7 +52,7 @@ def sample(config: SampleConfig, device: torch.device) -> int:
         elif config.interactive:
             answer_lines(engine, prompt, request)
         else:
-            show_samples(engine, prompt, tokens[0], request, out)
+            show_texts(prompts * request.num_samples, engine.stream(tokens[0], request), out)
     return 0
 
 
@@ -62,22 +62,22 @@ def open_engine(
     """The engine of the checkpoint, and what is said of it before the first text. check: raises UserError, early."""
     checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
     check(tokenizer)
-    dtype = decoding_dtype(config.precision, model)
-    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
-    description = describe(checkpoint, model, tokenizer, f"{device}, {numbers}")
+    engine = make_engine(model, tokenizer, config.precision, config.compile, in_place=True)
+    description = describe(checkpoint, model, tokenizer, f"{device}, {engine.numbers}")
     about = [description, *(unused_gpu() if config.device == "auto" else [])]
-    return make_engine(config, model, tokenizer, dtype, in_place=True), at_words("\n".join(about)) + "\n\n"
+    return engine, at_words("\n".join(about)) + "\n\n"
 
 
 def make_engine(
-    config: SampleConfig, model: GPT, tokenizer: Tokenizer, dtype: torch.dtype, in_place: bool = False
+    model: GPT, tokenizer: Tokenizer, precision: str, compile_: str = "off", in_place: bool = False
 ) -> Engine:
-    """The engine for config.precision and config.compile on the model's device. Raises UserError if unsupported.
+    """The engine for the keys precision and compile on the model's device. Raises UserError if unsupported.
 
     in_place: convert the model itself, which the caller must not use afterwards.
     """
-    check_device_offers(config.precision, config.compile, model.embedding.weight.device)
-    is_int8, is_compiled = config.precision == "int8", config.compile == "on"
+    dtype = decoding_dtype(precision, model)
+    check_device_offers(precision, compile_, model.embedding.weight.device)
+    is_int8, is_compiled = precision == "int8", compile_ == "on"
     return Engine(model, tokenizer, dtype=dtype, int8=is_int8, compiled=is_compiled, in_place=in_place)
 
 
@@ -108,14 +108,9 @@ def check_device_offers(precision: str, compile_: str, device: torch.device) -> 
 
 
 def request_of(config: SampleConfig) -> Request:
-    return Request(
-        max_new_tokens=config.max_new_tokens,
-        num_samples=config.num_samples,
-        seed=config.seed,
-        stop=tuple(config.stop),
-        lookahead=config.lookahead,
-        sampling=Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty),
-    )
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty)
+    stop = tuple(config.stop)
+    return Request(config.max_new_tokens, config.num_samples, config.seed, stop, sampling, config.lookahead)
 
 
 def read_prompt(prompt: str) -> str:
@@ -193,20 +188,16 @@ def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: st
     )
 
 
-def show_samples(engine: Engine, prompt: str, tokens: list[int], request: Request, out: Path | None = None) -> None:
-    show_texts([prompt] * request.num_samples, engine.stream(tokens, request), out)
-
-
 def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path | None = None) -> None:
     """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
 
     After Ctrl-C, the generated part of every text is shown. Then KeyboardInterrupt is raised again.
     out: a file that receives the texts too.
     """
-    is_labelled = len(prompts) > 1
+    label = "--- sample {} ---\n"
     texts = [""] * len(prompts)
     interrupt = None
-    tell(label(0) if is_labelled else "")
+    tell(label.format(1) if len(prompts) > 1 else "")
     show(prompts[0])
     try:
         for token in tokens:
@@ -217,7 +208,7 @@ def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path |
         interrupt = raised
     show("\n")
     for index in range(1, len(prompts)):
-        tell(label(index))
+        tell(label.format(index + 1))
         show(prompts[index] + texts[index] + "\n")
     if out is not None:
         records = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in zip(prompts, texts, strict=True)]
@@ -228,28 +219,33 @@ def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path |
         raise interrupt
 
 
-def label(sample_index: int) -> str:
-    return f"--- sample {sample_index + 1} ---\n"
-
-
 def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
-    """Continue each line of standard input until the input ends (Ctrl-D). Earlier lines do not affect later ones.
+    """Continue each line of standard input. Earlier lines do not affect later ones. A prompt given with prompt= comes first."""
 
-    A prompt given with prompt= comes first. Ctrl-C ends the text that is being written; a second Ctrl-C before the next
-    line raises KeyboardInterrupt.
+    def answer(line: str) -> None:
+        tokens = engine.stream(last_tokens(engine, line), request)
+        show_texts([line] * request.num_samples, tokens)
+
+    tell("each line is a separate prompt; Ctrl-C ends a text, Ctrl-D the session\n")
+    take_lines(prompt, answer, ask, errors="surrogateescape")
+
+
+def take_lines(first: str, take: Callable[[str], None], ask: Callable[[bool], str], errors: str) -> None:
+    """Call `take` with `first`, unless it is empty, and with each line of `ask` until the input ends (Ctrl-D).
+
+    Ctrl-C ends a call of `take`; a second Ctrl-C before the next line raises KeyboardInterrupt. errors: what happens to a
+    line that is not UTF-8, as in bytes.decode.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (importing it gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # A line that is not UTF-8 is accepted as well; a line ends at "\n" alone.
-        sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
-    tell("each line is a separate prompt; Ctrl-C ends a text, Ctrl-D the session\n")
-    line: str | None = prompt or None
+        sys.stdin.reconfigure(errors=errors, newline="\n")  # a line ends at "\n" alone
+    line: str | None = first or None
     while True:
         is_interrupted = False
         try:
             if line is not None:
-                show_samples(engine, line, last_tokens(engine, line), request)
+                take(line)
         except KeyboardInterrupt:
             is_interrupted = True
         try:
@@ -268,7 +264,7 @@ def ask(is_interrupted: bool, prompt: str = PROMPT) -> str:
         tell("Ctrl-C again ends the session\n")
     in_terminal = (
         sys.stdin.isatty() and sys.stdout.isatty()
-    )  # there, input() edits the line, and must know what precedes it
+    )  # there, input() edits the line, and must know its beginning
     try:
         tell("" if in_terminal else prompt)
         return input(prompt if in_terminal else "").removesuffix("\r")

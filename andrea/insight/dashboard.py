@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from andrea.config import DashboardConfig, UserError
@@ -21,31 +20,32 @@ if TYPE_CHECKING:
 PANELS_ACROSS = 3
 MOST_RUNS = 20  # lines in a panel
 
-# Titles of the logged figures, by their keys.
 AXIS_TITLES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "seconds of training steps"}
-LOSSES = {"val/loss": "validation loss, nats", "val/bpb": "bits per byte", "train/loss": "training loss, nats"}
-SPEED = {"train/tokens_per_second": "tokens per second", "train/mfu": "MFU, share of the device's peak FLOPs"}
-OPTIMISATION = {
-    "train/gradient_norm": "gradient norm",
-    "train/rate": "learning rate, share of its peak",
-    "train/epoch": "epochs",
-}
-ATTENTION = {
-    "attention/entropy_nats": "entropy, nats",
-    "attention/entropy_share": "entropy as a share of its maximum",
-    "attention/lowest_entropy_share": "lowest entropy of a head, as a share of its maximum",
-    "attention/largest_logit": "largest logit",
-    "attention/first_token_mass": "weight on the first token",
-    "attention/highest_first_token_mass": "largest weight of a head on the first token",
-    "attention/previous_token_mass": "weight on the previous token",
-    "attention/highest_previous_token_mass": "largest weight of a head on the previous token",
-}
-HEALTH = {  # pattern of keys -> title of the panel; the keys come from andrea/training/health/
-    "^health/findings/.*": "findings: 1 where a check failed",
-    "^health/text/.*": "repetition and variety of generated text and of validation text",
-    "^health/(loss|gradient)_spikes$|^health/clipped_share$|^health/update_ratio": "optimisation",
-    "^health/heads_.*": "attention",
-    "^health/(val_less_train|epochs).*": "data",
+SECTIONS = {  # key of a logged figure -> its title; in "Health" a pattern of keys, which come from andrea/training/health/
+    "Loss": {"val/loss": "validation loss, nats", "val/bpb": "bits per byte", "train/loss": "training loss, nats"},
+    "Speed": {"train/tokens_per_second": "tokens per second", "train/mfu": "MFU, share of the device's peak FLOPs"},
+    "Attention": {
+        "attention/entropy_nats": "entropy, nats",
+        "attention/entropy_share": "entropy as a share of its maximum",
+        "attention/lowest_entropy_share": "lowest entropy of a head, as a share of its maximum",
+        "attention/largest_logit": "largest logit",
+        "attention/first_token_mass": "weight on the first token",
+        "attention/highest_first_token_mass": "largest weight of a head on the first token",
+        "attention/previous_token_mass": "weight on the previous token",
+        "attention/highest_previous_token_mass": "largest weight of a head on the previous token",
+    },
+    "Health": {
+        "^health/findings/.*": "findings: 1 where a check failed",
+        "^health/text/.*": "repetition and variety of generated text and of validation text",
+        "^health/(loss|gradient)_spikes$|^health/clipped_share$|^health/update_ratio": "optimisation",
+        "^health/heads_.*": "attention",
+        "^health/(val_less_train|epochs).*": "data",
+    },
+    "Course of training": {
+        "train/gradient_norm": "gradient norm",
+        "train/rate": "learning rate, share of its peak",
+        "train/epoch": "epochs",
+    },
 }
 
 
@@ -79,41 +79,29 @@ def make_workspace(config: DashboardConfig) -> Workspace:
             'the dashboard needs wandb-workspaces; install it with: pip install -e ".[dashboard]"'
         ) from None
 
-    def section(name: str, panels: list, is_open: bool = False) -> workspaces.Section:
+    def panel(section: str, axis: str, metric: str, title: str) -> reports.LinePlot:
+        if section == "Health":
+            return reports.LinePlot(title=title, x=axis, metric_regex=metric, title_x=AXIS_TITLES[axis])
+        title = f"{title} · {AXIS_TITLES[axis]}"
+        return reports.LinePlot(title=title, x=axis, y=[metric], log_x=True, title_x=AXIS_TITLES[axis])
+
+    def section(name: str) -> workspaces.Section:
+        axes = AXES if name == "Loss" else ("tokens",)
+        panels = [panel(name, axis, *each) for axis in axes for each in SECTIONS[name].items()]
         rows = -(-len(panels) // PANELS_ACROSS)
         layout = workspaces.SectionLayoutSettings(columns=PANELS_ACROSS, rows=rows)
+        is_open = name in ("Loss", "Speed")
         return workspaces.Section(name=name, panels=panels, is_open=is_open, layout_settings=layout)
 
-    health = [
-        reports.LinePlot(title=title, x="tokens", metric_regex=pattern, title_x=AXIS_TITLES["tokens"])
-        for pattern, title in HEALTH.items()
-    ]
-    losses = [panel for axis in AXES for panel in line_plots(reports, LOSSES, axis)]
     return workspaces.Workspace(
         entity=config.entity or "",
         project=config.project,
         name=config.name,
-        sections=[
-            section("Loss", losses, is_open=True),
-            section("Speed", line_plots(reports, SPEED, "tokens"), is_open=True),
-            section("Attention", line_plots(reports, ATTENTION, "tokens")),
-            section("Health", health),
-            section("Course of training", line_plots(reports, OPTIMISATION, "tokens")),
-        ],
+        sections=[section(name) for name in SECTIONS],
         settings=workspaces.WorkspaceSettings(x_axis="tokens", max_runs=MOST_RUNS),
         # Grouped by name too, because otherwise wandb would draw one mean line over all model sizes of a sweep.
         runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("Group"), workspaces.Metric("Name")]),
     )
-
-
-def line_plots(reports: ModuleType, titles: dict[str, str], axis: str) -> list:
-    """One panel for each figure, with `axis` on the x axis, on a log scale."""
-    return [
-        reports.LinePlot(
-            title=f"{title} · {AXIS_TITLES[axis]}", x=axis, y=[metric], log_x=True, title_x=AXIS_TITLES[axis]
-        )
-        for metric, title in titles.items()
-    ]
 
 
 def specification(workspace: Workspace) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -148,7 +147,8 @@ def unused(folder: Path) -> Iterator[TextIO]:
 
 def check_no_pupil(folder: Path, runs_dir: str, done: str) -> None:
     """Raises UserError if a run was trained with this one as its teacher: to resume, it needs the teacher at its place."""
-    pupils = [run.name for run in runs_in(Path(runs_dir)) if run != folder and is_teacher(folder, config_of(run))]
+    others = [run for run in runs_in(Path(runs_dir)) if run != folder]
+    pupils = [run.name for run in others if any(folder.name in path.parts for path in teachers_of(config_of(run)))]
     if pupils:
         raise UserError(
             f"{folder} cannot {done}: it is a teacher (train.teachers) of {', '.join(pupils)}, which needs it there to be "
@@ -156,48 +156,15 @@ def check_no_pupil(folder: Path, runs_dir: str, done: str) -> None:
         )
 
 
-def is_teacher(folder: Path, config: dict[str, Any]) -> bool:
+def teachers_of(config: dict[str, Any]) -> list[Path]:
     teachers = inner(config, "train", "teachers")
-    return isinstance(teachers, list) and any(folder.name in Path(str(path)).parts for path in teachers)
+    return [Path(path) for path in teachers if isinstance(path, str) and path] if isinstance(teachers, list) else []
 
 
 # ------------------------------------------------------------------------------------------------------------- the list
 
 HEADS = ["run", "model", "params", "step", "bits/byte", "state", "text", "parent", "last record"]
 ANY_WIDTH = sys.maxsize  # of a line: a name stays whole, because other commands take it
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One run of the table. step: the last record's step. bits_per_byte: the figure of the run's result.
-
-    parents: the runs from whose weights it began (init_from), or from whose predictions it learned (train.teachers).
-    changed: the last record's time, in seconds since 1970.
-    """
-
-    name: str
-    model: str
-    parameters: int | None
-    step: int
-    steps: int | None
-    bits_per_byte: float | None
-    state: str
-    text: str
-    parents: list[str]
-    changed: float
-
-    def cells(self) -> list[str]:
-        return [
-            self.name,
-            self.model,
-            NO_FIGURE if self.parameters is None else format_number(self.parameters),
-            f"{self.step}/{NO_FIGURE if self.steps is None else self.steps}",
-            NO_FIGURE if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}",
-            self.state,
-            self.text,
-            ", ".join(self.parents) or NO_FIGURE,
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(self.changed)),
-        ]
 
 
 def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
@@ -212,16 +179,17 @@ def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
         raise UserError(f"runs_dir={folder} holds no run; train one with `{train}`")
     renamed = {name: run.name for run in runs for name in earlier_names(run)}
     renamed |= {run.name: run.name for run in runs}  # a later run may have the earlier name of another
-    rows, damaged = [], []
+    read: list[tuple[float, list[str]]] = []
+    damaged = []
     for run in runs:
         try:
             metrics = read_records(run / "metrics.jsonl")
-            rows.append(read_row(run, metrics.records, renamed))
+            read.append(read_row(run, metrics.records, renamed))
             damaged += [f"{run.name}: {metrics.complaint}"] if metrics.damaged else []
         except StorageFailed as error:
             damaged.append(f"{run.name}: left out, {error}")
-    rows.sort(key=lambda row: row.changed, reverse=True)
-    table = terminal_table(HEADS, [row.cells() for row in rows], ANY_WIDTH)
+    rows = [cells for _, cells in sorted(read, key=lambda each: each[0], reverse=True)]
+    table = terminal_table(HEADS, rows, ANY_WIDTH)
     width = shutil.get_terminal_size((ANY_WIDTH, 24)).columns  # a pipe or a file gets the table
     say(
         table
@@ -236,10 +204,10 @@ def show_runs(config: RunsConfig, say: Callable[[str], None] = print) -> int:
     return 0
 
 
-def list_entry(row: RunRow) -> list[str]:
+def list_entry(cells: list[str]) -> list[str]:
     """The run's name, which stays whole, and its figures in short lines below."""
-    name, model, parameters, step, bits_per_byte, state, text, parents, changed = map(printable, row.cells())
-    began = f"  from {parents}" if row.parents else ""
+    name, model, parameters, step, bits_per_byte, state, text, parents, changed = map(printable, cells)
+    began = f"  from {parents}" if parents != NO_FIGURE else ""
     return [
         name,
         f"  {state} at step {step} · {bits_per_byte} bits/byte · {changed}",
@@ -257,27 +225,34 @@ def runs_in(folder: Path) -> list[Path]:
     ]
 
 
-def read_row(folder: Path, records: list[dict[str, Any]], renamed: dict[str, str]) -> RunRow:
+def read_row(folder: Path, records: list[dict[str, Any]], renamed: dict[str, str]) -> tuple[float, list[str]]:
     """Read a run folder, whatever state it is in. records: of its metrics.jsonl. Raises StorageFailed.
 
-    renamed: earlier name of a run -> its name now.
+    renamed: earlier name of a run -> its name now. Returns the last record's time, in seconds since 1970, and the cells.
     """
     config, metrics = config_of(folder), folder / "metrics.jsonl"
+    changed = (metrics if os.path.exists(metrics) else folder).stat().st_mtime
     model, steps = (inner(config, *keys) for keys in (("model", "name"), ("train", "steps")))
-    measured = [record for record in records if is_number(record.get("val/bpb"))]
-    measured = [record for record in measured if "event" not in record] or measured
-    return RunRow(
+    parameters, bits_per_byte = parameters_of(folder), bits_per_byte_of(config, records)
+    parents = [renamed.get(name, name) for name in names_of_parents(folder, config)]
+    return changed, [
         folder.name,
         model if isinstance(model, str) else NO_FIGURE,
-        parameters_of(folder),
-        max((record["step"] for record in records), default=0),
-        steps if is_number(steps) else None,
-        result_of(measured, config)["val/bpb"] if measured else None,
+        NO_FIGURE if parameters is None else format_number(parameters),
+        f"{max((record['step'] for record in records), default=0)}/{steps if is_number(steps) else NO_FIGURE}",
+        NO_FIGURE if bits_per_byte is None else f"{bits_per_byte:.4f}",
         state_of(folder, records),
         text_of(config),
-        [renamed.get(name, name) for name in names_of_parents(folder, config)],
-        (metrics if os.path.exists(metrics) else folder).stat().st_mtime,
-    )
+        ", ".join(parents) or NO_FIGURE,
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
+    ]
+
+
+def bits_per_byte_of(config: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
+    """The figure of a run's result; None without an evaluation."""
+    measured = [record for record in records if is_number(record.get("val/bpb"))]
+    measured = [record for record in measured if "event" not in record] or measured
+    return result_of(measured, config)["val/bpb"] if measured else None
 
 
 def state_of(folder: Path, records: list[dict[str, Any]]) -> str:
@@ -305,11 +280,11 @@ def text_of(config: dict[str, Any]) -> str:
 
 
 def names_of_parents(run: Path, config: dict[str, Any]) -> list[str]:
-    """The names of the runs of init_from and train.teachers, which hold paths of checkpoints. config: the run's."""
-    teachers = inner(config, "train", "teachers")
-    paths = [mark_of(run).get("init_from"), *(teachers if isinstance(teachers, list) else [])]
-    named = [Path(path) for path in paths if isinstance(path, str) and path]
-    names = [path.parent.parent.name if path.parent.name == "checkpoints" else path.name for path in named]
+    """The runs from whose weights it began (init_from), or from whose predictions it learned (train.teachers), of which
+    paths of checkpoints are known. config: the run's."""
+    began = mark_of(run).get("init_from")
+    paths = [*([Path(began)] if isinstance(began, str) and began else []), *teachers_of(config)]
+    names = [path.parent.parent.name if path.parent.name == "checkpoints" else path.name for path in paths]
     return list(dict.fromkeys(names))  # the reference of an objective is also what the run began from
 
 

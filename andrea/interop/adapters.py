@@ -28,13 +28,12 @@ from andrea.checkpoint.folder import read_small_json
 from andrea.checkpoint.model import load_results
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
-from andrea.interop.hugging_face.classes import GPT2_NAMES, LLAMA_NAMES, TOLERANCE, renamed
+from andrea.interop.hugging_face.classes import TOLERANCE, renamed
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
 from andrea.interop.importing.families import TRANSPOSED
 from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
 from andrea.interop.proof import OtherProgram, Target
 from andrea.interop.settings import Trained
-from andrea.model.gpt import GPT
 from andrea.model.lora import ALPHA, A, B
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -80,13 +79,11 @@ class Peft(Target):
 
     def write(self, folder: Path) -> None:
         is_gpt2 = self.base.chosen.model_type == "gpt2"
-        layers, names = (
-            (joined_factors(self.trained, self.layers), GPT2_NAMES) if is_gpt2 else (self.layers, LLAMA_NAMES)
-        )
+        layers = joined_factors(self.trained, self.layers) if is_gpt2 else self.layers
         rank = len(next(iter(self.layers.values()))[0])
         weights, patterns = {}, {}
         for layer, (a, b) in layers.items():
-            module = renamed(f"{layer}.", names).removesuffix(".")
+            module = renamed(f"{layer}.", self.base.chosen.names).removesuffix(".")
             weights |= {f"{PREFIX}{module}{OF_A}": a, f"{PREFIX}{module}{OF_B}": b}
             patterns[module.rpartition(".")[2]] = len(a)
         write_tensors(folder / ADAPTER_WEIGHTS, weights, {"format": "pt"})
@@ -107,9 +104,6 @@ class Peft(Target):
         }
         write_json(folder / ADAPTER_CONFIG, content)
         os.chmod(folder / ADAPTER_WEIGHTS, (folder / ADAPTER_CONFIG).stat().st_mode)
-
-    def rounded_gpt(self) -> GPT:
-        return self.trained.gpt
 
     def open(self, folder: Path) -> OtherProgram:
         import peft
@@ -214,9 +208,14 @@ def with_adapter(theirs: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor
 
     Raises UserError or Damaged.
     """
-    config, weights = read_adapter_config(folder), dict(theirs)
-    reader = open_adapter(folder)
-    changed = set()
+    config, weights, changed = read_adapter_config(folder), dict(theirs), set()
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        why = "the file is missing"
+        if (folder / "adapter_model.bin").exists():
+            why = "adapter_model.bin is a pickle, which could run code when it is read; save it with safe_serialization=True"
+        raise UserError(f"{path} cannot be read: {why}")
+    reader = TensorReader([path])
     for name in reader.names:
         module = name.removeprefix(PREFIX).removesuffix(OF_A).removesuffix(OF_B)
         if name.endswith(OF_B) and name.removesuffix(OF_B) + OF_A in reader.parts:
@@ -224,13 +223,9 @@ def with_adapter(theirs: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor
         is_a = name.endswith(OF_A) and name.removesuffix(OF_A) + OF_B in reader.parts
         target = f"{module}.weight" if is_a else module
         target = target if target in weights else target.removeprefix("transformer.")  # old files of GPT-2
-        if (
-            not name.startswith(PREFIX)
-            or target not in weights
-            or target in changed
-            or not (is_a or "lora" not in name)
-        ):
-            raise UserError(f"{folder / ADAPTER_WEIGHTS} holds {name:.80}, which has no counterpart in the base")
+        is_known = name.startswith(PREFIX) and (is_a or "lora" not in name)
+        if not is_known or target not in weights or target in changed:
+            raise UserError(f"{path} holds {name:.80}, which has no counterpart in the base")
         added = change(config, module, reader, name, target) if is_a else reader.read(name).float()
         if added.shape != weights[target].shape:
             raise UserError(
@@ -239,7 +234,7 @@ def with_adapter(theirs: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor
         weights[target] = weights[target].float() + added if is_a else added
         changed.add(target)
         if not bool(weights[target].isfinite().all()):
-            raise UserError(f"{folder / ADAPTER_WEIGHTS}: with {name:.80} the weights are not finite; copy it again")
+            raise UserError(f"{path}: with {name:.80} the weights are not finite; copy it again")
     return weights
 
 
@@ -252,10 +247,8 @@ def change(config: dict[str, Any], module: str, reader: TensorReader, name: str,
             f"{name:.80} is {tuple(a.shape)}, and its B {tuple(b.shape)}, but {ADAPTER_CONFIG} says rank {rank}; copy both again"
         )
     alpha = number(config, "lora_alpha", "alpha_pattern", module, MOST_ALPHA)
-    scale = (
-        alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-    )  # rsLoRA: Kalajdzievski 2023, arXiv 2312.03732
-    product = scale * (b @ a)
+    # rsLoRA: Kalajdzievski 2023, arXiv 2312.03732
+    product = alpha / (rank**0.5 if config.get("use_rslora") else rank) * (b @ a)
     return product.T if target.endswith(TRANSPOSED) else product
 
 
@@ -269,13 +262,3 @@ def number(config: dict[str, Any], key: str, pattern: str, module: str, most: fl
     if type(own) not in (int, float) or not is_whole or not 0 < own <= most:
         raise refused(key, own)
     return own
-
-
-def open_adapter(folder: Path) -> TensorReader:
-    path = folder / ADAPTER_WEIGHTS
-    if not path.is_file():
-        why = "the file is missing"
-        if (folder / "adapter_model.bin").exists():
-            why = "adapter_model.bin is a pickle, which could run code when it is read; save it with safe_serialization=True"
-        raise UserError(f"{path} cannot be read: {why}")
-    return TensorReader([path])

@@ -22,7 +22,7 @@ from andrea.config import ExportConfig, UserError, as_typed, to_plain
 from andrea.interop.adapters import Peft
 from andrea.interop.gguf import Gguf
 from andrea.interop.hugging_face.target import HuggingFace
-from andrea.interop.proof import MOST_TOKENS, ComparedText, OtherProgram, Proof, Target, compared_text, prove, read_text
+from andrea.interop.proof import MOST_TOKENS, ComparedText, Proof, Target, compared_text, prove, read_text
 from andrea.interop.settings import Trained
 from andrea.runtime.files import StorageFailed, publish_folder, reading, staging_path, storing
 from andrea.runtime.own_parts import is_own
@@ -113,25 +113,19 @@ def proof_of(trained: Trained, target: Target, folder: Path, text: ComparedText)
     Raises StorageFailed if that program cannot load what has just been written.
     """
     try:
-        other = loaded_by(target, folder)
-        with reading(folder):
-            return prove(trained, target.rounded_gpt(), other, target.share, target.least, text), ""
+        other = target.open(folder)
     except ImportError as error:
         return None, f"{target.package} cannot be imported ({error}); run: pip install {target.package}"
-
-
-def loaded_by(target: Target, folder: Path) -> OtherProgram:
-    """The export, loaded by the other program, whose errors of a file that cannot be read are of any type."""
-    try:
-        return target.open(folder)
-    except (ImportError, MemoryError):
+    except MemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # of any type, for a file that cannot be read
         fault = str(error).strip().partition("\n")[0][:200]
         raise StorageFailed(
             f"{target.package} cannot load what was written for {folder}: {type(error).__name__}: {fault}",
             "check the disk, then try again; if it fails again, please report it with the run's config.yaml",
         ) from error
+    with reading(folder):
+        return prove(trained, target.rounded_gpt(), other, target.share, target.least, text), ""
 
 
 def report(folder: Path, proof: Proof | None, reason: str) -> None:
@@ -146,38 +140,7 @@ def report(folder: Path, proof: Proof | None, reason: str) -> None:
 
 # ------------------------------------------- the card: what the model is, how it was trained and is used, and the proof
 
-CARD = """\
----
-pipeline_tag: text-generation
-tags: [andrea]
----
-
-# {name}
-
-A language model with {n_parameter:,} parameters, trained with ANDREA, exported as `{what}` with weights in {dtype}: {why}.
-
-The licence of the weights is for their owner to choose: add `license:` to the head of this file.
-
-## Use
-
-{usage}
-The model was trained on texts that begin with `<|endoftext|>`, and the tokenizer puts this token in front. It sees at most
-{sequence_length} tokens.{documents}
-
-## Training
-
-| | |
-|---|---|
-{facts}
-
-## Proof
-
-{proof}
-
-## Configuration
-
-{configuration}
-"""
+CARD = Path(__file__).with_name("card.md")
 ONE_DOCUMENT = """
 In training, attention did not cross documents (`attention.across_documents=false`). The export equals the model on single
 documents; in a text with several, each token also sees the documents before its own."""
@@ -187,7 +150,7 @@ def card_of(
     trained: Trained, target: Target, dtype: str, folder: str, hub: str | None, proof: Proof | None, reason: str
 ) -> str:
     """The card as Markdown. hub: the repository that it is uploaded to. reason: why there is no proof, if there is none."""
-    return CARD.format(
+    return CARD.read_text(encoding="utf-8").format(
         name=escaped(trained.name),
         n_parameter=sum(parameter.numel() for parameter in trained.gpt.parameters()),
         what=target.what,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -17,50 +16,36 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.classes import NO_ROTATION, joined_weights, normed_weights, renamed, weights_of
+from andrea.interop.hugging_face.classes import (
+    GGUF_NAMES,
+    NO_ROTATION,
+    TOLERANCE,
+    Architecture,
+    joined_weights,
+    normed_weights,
+    weights_of,
+)
 from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_tokens
 from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
-from andrea.interop.settings import Allowed, Trained, anything, fewest_differences
+from andrea.interop.settings import Trained, anything, fewest_differences
 from andrea.model.gpt import GPT, scaled
 from andrea.text.chat import CHAT_TEMPLATE, END
 from andrea.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------- the architectures
 
-EXACT, GELU = 1e-5, 1e-3  # tolerances as shares of the largest logit; llama.cpp's GELU is a table of fp16 numbers
 
-NAMES = {
-    "embedding.": "token_embd.",
-    "position.weight": "position_embd.weight",
-    "final_norm.": "output_norm.",
-    "head.": "output.",
-    "blocks.": "blk.",
-    ".attention_norm.": ".attn_norm.",
-    ".mlp_norm.": ".ffn_norm.",
-    ".mlp.gate.": ".ffn_gate.",
-    ".mlp.up.": ".ffn_up.",
-    ".mlp.down.": ".ffn_down.",
-    ".attention.query.": ".attn_q.",
-    ".attention.key.": ".attn_k.",
-    ".attention.value.": ".attn_v.",
-    ".attention.output.": ".attn_output.",
-    ".attention.joined.": ".attn_qkv.",
-    ".attention.query_norm": ".attn_q_norm.weight",
-    ".attention.key_norm": ".attn_k_norm.weight",
-}
+def reordered_weights(trained: Trained) -> dict[str, Tensor]:
+    """Our weights, with the rows of queries and keys reordered."""
+    return {
+        name: neighbours_first(each, trained.model.head_width) if ".query." in name or ".key." in name else each
+        for name, each in weights_of(trained).items()
+    }
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """weights: in its form, under our names. allowed: the settings that it holds, where they differ from PLAIN.
-
-    tolerance: the largest difference of logits with weights in fp32, as a share of the largest logit.
-    """
-
-    name: str
-    weights: Callable[[Trained], dict[str, Tensor]]
-    allowed: dict[str, Allowed]
-    tolerance: float = EXACT
+def neighbours_first(rows: Tensor, d_head: int) -> Tensor:
+    """Rows (H D, …) of each head in the order 0, D/2, 1, D/2 + 1, …: pairs that turn together become neighbours."""
+    return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def is_interpolation(scaling: tuple[float, ...] | None) -> bool:
@@ -69,19 +54,19 @@ def is_interpolation(scaling: tuple[float, ...] | None) -> bool:
 
 
 ARCHITECTURES = (
-    Architecture("llama", weights_of, {"model.rotary_scaling": anything}),
+    Architecture("llama", {"model.rotary_scaling": anything}, reordered_weights, GGUF_NAMES),
     Architecture(
         "qwen3",
-        normed_weights,
         {
             "model.n_head": anything,
             "model.qk_norm": {True, "learned"},
             "model.rotary_scaling": is_interpolation,
         },
+        normed_weights,
+        GGUF_NAMES,
     ),
     Architecture(
         "gpt2",
-        joined_weights,
         {
             "model.d_head": {None},  # llama.cpp reads matrices of d_model rows in this architecture
             "model.norm": {"layernorm"},
@@ -89,7 +74,8 @@ ARCHITECTURES = (
             "model.bias": {False, True},
             "model.position": {"learned", "none"},
         },
-        tolerance=GELU,
+        joined_weights,
+        GGUF_NAMES,
     ),
 )
 
@@ -106,27 +92,13 @@ def choose_architecture(trained: Trained) -> Architecture:
 
 
 def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tensor]:
-    """The weights under llama.cpp's names and in its order of rows."""
-    weights = architecture.weights(trained)
-    if architecture.name == "llama":
-        for name in [name for name in weights if ".attention.query." in name or ".attention.key." in name]:
-            weights[name] = neighbours_first(weights[name], trained.model.head_width)
-    renamed_weights = {renamed(name, NAMES): weight for name, weight in weights.items()}
-    if trained.model.position == "rotary" and not is_interpolation(trained.model.rotary_scaling):
-        renamed_weights["rope_freqs.weight"] = slowdown(trained)
-    return renamed_weights
-
-
-def slowdown(trained: Trained) -> Tensor:
-    """How many times slower each pair of a head turns by model.rotary_scaling, (R/2,) fp32."""
-    n_rotated = trained.model.n_rotated
-    frequency = trained.model.rotary_base ** -(torch.arange(0, n_rotated, 2, dtype=torch.float64) / n_rotated)
-    return (frequency / scaled(frequency, *trained.model.rotary_scaling)).float()
-
-
-def neighbours_first(rows: Tensor, d_head: int) -> Tensor:
-    """Rows (H D, …) of each head in the order 0, D/2, 1, D/2 + 1, …: pairs that turn together become neighbours."""
-    return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)
+    """The weights, and how many times slower each pair of a head turns by model.rotary_scaling, (R/2,) fp32, if it does."""
+    weights, model = architecture.weights(trained), trained.model
+    if model.position == "rotary" and not is_interpolation(model.rotary_scaling):
+        pair = torch.arange(0, model.n_rotated, 2, dtype=torch.float64) / model.n_rotated
+        frequency = model.rotary_base**-pair
+        weights["rope_freqs.weight"] = (frequency / scaled(frequency, *model.rotary_scaling)).float()
+    return weights
 
 
 # ------------------------------------------------------------------------------------------------------------- the file
@@ -260,6 +232,7 @@ class LlamaCpp(OtherProgram):
 # ----------------------------------------------------------------------------------------------------------- the target
 
 # Tolerances as shares of the largest logit, about five times what was measured: llama.cpp rounds activations too.
+GELU = 1e-3  # llama.cpp's is a table of fp16 numbers
 ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2}
 LEAST = 1e-4
 
@@ -298,7 +271,7 @@ class Gguf(Target):
             raise UserError('to=gguf needs the package gguf; run: pip install gguf (or pip install -e ".[interop]")')
         self.what = self.architecture.name
         self.why = f"llama.cpp's architecture {self.what} computes the same function"
-        self.share = max(self.architecture.tolerance, ROUNDED.get(dtype, 0.0))
+        self.share = max(GELU if self.what == "gpt2" else TOLERANCE, ROUNDED.get(dtype, 0.0))
 
     def write(self, folder: Path) -> None:
         import gguf
@@ -319,7 +292,7 @@ class Gguf(Target):
     @torch.no_grad()
     def rounded_gpt(self) -> GPT:
         if self.dtype == "f32":
-            return self.trained.gpt
+            return super().rounded_gpt()
         import gguf
 
         found = copy.deepcopy(self.trained.gpt)

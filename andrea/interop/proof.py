@@ -59,6 +59,7 @@ class Target(ABC):
     replaced: patterns of files in a repository that an earlier upload may have left, and that would be loaded in place of these.
     """
 
+    trained: Trained
     what: str
     why: str
     package: str
@@ -70,9 +71,9 @@ class Target(ABC):
     def write(self, folder: Path) -> None:
         """Write the files to an existing folder. Raises OSError, and UserError for what the format cannot hold."""
 
-    @abstractmethod
     def rounded_gpt(self) -> GPT:
-        """Our model in fp32, with the weights as the files hold them."""
+        """Our model in fp32, with the weights as the files hold them: here in fp32."""
+        return self.trained.gpt
 
     @abstractmethod
     def open(self, folder: Path) -> OtherProgram:

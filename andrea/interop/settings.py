@@ -73,8 +73,11 @@ PLAIN: dict[str, Allowed] = {
 }
 
 
-def settings_of(trained: Trained) -> dict[str, Any]:
-    """The value of each key of PLAIN. A key that has no effect gets the value of a plain transformer."""
+def differences(trained: Trained, allowed: dict[str, Allowed]) -> list[str]:
+    """The settings, as `key=value`, that an architecture cannot hold. allowed: where it differs from PLAIN.
+
+    A key that has no effect is taken for that of a plain transformer.
+    """
     values = {key: trained.setting(key) for key in PLAIN}
     if trained.model.d_attended == trained.model.d_model:
         values["model.d_head"] = None
@@ -85,13 +88,8 @@ def settings_of(trained: Trained) -> dict[str, Any]:
         values["model.rotary_scaling"] = None
     if not any(trained.windows):
         values["attention.window"] = None
-    return values
-
-
-def differences(trained: Trained, allowed: dict[str, Allowed]) -> list[str]:
-    """The settings, as `key=value`, that an architecture cannot hold. allowed: where it differs from PLAIN."""
     found = []
-    for key, value in settings_of(trained).items():
+    for key, value in values.items():
         fits = allowed.get(key, PLAIN[key])
         if not (fits(value) if callable(fits) else value in fits):
             found.append(f"{key}={as_typed(value)}")

@@ -1,6 +1,6 @@
 """A decoder-only transformer: tokens to hidden vectors, and hidden vectors to logits. `initialise` sets its first weights.
 
-B batch, T tokens, H heads, G key/value heads, D = d_head, V vocabulary.
+B batch, T tokens, S = sequence_length, L layers, H heads, G key/value heads, D = d_head, V vocabulary, R rows of a table.
 Pre-norm blocks (Radford et al. 2019, GPT-2, section 2.3): x + attention(norm(x)), then x + mlp(norm(x)). With
 model.parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX: Black et al. 2022, arXiv
 2204.06745, section 2.1).
@@ -43,11 +43,10 @@ from andrea.model.transfer import WRITES_RESIDUAL, Transfer
 from andrea.runtime.own_parts import is_own, own_class
 
 # -------------------------------------------------------------------------------------------------------------- dropout
-# Dropout of what the blocks add to x. The random numbers are a function of a seed per sequence.
-#
-# B sequences of T tokens, L layers. A block adds two outputs to x: that of its attention (0) and that of its MLP (1).
-# Each random number is computed from (seed of the sequence, layer, output, token, channel); it is not the next number of a
-# generator. So neither the micro-batch, nor the number of ranks, nor a resume, nor activation checkpointing changes it.
+# Dropout of what the blocks add to x. The random numbers are a function of a seed per sequence. A block adds two
+# outputs to x: that of its attention (0) and that of its MLP (1). Each random number is computed from (seed of the
+# sequence, layer, output, token, channel); it is not the next number of a generator. So neither the micro-batch, nor
+# the number of ranks, nor a resume, nor activation checkpointing changes it.
 
 HALF = 2**15 - 1
 ROUND_FACTORS = (46501, 40503, 49843, 53669)  # odd numbers of 16 bits; with one round less, the last bits are not mixed
@@ -94,7 +93,7 @@ def mixed(x: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
-# Norms, MLPs and the cap on logits. x is (B, T, d_model): B batch, T tokens.
+# Norms, MLPs and the cap on logits. x is (B, T, d_model).
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -200,10 +199,9 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------ positions
-# Position encodings: learned vectors, rotary positions, or none. ALiBi changes scores, in attention/modifiers.py.
-#
-# B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses positions start .. start + T - 1.
-# `start` is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
+# Learned vectors, rotary positions, or none. ALiBi changes scores, in attention/modifiers.py. A forward pass uses
+# positions start .. start + T - 1. `start` is an int, or a 0-d tensor in compiled decoding, or a tensor (B,) for
+# sequences of different lengths.
 
 
 class Position(nn.Module):
@@ -306,8 +304,6 @@ def rows(table: Tensor, start: int | Tensor, count: int) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------- bigram embedding
 # Hashed bigrams: an embedding of each pair of neighbouring tokens is added to the embedding of the token.
-#
-# B sequences, T tokens, R rows of the table.
 
 NO_TOKEN = -1  # before the first token of a text
 

@@ -8,6 +8,7 @@ import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,7 +25,7 @@ from andrea.config import ServeConfig
 from andrea.generation.engine import Engine
 from andrea.serve.answers import Answer, Names
 from andrea.serve.errors import RequestError, json_response, to_json
-from andrea.serve.requests import Limits, read_json, read_request
+from andrea.serve.requests import read_json, read_request
 from andrea.serve.worker import Job, Worker
 
 BODY_SECONDS = 15.0  # for a body to arrive
@@ -62,7 +63,7 @@ def make_app(served: Served, more: Sequence[Route] = ()) -> Starlette:
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/chat/completions", partial(routes.completions, is_chat=True), methods=["POST"]),
             *more,
         ],
         middleware=guards,
@@ -146,7 +147,6 @@ class Routes:
         self.served, self.worker, self.config = served, served.worker, served.config
         self.names = Names(self.engine.tokenizer)
         self.began = int(time.time())
-        self.limits = Limits(self.config.max_tokens, self.config.max_waiting)
 
     @property
     def engine(self) -> Engine:
@@ -170,23 +170,22 @@ class Routes:
         head = {"id": self.served.name, "object": "model", "created": self.began, "owned_by": "andrea"}
         return head | self.served.about
 
-    async def completions(self, request: Request) -> Response:
-        return await self.answer(request, is_chat=False)
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self.answer(request, is_chat=True)
-
-    async def answer(self, request: Request, is_chat: bool) -> Response:
+    async def completions(self, request: Request, is_chat: bool = False) -> Response:
         body = await read_body(request, self.config.max_body_bytes)
         asked = await asyncio.to_thread(
-            lambda: read_request(read_json(body), self.engine, self.served.name, self.limits, is_chat)
+            lambda: read_request(read_json(body), self.engine, self.served.name, self.config, is_chat)
         )
         job = self.worker.submit(asked)
         answer = Answer(asked, self.served.name, self.names)
         if asked.is_stream:
             return Stream(self.chunks(job, answer), self.config.timeout_s, lambda: self.worker.cancel(job))
+
+        async def write() -> None:
+            async for _ in news(job, answer):
+                pass
+
         try:
-            await unless_gone(request.receive, write(job, answer), self.config.timeout_s)
+            await unless_gone(request.receive, write(), self.config.timeout_s)
         finally:
             self.worker.cancel(job)
         return json_response(answer.whole())
@@ -217,15 +216,10 @@ async def news(job: Job, answer: Answer) -> AsyncIterator[Any]:
         yield choice
 
 
-async def write(job: Job, answer: Answer) -> None:
-    async for _ in news(job, answer):
-        pass
-
-
 async def read_body(request: Request, most: int) -> bytes:
     """Raises RequestError if the body is too large, or does not arrive in time."""
-    message = f"the body has more than {most} bytes"
-    if request.headers.get("content-length", "0").isdigit() and int(request.headers.get("content-length", "0")) > most:
+    message, length = f"the body has more than {most} bytes", request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > most:
         raise RequestError(413, message, connection="close")
     body = bytearray()
     try:

@@ -49,10 +49,10 @@ Load = Callable[[ServeConfig, torch.device], tuple[Served, list[str]]]
 
 def page_routes(served: Served, load: Load) -> list[Route]:
     """load: as `server.load_one`."""
-    page = make_page()
-    routes = [Route("/", page)]
-    models = {"": served} | ({} if served.beside is None else {"/beside": served.beside})
-    for prefix, each in models.items():
+    routes = [Route("/", make_page())]
+    for prefix, each in (("", served), ("/beside", served.beside)):
+        if each is None:
+            continue
         own = PageRoutes(each, load)
         routes += [
             Route(f"{prefix}/v1/andrea", own.facts),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from andrea.config import ServeConfig
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.serve.errors import RequestError
@@ -43,14 +43,6 @@ class Prompt:
     ids: list[int]
     shown: str
     n_added: int = 0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of one request. max_texts: prompts times n."""
-
-    max_tokens: int
-    max_texts: int
 
 
 @dataclass(frozen=True)
@@ -120,16 +112,12 @@ class Fields:
         return value
 
     def whole(self, key: str, default: int | None, low: int, high: int) -> int | None:
-        def is_valid(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
+        is_valid = lambda value: type(value) is int and low <= value <= high  # noqa: E731
         return self.take(key, default, is_valid, f"a whole number from {low} to {high}")
 
     def number(self, key: str, default: float | None, low: float, high: float) -> float | None:
-        def is_valid(value: Any) -> bool:
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            return is_number and low <= value <= high and math.isfinite(value)
-
+        """high is finite, so NaN and infinity are out of range."""
+        is_valid = lambda value: type(value) in (int, float) and low <= value <= high  # noqa: E731
         return self.take(key, default, is_valid, f"a number from {low:g} to {high:g}")
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -147,14 +135,14 @@ class Fields:
             raise RequestError(400, f"{name} is not known to this server; leave it out", name, "unknown_parameter")
 
 
-def read_request(body: dict[str, Any], engine: Engine, name: str, limits: Limits, is_chat: bool) -> Asked:
+def read_request(body: dict[str, Any], engine: Engine, name: str, config: ServeConfig, is_chat: bool) -> Asked:
     """Raises RequestError. name: of the model."""
     fields = Fields(body)
     if fields.take("model", name, lambda value: isinstance(value, str), "a text") != name:
         raise RequestError(404, f"this server has one model, {name}", "model", "model_not_found")
     source = "messages" if is_chat else "prompt"
-    default = min(limits.max_tokens, DEFAULT_TOKENS[source])
-    n_new = fields.whole(tokens_key(fields, is_chat), default, 0, limits.max_tokens)
+    default = min(config.max_tokens, DEFAULT_TOKENS[source])
+    n_new = fields.whole(tokens_key(fields, is_chat), default, 0, config.max_tokens)
     n_left_out = 0
     if is_chat:
         prompt, n_left_out = read_messages(fields.left.pop("messages", None), engine, n_new)
@@ -167,9 +155,9 @@ def read_request(body: dict[str, Any], engine: Engine, name: str, limits: Limits
         n_likeliest = fields.whole("logprobs", None, 0, MOST_LIKELIEST)
     if n_new == 0 and not echo:
         raise RequestError(400, "max_tokens=0 is for echo=true alone; ask for at least one token", "max_tokens")
-    n = fields.whole("n", 1, 1, limits.max_texts)
-    if n * len(prompts) > limits.max_texts:
-        raise RequestError(400, f"{len(prompts)} prompts times n={n} are more than {limits.max_texts} texts", "n")
+    n = fields.whole("n", 1, 1, config.max_waiting)
+    if n * len(prompts) > config.max_waiting:
+        raise RequestError(400, f"{len(prompts)} prompts times n={n} are more than {config.max_waiting} texts", "n")
     top_k = fields.whole("top_k", -1, -1, engine.tokenizer.n_vocab)
     is_stream = fields.flag("stream")
     options = Fields(fields.take("stream_options", {}, lambda value: isinstance(value, dict), "an object"))

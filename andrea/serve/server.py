@@ -18,8 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from andrea.checkpoint.model import open_model
 from andrea.config import ServeConfig, UserError
 from andrea.generation.batching import Batch
-from andrea.generation.engine import Engine
-from andrea.generation.session import check_device_offers, decoding_dtype, describe
+from andrea.generation.session import describe, make_engine
 from andrea.runtime.streams import at_words
 from andrea.serve.app import Served, is_loopback, make_app
 from andrea.serve.errors import RequestError, to_json
@@ -149,19 +148,20 @@ def load(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
 
 def load_one(config: ServeConfig, device: torch.device) -> tuple[Served, list[str]]:
     checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust)
-    dtype = decoding_dtype(config.precision, model)
-    check_device_offers(config.precision, "off", device)
-    engine = Engine(model, tokenizer, dtype=dtype, int8=config.precision == "int8")
+    engine = make_engine(model, tokenizer, config.precision)
     batch = Batch(engine, config.max_running)
-    numbers = str(dtype).removeprefix("torch.") + (" with matrices in int8" if config.precision == "int8" else "")
     way = "all in one pass" if batch.is_joint else "one after another, for want of our CPU kernels"
     lines = [
-        describe(checkpoint, model, tokenizer, f"{device}, {numbers}"),
+        describe(checkpoint, model, tokenizer, f"{device}, {engine.numbers}"),
         f"{config.max_running} texts at a time, {way}; their keys and values take {batch.n_cache_bytes / 2**20:,.0f} MiB; "
         f"{config.max_waiting} more may wait",
     ]
     name = config.served_name or checkpoint.path.parent.parent.name
-    about = {"max_model_len": model.config.sequence_length, "tokenizer": tokenizer.identity, "precision": numbers}
+    about = {
+        "max_model_len": model.config.sequence_length,
+        "tokenizer": tokenizer.identity,
+        "precision": engine.numbers,
+    }
     return Served(name, Worker(batch, model, config.max_waiting, config.threads), config, about, checkpoint), lines
 
 

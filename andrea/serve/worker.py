@@ -122,10 +122,6 @@ class Worker:
             self.tasks.append(task)
             self.changed.notify()
 
-    def deliver(self, events: list[tuple[Job, Event]]) -> None:
-        for job, event in events:
-            job.events.put_nowait(event)
-
     # -------------------------------------------------------------------------------------------- the model's thread
 
     def run(self) -> None:
@@ -148,7 +144,11 @@ class Worker:
     def step(self) -> None:
         """Let texts join and leave, and add one token to those that are in the batch."""
         self.end([text for text in self.running if text.job.is_cancelled])
-        while self.batch.idle and (text := self.next_waiting()):
+        while self.batch.idle:
+            with self.changed:
+                if not self.waiting:
+                    break
+                text = self.waiting.popleft()
             self.running.append(text)
             if text.job.asked.echo and text.job.asked.n_likeliest is not None:
                 self.post([(text.job, (text.index, self.prompt_scores(text)))])
@@ -184,10 +184,6 @@ class Worker:
             with self.changed:
                 self.tasks.append(task)
 
-    def next_waiting(self) -> JobText | None:
-        with self.changed:
-            return self.waiting.popleft() if self.waiting else None
-
     def end(self, texts: list[JobText]) -> None:
         for text in texts:
             self.running.remove(text)
@@ -202,5 +198,9 @@ class Worker:
         return [None] * (1 - n_added) + score_tokens(self.gpt, ids, text.job.asked.n_likeliest)
 
     def post(self, events: list[tuple[Job, Event]]) -> None:
+        def deliver() -> None:
+            for job, event in events:
+                job.events.put_nowait(event)
+
         if events and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.deliver, events)
+            self.loop.call_soon_threadsafe(deliver)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from andrea.config import UserError
-from andrea.text.shards import TokenStream, in_blocks, token_type
+from andrea.text.shards import TokenStream, token_type
 from andrea.text.tokenizer import Tokenizer
 from andrea.text.windows import IGNORED_TARGET, Windows, document_begins
 
@@ -161,9 +161,7 @@ class ConversationWindows(Windows):
         self.unit = "pairs of conversations" if pairs else "conversations"
         begins = document_begins(stream, tokenizer.end_of_text)[:: 2 if pairs else 1]
         stops = np.append(begins[1:], len(stream))
-        self.spans: list[
-            list[tuple[int, int]]
-        ] = []  # of each window, the first token of each conversation, and its end
+        self.spans: list[list[tuple[int, int]]] = []  # of each window: where each conversation begins and ends
         self.n_cut = self.n_left_out = 0
         room = 0
         for begin, whole in zip(begins.tolist(), stops.tolist(), strict=True):
@@ -182,16 +180,10 @@ class ConversationWindows(Windows):
                 f"none of {len(begins):,} {self.unit} has an answer that fits into model.sequence_length={sequence_length}; "
                 f"raise it"
             )
-        learned = np.cumsum(np.append(0, self.learned_in(stream)))  # of the tokens before each place
-        counts = [
-            len(spans) if pairs else sum(int(learned[stop] - learned[begin]) for begin, stop in spans)
-            for spans in self.spans
-        ]
+        learned = np.cumsum(np.append(0, is_learned(stream[:], tokenizer)))  # of the tokens before each place
+        counts = [len(each) if pairs else sum(int(learned[b] - learned[a]) for a, b in each) for each in self.spans]
         self.n_target = np.array(counts, dtype=np.int64)
         self.n_token = len(self.spans) * sequence_length
-
-    def learned_in(self, stream: TokenStream) -> np.ndarray:
-        return is_learned(np.concatenate([np.zeros(0, np.int64), *in_blocks(stream)]), self.tokenizer)
 
     def cut(self, begin: int, stop: int) -> int:
         """The end of the last turn that fits into a window; `begin` if no answer fits."""

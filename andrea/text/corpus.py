@@ -25,16 +25,7 @@ from andrea.text.chat import ChatTokenizer, for_chat
 from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
 from andrea.text.listing import Selection
 from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
-from andrea.text.prepare import (
-    FORMAT_VERSION,
-    SPLITS,
-    SourceFolder,
-    data_dir_errors,
-    data_dir_lock,
-    fingerprint_of,
-    is_chat,
-    prepare,
-)
+from andrea.text.prepare import FORMAT_VERSION, SPLITS, SourceFolder, fingerprint_of, prepare, writing_to
 from andrea.text.python_chat import python_chat_in
 from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
 from andrea.text.sources import Report, Source
@@ -87,7 +78,7 @@ def open_corpus(
     check_weights(configs)
     tokenizer = with_vocabulary_size(tokenizer, sources, data_dir, report)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
-    if existing is not None and any(map(is_chat, sources)):
+    if existing is not None and any(source.is_chat for source in sources):
         existing = for_chat(existing)
     origin = tokenizer_origin(tokenizer, existing, sources)
     folders = [
@@ -110,20 +101,17 @@ def find_source(
     name: str, config: SourceConfig, key: str, data_dir: Path, report: Report, pairs: bool
 ) -> Source | ShardSource:
     path = Path(config.path).expanduser() if config.path else None
-    if config.kind == "pystdlib":
-        return Source(name, "pystdlib", path, f"{key}.path")
     if config.kind == "python_chat":
-        return Source(name, "chat", python_chat_in(data_dir), f"{key}.path")
-    if config.kind in ("text", "chat"):
-        selection = Selection(tuple(config.include), tuple(config.exclude), config.field)
-        kind = "pairs" if pairs and config.kind == "chat" else config.kind
-        return Source(name, kind, path, f"{key}.path", selection)
-    if config.kind in ("shakespeare", "fineweb_edu") and path is None:
+        path = python_chat_in(data_dir)
+    elif config.kind in ("shakespeare", "fineweb_edu") and path is None:
         path = downloaded(config.kind, data_dir, report)
-    assert path is not None, "the configuration's checks demand a path"
-    if config.kind == "shakespeare":
-        return Source(name, "text", path, f"{key}.path")
-    return find_shards(name, path, f"{key}.path")
+    if config.kind in ("shards", "fineweb_edu"):
+        assert path is not None, "the configuration's checks demand a path"
+        return find_shards(name, path, f"{key}.path")
+    kind = {"shakespeare": "text", "python_chat": "chat"}.get(config.kind, config.kind)
+    kind = "pairs" if pairs and config.kind == "chat" else kind
+    selection = Selection(tuple(config.include), tuple(config.exclude), config.field)
+    return Source(name, kind, path, f"{key}.path", selection)
 
 
 def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
@@ -131,7 +119,7 @@ def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
     remotes = SHAKESPEARE if kind == "shakespeare" else FINEWEB_EDU
     folder = data_dir / "downloads" / kind
     if not all((folder / remote.name).exists() for remote in remotes):
-        with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
+        with writing_to(data_dir, report):
             for remote in remotes:
                 fetch(remote, folder, report)
     return folder / remotes[0].name if len(remotes) == 1 else folder
@@ -198,7 +186,7 @@ def tokenizer_origin(
     """
     if existing is not None:
         return [existing.identity]
-    chat = ["chat"] if any(map(is_chat, sources)) else []
+    chat = ["chat"] if any(source.is_chat for source in sources) else []
     if config.kind == "gpt2":
         return ["gpt2", *chat]
     shards = [source for source in sources if isinstance(source, ShardSource)]
@@ -215,8 +203,7 @@ def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: 
 
     A change of the list that is hashed would change all names, so existing folders would no longer be found.
     """
-    kind, hashed = (source.kind, source.hashed) if isinstance(source, Source) else ("shards", source.listing)
-    digest = hash_of([FORMAT_VERSION, kind, hashed, origin])
+    digest = hash_of([FORMAT_VERSION, source.kind, source.hashed, origin])
     size = f"-{tokenizer.vocab_size}" if tokenizer.kind == "bpe" and tokenizer.vocab_size else ""
     return data_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{tokenizer.kind}{size}-{digest}"
 
@@ -252,7 +239,7 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
     if min(len(train), len(val)) < 2:
         raise UserError(f"{path} is damaged: too few tokens to train and to validate on; {remedy}")
     source = PreparedSource(folder.source.name, folder.weight, train, val, sizes["train"], sizes["val"], path)
-    if is_chat(folder.source):
+    if folder.source.is_chat:
         assert isinstance(tokenizer, ChatTokenizer), tokenizer
         source = dataclasses.replace(source, chat=tokenizer, pairs=folder.source.kind == "pairs")
     return source, fingerprint
@@ -309,9 +296,8 @@ def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
         try:
             stamps[name] = stamp(path.stat())
         except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}); delete its folder to prepare it again"
-            ) from error
+            why = f"{path} cannot be read ({error.strerror})"
+            raise UserError(f"{why}; delete its folder to prepare it again") from error
         if known.get(name) != stamps[name] and digest_of(path, n_vocab) != digest:
             raise UserError(
                 f"{path} was changed: its sha256 is not the one in meta.json; delete {folder} to prepare it again"

@@ -187,10 +187,8 @@ def blocks_of(open_file: OpenFile) -> Iterator[bytes]:
 
 def converted_blocks(open_file: OpenFile, encoding: str) -> Iterator[bytes]:
     """The file's text as blocks of UTF-8. Raises UnicodeError if the file does not have this encoding."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    for block in blocks_of(open_file):
-        yield decoder.decode(block).encode()
-    yield decoder.decode(b"", final=True).encode()
+    for text in codecs.iterdecode(blocks_of(open_file), encoding):
+        yield text.encode()
 
 
 def open_converted(open_file: OpenFile, encoding: str) -> IO[bytes]:

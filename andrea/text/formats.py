@@ -102,9 +102,8 @@ def documents_of(path: Path, name: str, field: str | None, findings: Findings) -
             ending = PurePosixPath(name[: -len(ending)]).suffix.lower() if ending else ""
         form = recognise(open_file)
     except TooCompressed:
-        findings.leave_out_file(
-            f"expands to more than {LARGEST_RATIO} times its size, which text hardly ever does", name
-        )
+        why = f"expands to more than {LARGEST_RATIO} times its size, which text hardly ever does"
+        findings.leave_out_file(why, name)
         return
     except (OSError, EOFError, zlib.error) as error:  # of the last two, gzip raises some
         findings.leave_out_unreadable(error, name)
@@ -124,13 +123,12 @@ def documents_of(path: Path, name: str, field: str | None, findings: Findings) -
         yield from documents_of_json(whole, field, findings)
     elif ending == ".ipynb" and form.size > LARGEST_NOTEBOOK_BYTES:
         findings.leave_out_file(f"notebooks of more than {size_words(LARGEST_NOTEBOOK_BYTES)}", name)
-    elif ending == ".ipynb" and (cells := cells_of_notebook(open_file)) is not None:
-        if cells:
-            yield in_memory(name, cells)
-        else:
-            findings.leave_out_file("empty", name)
-    else:
+    elif ending != ".ipynb" or (cells := cells_of_notebook(open_file)) is None:
         yield whole
+    elif cells:
+        yield in_memory(name, cells)
+    else:
+        findings.leave_out_file("empty", name)
 
 
 class TooCompressed(Exception):
@@ -220,12 +218,10 @@ def documents_of_json(whole: Document, field: str | None, findings: Findings) ->
     first = next(values, None)
     if not isinstance(first, dict):
         yield whole
-    elif not fields_of(first, field) and field is not None:
-        findings.lacks_field(field, first, whole.key, is_file=True)
-    elif not fields_of(first, field):
+    elif field is None and not fields_of(first, None):
         findings.add("read {} lists of records as they stand", whole.key, first)
         yield whole
-    else:
+    elif usable_fields(list(first), field, whole.key, findings):
         for index, value in enumerate(itertools.chain([first], values)):
             yield from documents_of_record(value, f"{whole.key}#{index}", field, findings)
 
@@ -274,14 +270,11 @@ def documents_of_table(
             lines, delimiter=delimiter, strict=True, quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
         )
         columns = [column.strip() for column in next(rows_of(rows), (None, ""))[0] or []]
-        fields = fields_of(columns, field)
-        if not fields and field is not None:
-            findings.lacks_field(field, columns, whole.key, is_file=True)
-        elif not fields:
+        if field is None and not fields_of(columns, None):
             if len(columns) > 1:
                 findings.add("read {} tables as they stand", whole.key, columns)
             yield whole
-        elif has_one_of_each(columns, fields, whole.key, findings):
+        elif usable_fields(columns, field, whole.key, findings):
             for index, (row, place) in enumerate(rows_of(rows)):
                 if row is None or len(row) != len(columns):
                     findings.leave_out("rows that do not have the header's columns", f"{whole.key}#{index}{place}")
@@ -319,26 +312,24 @@ def documents_of_parquet(path: Path, name: str, field: str | None, findings: Fin
     try:
         table = pyarrow.parquet.ParquetFile(path)
         columns = table.schema_arrow.names
-        fields = fields_of(columns, field)
-        if not fields:
-            findings.lacks_field(field, columns, name, is_file=True)
-        elif has_one_of_each(columns, fields, name, findings):
-            rows = (
-                row for batch in table.iter_batches(batch_size=256, columns=list(fields)) for row in batch.to_pylist()
-            )
-            for index, row in enumerate(rows):
+        if fields := usable_fields(columns, field, name, findings):
+            batches = table.iter_batches(batch_size=256, columns=list(fields))
+            for index, row in enumerate(row for batch in batches for row in batch.to_pylist()):
                 yield from documents_of_record(row, f"{name}#{index}", field, findings)
     except (pyarrow.ArrowException, OSError) as error:
         findings.leave_out_unreadable(error, name, "unreadable parquet")
 
 
-def has_one_of_each(columns: list[str], fields: tuple[str, ...], name: str, findings: Findings) -> bool:
-    """Whether each of `fields` is the name of one column. If not, the file is added to `findings`."""
+def usable_fields(columns: list[str], wanted: str | None, name: str, findings: Findings) -> tuple[str, ...]:
+    """`fields_of` a table's columns. If there are none, or a name is that of several columns, the file is left out."""
+    fields = fields_of(columns, wanted)
+    if not fields:
+        findings.lacks_field(wanted, columns, name, is_file=True)
     for field in fields:
         if columns.count(field) > 1:
             findings.leave_out_file(f'with several columns named "{field}"', name)
-            return False
-    return True
+            return ()
+    return fields
 
 
 def documents_of_record(record: Any, key: str, field: str | None, findings: Findings) -> Iterator[Document]:
@@ -351,7 +342,13 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
         findings.lacks_field(field, record, key, is_file=False)
         return
     turns, rejected = (turns_of(record, fields), []) if fields[-2:] != PREFERENCE else pair_of(record) or (None, [])
-    text = as_text(turns) if rejected and turns else text_of(record, fields, turns)
+    values = [record[field] if record[field] is not None else "" for field in fields]
+    if len(fields) == 1 and not isinstance(values[0], list):
+        text = values[0]
+    elif fields == CONTINUED and all(isinstance(value, str) for value in values):
+        text = "".join(values)
+    else:
+        text = None if turns is None else as_text(turns)
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if not isinstance(data, bytes):
         findings.leave_out(f'the field "{" + ".join(fields)}" is not text', key)
@@ -383,19 +380,6 @@ def fields_of(names: Collection[str], wanted: str | None) -> tuple[str, ...]:
         if question in names and answer in names:
             return tuple(dict.fromkeys(name for name in (*INSTRUCTIONS, question, *CONTEXT, answer) if name in names))
     return ()
-
-
-def text_of(record: dict[str, Any], fields: tuple[str, ...], turns: list[Turn] | None) -> Any:
-    """The text of a record, of the fields that `fields_of` has found; None, or another value, if they are not text.
-
-    turns: of `turns_of`.
-    """
-    values = [record[field] if record[field] is not None else "" for field in fields]
-    if len(fields) == 1 and not isinstance(values[0], list):
-        return values[0]
-    if fields == CONTINUED and all(isinstance(value, str) for value in values):
-        return "".join(values)
-    return None if turns is None else as_text(turns)
 
 
 def as_text(turns: Sequence[Turn]) -> str:

@@ -175,10 +175,10 @@ def other_format(head: bytes, ending: str) -> str:
     """Why a file that begins with `head` is not read although it may look like text; '' if it does not."""
     if OWN_PAGE in head:
         return OWN
-    known = (
-        why for start, endings, why in OTHER_FORMATS if head.startswith(start) and (not endings or ending in endings)
-    )
-    return next(known, "")
+    for start, endings, why in OTHER_FORMATS:
+        if head.startswith(start) and (not endings or ending in endings):
+            return why
+    return ""
 
 
 class Walk:
@@ -360,19 +360,15 @@ def translated(part: str) -> str:
     for token in TOKEN.findall(part):
         if token == "*":
             chunks.append("")
+        elif len(token) > 2 and token.startswith("["):
+            negated = token[1] in "!^"
+            inside = token[1 + negated : -1].replace("\\", "\\\\").replace("[", "\\[")
+            chunks[-1] += f"[{'^' * negated}{inside}]"
         else:
-            chunks[-1] += translated_token(token)
+            chunks[-1] += "[^/]" if token == "?" else re.escape(token[-1])
     first, *inner = chunks
     last = f"[^/]*{inner.pop()}" if inner else ""
     return first + "".join(f"(?>[^/]*?{chunk})" for chunk in inner) + last
-
-
-def translated_token(token: str) -> str:
-    if len(token) > 2 and token.startswith("["):
-        negated = token[1] in "!^"
-        inside = token[1 + negated : -1].replace("\\", "\\\\").replace("[", "\\[")
-        return f"[{'^' * negated}{inside}]"
-    return "[^/]" if token == "?" else re.escape(token[-1])
 
 
 def matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:

@@ -53,11 +53,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / DESCRIPTION
     try:
         description = from_json(read_plain_file(path, LARGEST_FILE_BYTES))
-        identity = description["identity"]
-        if "special" in description:
-            found: Tokenizer = ChatTokenizer(described_tokenizer(folder, description["base"]))
-        else:
-            found = described_tokenizer(folder, description)
+        identity, is_chat = description["identity"], "special" in description
+        found = described_tokenizer(folder, description["base"] if is_chat else description)
+        found = ChatTokenizer(found) if is_chat else found
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read ({error.strerror}): {folder} holds no tokenizer") from error
     except UserError:
@@ -165,7 +163,18 @@ def load_gpt2(path: str | None) -> Tokenizer:
 
     Raises UserError if the tokenizer cannot be read or downloaded.
     """
-    found = download_gpt2() if path is None else from_path(Path(path).expanduser(), "gpt2")
+    if path is None:
+        import tiktoken
+
+        try:
+            return RankTokenizer("gpt2", tiktoken.get_encoding("gpt2")._mergeable_ranks)
+        except (OSError, ValueError) as error:  # of requests, too
+            raise UserError(
+                f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); copy "
+                f"{GPT2_MERGES} into a folder, under this name or under that of the cache ({GPT2_CACHED}), and set "
+                f"tokenizer.path=FOLDER"
+            ) from error
+    found = from_path(Path(path).expanduser(), "gpt2")
     if without_special(found).n_vocab != 50257:
         raise UserError(
             f"tokenizer.path={path} holds {found.n_vocab} tokens, but GPT-2 has 50257; choose tokenizer=bpe for it"
@@ -185,20 +194,6 @@ def from_merges(folder: Path) -> Tokenizer:
     merges = [line.split() for line in content.decode().split("\n")[1:-1]]
     tokens = [*byte_of, *(first + second for first, second in merges)]
     return RankTokenizer("gpt2", {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(tokens)})
-
-
-def download_gpt2() -> Tokenizer:
-    import tiktoken
-
-    try:
-        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except (OSError, ValueError) as error:  # of requests, too
-        raise UserError(
-            f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded ({type(error).__name__}); copy "
-            f"{GPT2_MERGES} into a folder, under this name or under that of the cache ({GPT2_CACHED}), and set "
-            f"tokenizer.path=FOLDER"
-        ) from error
-    return RankTokenizer("gpt2", ranks)
 
 
 # ------------------------------------------------------------------------------------------------- of other models
@@ -252,10 +247,6 @@ class HfTokenizer(Tokenizer):
 
     def description(self) -> dict[str, Any]:
         return super().description() | {"sha256": self.digest}
-
-    def as_read(self) -> dict[str, Any]:
-        """The parts of the tokenizer.json that decide a text's ids, for an export."""
-        return what_is_read(self.content, Path(HF_FILE))
 
 
 @contextmanager

@@ -194,9 +194,7 @@ def read_windows(chosen: Iterable[tuple[Windows, int]], count: int, sequence_len
     return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
-def windows_of(
-    stream: TokenStream, sequence_length: int, chat: ChatTokenizer | None = None, pairs: bool = False
-) -> Windows:
+def windows_of(stream: TokenStream, sequence_length: int, chat: ChatTokenizer | None, pairs: bool) -> Windows:
     """The windows of a stream of text or, with the tokenizer of its conversations, of these; or of pairs of them."""
     if chat is None:
         return TextWindows(stream, sequence_length)

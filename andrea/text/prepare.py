@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,9 @@ def prepare(
             meta_of_shards[folder.path] = verify_shards(folder.source, existing, report)
         elif not folder.path.exists():
             folder.source.check(report)
-    with data_dir_errors(data_dir), data_dir_lock(data_dir, report):
+    with writing_to(data_dir, report):
         tokenizer = existing or find_or_train(folders, config, report)
-        if any(is_chat(folder.source) for folder in folders):
+        if any(folder.source.is_chat for folder in folders):
             tokenizer = for_chat(tokenizer)
         for folder in folders:
             if folder.path.exists():  # another process has made it, or it is that of another source of the same files
@@ -91,20 +91,14 @@ def prepare(
             finish(folder, tokenizer, meta, report)
 
 
-def is_chat(source: Source | ShardSource) -> bool:
-    return isinstance(source, Source) and source.is_chat
-
-
 # --------------------------------------------------------------------------------------------------- the vocabulary
 
 
 def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: Report) -> Tokenizer:
     """The vocabulary of these sources. It is trained if none of the folders, complete or not, has a tokenizer."""
     for path in [path for folder in folders for path in (folder.path, folder.partial)]:
-        try:
+        with suppress(UserError):  # the folder has no complete tokenizer
             return load_tokenizer(path)
-        except UserError:
-            continue  # the folder has no complete tokenizer
     sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
     total_bytes = sum(source.usable_bytes or source.bytes for source in sources)
     assert isinstance(config.vocab_size, int), "auto is resolved before"
@@ -112,11 +106,8 @@ def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: 
     report(f"training a vocabulary of {config.vocab_size:,} tokens on {sample_size}")
     characters: set[str] = set()
     tokenizer = train_bpe(vocabulary_sample(sources, total_bytes, characters), config.vocab_size)
-    if tokenizer.n_vocab < config.vocab_size:
-        report(
-            f"the text is too small for {config.vocab_size:,} tokens (tokenizer.vocab_size); "
-            f"using {tokenizer.n_vocab:,}"
-        )
+    if (n_vocab := tokenizer.n_vocab) < config.vocab_size:
+        report(f"the text is too small for {config.vocab_size:,} tokens (tokenizer.vocab_size); using {n_vocab:,}")
     if len(characters) <= FEW_CHARACTERS:
         report(f"the text has only {len(characters)} different characters: consider tokenizer=byte, one token for each")
     return tokenizer
@@ -222,9 +213,16 @@ def take(pieces: Iterator[Piece], size: int) -> list[Piece]:
 def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> dict[str, Any]:
     """Read existing shards once. Returns their part of meta.json: the splits, and one sha256 of all tokens.
 
-    Raises UserError if a file is incomplete, a token is not in the vocabulary, or there are too few tokens.
+    Raises UserError if the folder names another tokenizer, a file is incomplete, a token is not in the vocabulary, or there
+    are too few tokens.
     """
-    check_tokenizer(source, tokenizer)
+    if source.root.is_dir() and (source.root / "tokenizer.json").exists():
+        made_with = load_tokenizer(source.root).identity
+        if made_with != tokenizer.identity:
+            raise UserError(
+                f"{source.key}={source.root} was made with tokenizer {made_with}, but this run uses {tokenizer.identity}; "
+                f"set tokenizer.path={source.root}"
+            )
     total_bytes = sum(size for _, size, *_ in source.listing)
     shards = f"{len(source.files):,} shard{'s' * (len(source.files) != 1)}"
     report(f"{source.name}: checking {shards}, {size_words(total_bytes)}")
@@ -249,17 +247,6 @@ def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> 
     return {"splits": splits, "tokens_sha256": digest.hexdigest()}
 
 
-def check_tokenizer(source: ShardSource, tokenizer: Tokenizer) -> None:
-    """Raise UserError if the folder of the shards has a tokenizer.json of another tokenizer."""
-    if source.root.is_dir() and (source.root / "tokenizer.json").exists():
-        made_with = load_tokenizer(source.root).identity
-        if made_with != tokenizer.identity:
-            raise UserError(
-                f"{source.key}={source.root} was made with tokenizer {made_with}, but this run uses {tokenizer.identity}; "
-                f"set tokenizer.path={source.root}"
-            )
-
-
 # ---------------------------------------------------------------------------------------------- completing the folder
 
 
@@ -269,11 +256,8 @@ def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], rep
     head = {"format_version": FORMAT_VERSION, "source": folder.source.name, "tokenizer": tokenizer.identity}
     replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
     publish_folder(folder.partial, folder.path)
-    train_size, val_size = (size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
-    report(
-        f"{folder.source.name}: prepared {train_size} of training text and {val_size} of validation text in "
-        f"{folder.path}"
-    )
+    train, val = (size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
+    report(f"{folder.source.name}: prepared {train} of training text and {val} of validation text in {folder.path}")
 
 
 def fingerprint_of(identity: str, meta: dict[str, Any]) -> str:
@@ -283,20 +267,19 @@ def fingerprint_of(identity: str, meta: dict[str, Any]) -> str:
 
 
 @contextmanager
-def data_dir_errors(data_dir: Path) -> Iterator[None]:
-    """Make `data_dir`. An OSError, here or in the `with` block, becomes a UserError that names `data_dir`."""
+def writing_to(data_dir: Path, report: Report) -> Iterator[None]:
+    """Make `data_dir`, and let one process at a time write to it; others report that they wait.
+
+    An OSError, here or in the `with` block, becomes a UserError that names `data_dir`.
+    """
+    message = f"another process is preparing data in {data_dir}; waiting for it"
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        yield
+        with exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message)):
+            yield
     except OSError as error:
         reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror  # write() names no file
         raise UserError(
             f"data_dir={data_dir} cannot be used ({reason}); set data_dir=… to a folder that "
             f"you may write to, on a disk with free space"
         ) from error
-
-
-def data_dir_lock(data_dir: Path, report: Report) -> AbstractContextManager[None]:
-    """A lock that lets one process at a time write to `data_dir`. Other processes report that they wait."""
-    message = f"another process is preparing data in {data_dir}; waiting for it"
-    return exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message))

@@ -18,6 +18,7 @@ import operator
 import re
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -37,13 +38,9 @@ LONGEST_SENTENCE, LONGEST_SIGNATURE, LONGEST_LIST = 80, 48, 5  # characters, cha
 
 # ---------------------------------------------------------------------------------------------------------- the library
 
-# Modules that people use, and whose functions are written in Python. os.path is posixpath.py.
-MODULES = """
-ast base64 bisect calendar collections colorsys configparser contextlib copy csv dataclasses datetime difflib enum fnmatch
-fractions functools getpass glob gzip hashlib heapq hmac html inspect io ipaddress json keyword locale logging operator os
-pathlib pickle platform posixpath pprint queue random re secrets shlex shutil socket statistics string subprocess tarfile
-tempfile textwrap threading timeit traceback types typing unittest urllib.parse uuid warnings weakref webbrowser zipfile
-""".split()
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TEMPLATES, FOLLOW_UPS, SMALL_TALK = TABLES["templates"], TABLES["follow_ups"], TABLES["small_talk"]
+MODULES, WORDS, SYLLABLES = (TABLES[name].split() for name in ("modules", "words", "syllables"))
 # Names that may mean something else than the function of a module of MODULES
 ELSEWHERE = {*dir(builtins), *dir(str), *dir(itertools), *dir(math), *dir(time), *sys.stdlib_module_names}
 UNUSUAL = re.compile(r"\b_|\bself\b")  # parameters that a caller does not give
@@ -52,33 +49,28 @@ DEFINED = re.compile(rb"^([ \t]*)(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 SENTENCE = re.compile(r"(.*?[^.\s])\.(?= +[A-Z(]|$)")
 
 
-@dataclass(frozen=True)
-class Library:
-    """trees: the parsed file of each of MODULES. n_defining: of each name, the number of the library's files that define it."""
+def read_library() -> tuple[dict[str, ast.Module], Counter[str]]:
+    """The parsed file of each of MODULES; and of each name, the number of the library's files that define it.
 
-    trees: dict[str, ast.Module]
-    n_defining: Counter[str]
-
-
-def read_library() -> Library:
-    """Raises UserError if the library's Python files are not on this machine."""
+    Raises UserError if the library's Python files are not on this machine.
+    """
     source = Source("python_chat", "pystdlib", None)
-    library = Library({}, Counter())
+    trees, n_defining = {}, Counter()
     for (path, *_), file in zip(source.listing, source.files, strict=True):
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         content = file.read_bytes()
         if module != "ntpath":  # os.path of another system
             names = [(not indent, name.decode()) for indent, name in DEFINED.findall(content)]
-            library.n_defining.update({name for is_outside, name in names if is_outside})
-            library.n_defining.update({name: 0 for _, name in names})  # methods, which exist too
+            n_defining.update({name for is_outside, name in names if is_outside})
+            n_defining.update({name: 0 for _, name in names})  # methods, which exist too
         if module in MODULES:
-            library.trees["os.path" if module == "posixpath" else module] = ast.parse(content)
-    if len(library.trees) < len(MODULES) / 2:
+            trees["os.path" if module == "posixpath" else module] = ast.parse(content)
+    if len(trees) < len(MODULES) / 2:
         raise UserError(
-            f"data=python_chat found {len(library.trees)} of {len(MODULES)} modules of Python's library in {source.root}; "
+            f"data=python_chat found {len(trees)} of {len(MODULES)} modules of Python's library in {source.root}; "
             f"install Python with its library, or use data=text"
         )
-    return library
+    return trees, n_defining
 
 
 def public_definitions(tree: ast.Module) -> list[ast.FunctionDef | ast.ClassDef]:
@@ -138,141 +130,48 @@ class Problem:
     follow_ups: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-TEMPLATES = {
-    "signature": (
-        "What is the signature of {}?", "Show me the signature of {}.", "Write down the signature of {}.",
-        "Signature of {}?", "What does the signature of {} look like?", "How do I call {}?",
-    ),
-    "purpose": (
-        "What does {} do?", "What is {} for?", "Explain {}.", "Describe {} in one sentence.", "Tell me what {} does.",
-        "What is the purpose of {}?",
-    ),
-    "about_module": (
-        "What is the module {} for?", "What does the module {} do?", "Describe the module {}.", "Explain the module {}.",
-        "What is in the module {}?", "Tell me about the module {}.",
-    ),
-    "parameters": (
-        "Which parameters does {} take?", "What are the parameters of {}?", "List the parameters of {}.",
-        "Name the parameters of {}.", "What arguments does {} accept?", "Which arguments can I pass to {}?",
-    ),
-    "module": (
-        "Which module has {}?", "Where is {} defined?", "In which module is {}?", "Which module do I import for {}?",
-        "Which module contains {}?", "What module does {} come from?",
-    ),
-    "methods": (
-        "Which methods does the class {} define?", "List the methods that {} defines.", "What methods does {} define?",
-        "Name the methods of the class {}.", "Which methods are defined in {}?", "What are the methods of {}?",
-    ),
-    "addition": (
-        "What is {} + {}?", "{} + {} = ?", "Add {} and {}.", "How much is {} plus {}?", "What is the sum of {} and {}?",
-    ),
-    "subtraction": (
-        "What is {} - {}?", "{} - {} = ?", "Subtract {1} from {0}.", "How much is {} minus {}?", "Take {1} away from {0}.",
-    ),
-    "comparison": (
-        "Is {} {} {} True or False?", "True or False: {} {} {}", "Is it true that {} {} {}?", "Check {} {} {}.",
-    ),
-    "sequence": (
-        "Which number comes next: {}", "Continue the range: {}", "What comes after {}?", "What is the next number: {}",
-    ),
-    "brackets": (
-        "Close the brackets: {}", "Which brackets are missing: {}", "Complete the brackets: {}", "What closes this: {}",
-    ),
-    "expression": (">>> {}", "What does {} evaluate to?", "What is the value of {}?", "Evaluate this: {}"),
-    "reverse": ("Reverse {}.", "What is {} backwards?", "Write {} in reverse.", "Spell {} backwards."),
-    "upper": (
-        "Write {} in upper case.", "Convert {} to upper case.", "What is {} in capital letters?", "Change {} to upper case.",
-    ),
-    "length": ("How many letters does {} have?", "How long is {}?", "What is the length of {}?", "Count the letters of {}."),
-    "letter": ("What is the {1} letter of {0}?", "Name the {1} letter of {0}.", "Which letter does {0} {2} with?"),
-    "count": ("How many times does {1} occur in {0}?", "How often is {1} in {0}?", "Count the letter {1} in {0}."),
-}  # fmt: skip
-REFERRED_TO = (
-    "signature",
-    "purpose",
-    "parameters",
-    "module",
-    "addition",
-    "subtraction",
-    "reverse",
-)  # by later questions
-FOLLOW_UPS = {
-    "signature": ("What is its signature?", "And its signature?", "How do I call it?"),
-    "purpose": ("What does it do?", "And what does it do?", "What is it for?"),
-    "parameters": ("Which parameters does it take?", "And its parameters?", "What are its parameters?"),
-    "about_module": ("What is that module for?", "And what does that module do?", "Describe that module."),
-}
+REFERRED_TO = "signature purpose parameters module addition subtraction reverse".split()  # by later questions
 
 
-def facts_of(library: Library) -> Iterator[Problem]:
+def facts_of(trees: dict[str, ast.Module], n_defining: Counter[str]) -> Iterator[Problem]:
     """The questions about modules, functions and classes."""
-    for module, tree in library.trees.items():
+    for module, tree in trees.items():
         about_module = first_sentence(tree)
         if about_module:
             yield Problem("purpose", filled("about_module", module), about_module)
         for node in public_definitions(tree)[:MOST_OF_MODULE]:
             name, about = f"{module}.{node.name}", first_sentence(node)
-            is_unique = library.n_defining[node.name] == 1 and node.name not in ELSEWHERE
+            is_unique = n_defining[node.name] == 1 and node.name not in ELSEWHERE
             if about and is_unique:
                 of_module = ((FOLLOW_UPS["about_module"], about_module),) if about_module else ()
                 yield Problem("module", filled("module", node.name), module, follow_ups=of_module)
             if isinstance(node, ast.ClassDef) and 2 <= len(methods := methods_of(node)) <= LONGEST_LIST:
                 yield Problem("methods", filled("methods", name), ", ".join(methods))
-            answers = answers_about(node, name, about)
+            answers = {"purpose": about} if about else {}
+            if about and isinstance(node, ast.FunctionDef):
+                signature, names = parameters_of(node.args)
+                if len(signature) <= LONGEST_SIGNATURE and len(names) <= LONGEST_LIST and not UNUSUAL.search(signature):
+                    answers["signature"] = f"{name}({signature})"
+                    answers["parameters"] = ", ".join(names) or "It takes no parameters."
             for kind, answer in answers.items():
                 others = tuple((FOLLOW_UPS[other], answers[other]) for other in answers if other != kind)
                 short = filled(kind, node.name)[:2] if is_unique and kind == "purpose" else ()
                 yield Problem(kind, (*filled(kind, name), *short), answer, follow_ups=others)
 
 
-def answers_about(node: ast.FunctionDef | ast.ClassDef, name: str, about: str) -> dict[str, str]:
-    """kind: answer of the questions about a function or class, for those whose answer is short."""
-    answers = {"purpose": about} if about else {}
-    if about and isinstance(node, ast.FunctionDef):
-        signature, names = parameters_of(node.args)
-        if len(signature) <= LONGEST_SIGNATURE and len(names) <= LONGEST_LIST and not UNUSUAL.search(signature):
-            answers["signature"] = f"{name}({signature})"
-            answers["parameters"] = ", ".join(names) or "It takes no parameters."
-    return answers
-
-
 def filled(kind: str, *values: object) -> tuple[str, ...]:
     return tuple(template.format(*values) for template in TEMPLATES[kind])
 
 
-HELLO, WELCOME = "Hello! What would you like to know about Python?", "You are welcome."
-SMALL_TALK = {  # answer: beginnings, endings
-    HELLO: (
-        ("Hello", "Hi", "Hey", "Good morning", "Good afternoon", "Good evening", "Greetings"),
-        ("", "!", ".", " there", " there!", ", how are you?", ", assistant"),
-    ),
-    WELCOME: (
-        ("Thanks", "Thank you", "Many thanks", "Great, thanks", "Perfect, thank you", "OK, thank you"),
-        ("", "!", ".", " for your help", " for the answer.", ", that helps", " for that!"),
-    ),
-    "Goodbye!": (("Bye", "Goodbye", "See you", "Good night", "Bye for now", "That is all, bye"), ("", "!", ".")),
-    "I am a small language model that answers questions about Python.": (
-        ("Who are you", "What are you", "Are you a person", "Are you human", "Who am I talking to", "Are you a robot"),
-        ("", "?"),
-    ),
-    "You can ask me about functions, modules, short expressions and small numbers.": (
-        ("What can you do", "What can I ask you", "What can I ask", "How can you help me", "What do you know"),
-        ("", "?"),
-    ),
-}
-
-
 def small_talk() -> Iterator[Problem]:
-    for answer, (beginnings, endings) in SMALL_TALK.items():
-        yield Problem("small_talk", tuple(start + end for start in beginnings for end in endings), answer)
+    for each in SMALL_TALK.values():
+        phrasings = tuple(start + end for start in each["beginnings"] for end in each["endings"])
+        yield Problem("small_talk", phrasings, each["answer"])
 
 
-SYLLABLES = "bla dri flo gru kem lup mor nax pli quo rin ska tor vex wob zan".split()
-
-
-def unknown(library: Library, rng: Random) -> Iterator[Problem]:
+def unknown(trees: dict[str, ast.Module], n_defining: Counter[str], rng: Random) -> Iterator[Problem]:
     """Questions about what does not exist: invented names, and pairs of words from names that exist."""
-    names = [node.name for tree in library.trees.values() for node in public_definitions(tree)]
+    names = [node.name for tree in trees.values() for node in public_definitions(tree)]
     parts = sorted({part for name in names if name.islower() for part in name.split("_") if 3 < len(part) < 9})
 
     def invented() -> str:
@@ -281,12 +180,12 @@ def unknown(library: Library, rng: Random) -> Iterator[Problem]:
         return "".join(rng.sample(SYLLABLES, rng.choice((2, 2, 3))))
 
     for name in distinct(700, invented):
-        if name in library.n_defining:
+        if name in n_defining:
             continue
         thing = rng.choice(("function", "function", "function", "module", "class"))
         shown, kinds = name, ["signature", "purpose", "parameters", "module"]
         if thing == "function" and rng.random() < 0.5:
-            shown, kinds = f"{rng.choice(list(library.trees))}.{name}", kinds[:3]
+            shown, kinds = f"{rng.choice(list(trees))}.{name}", kinds[:3]
         elif thing != "function":
             shown = name.title().replace("_", "") if thing == "class" else name
             kinds = ["methods" if thing == "class" else "about_module"]
@@ -296,15 +195,6 @@ def unknown(library: Library, rng: Random) -> Iterator[Problem]:
 
 # ---------------------------------------------------------------------------------------------------- computed answers
 
-WORDS = """
-apple bag ball banana bean bed bell bird blue boat book box bread bus butter cake call car cat chair class clock code cup
-data day dog door dream dress egg end error face farm file fire fish flag float flower fly food fox free game garden glass
-gold good grass green hand hat heart hello help hill home horse house ice index input item jump key king lamp land leaf
-letter lion list loop map milk mirror moon mouse music name nest net night nose null number ocean open orange paper park
-pen pie pig pizza plan plant pool print python queen rain red ring river road rock roof room root rose row sand sea seven
-ship shoe shop sky sleep snow song soup spoon star step stone stop string sun table tea
-test three tiger time train tree true tuple value wall water wheel wind window winter wood word world
-""".split()
 LARGEST = 30  # operand of sums and differences
 LETTERS = "abcdexyz"  # of short strings: few, so that each pair of them is seen often
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -441,18 +331,19 @@ def split(problems: list[Problem], rng: Random) -> dict[str, list[Asked]]:
 def conversation(by_kind: dict[str, list[Asked]], rng: Random) -> list[dict[str, str]]:
     """The messages of a conversation of two to six questions. Some refer to the answer or the subject before."""
 
-    def small_talk_with(answer: str) -> list[dict[str, str]]:
+    def small_talk_with(name: str) -> list[dict[str, str]]:
+        answer = SMALL_TALK[name]["answer"]
         asked = [question for problem, question in by_kind["small_talk"] if problem.answer == answer]
         return messages_of(rng.choice(asked), answer)
 
-    messages = small_talk_with(HELLO) if rng.random() < 0.2 else []
+    messages = small_talk_with("hello") if rng.random() < 0.2 else []
     n_message = len(messages) + rng.choice((4, 4, 6, 8))
     while len(messages) < n_message:
         kind = rng.choice(REFERRED_TO if rng.random() < 0.6 else [each for each in by_kind if each != "small_talk"])
         problem, question = rng.choice(by_kind[kind])
         messages += messages_of(question, problem.answer) + follow_up(problem, rng)
     if rng.random() < 0.3:
-        messages += small_talk_with(WELCOME)
+        messages += small_talk_with("welcome")
     return messages
 
 
@@ -473,7 +364,7 @@ def follow_up(problem: Problem, rng: Random) -> list[dict[str, str]]:
 def conversations(seed: int = SEED) -> dict[str, list[dict[str, Any]]]:
     """The records of TRAIN and of HELD_OUT in a random order. Raises UserError if Python's library cannot be read."""
     rng, library = Random(seed), read_library()
-    problems = [*facts_of(library), *small_talk(), *unknown(library, rng)]
+    problems = [*facts_of(*library), *small_talk(), *unknown(*library, rng)]
     for make in (arithmetic, comparisons, sequences, brackets, expressions, strings):
         problems += make(rng)
     files = {}

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -208,6 +208,12 @@ class ShardSource:
     root: Path  # a file, or a folder of files
     files: list[Path]
     listing: list[list[Any]]  # [absolute path, *stamp] of each file, for the hash in the prepared folder's name
+    kind: ClassVar[str] = "shards"
+    is_chat: ClassVar[bool] = False
+
+    @property
+    def hashed(self) -> list[Any]:
+        return self.listing
 
 
 def find_shards(name: str, path: Path, key: str) -> ShardSource:

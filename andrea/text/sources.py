@@ -46,7 +46,7 @@ class Piece:
 
 
 class Source:
-    """One named source of text. The constructor lists the files; `check`, `pieces` and `documents` read them."""
+    """One named source of text. The constructor lists the files; `check` and `pieces` read them."""
 
     def __init__(
         self,
@@ -139,17 +139,6 @@ class Source:
             )
         self.usable_bytes = usable
         return usable
-
-    def documents(self, split: Split) -> Iterator[str]:
-        """The split's documents as whole texts. Each document must fit in memory."""
-        parts: list[str] = []
-        for piece in self.pieces(split):
-            if piece.begins_document and parts:
-                yield "".join(parts)
-                parts = []
-            parts.append(piece.text)
-        if parts:
-            yield "".join(parts)
 
     def pieces(self, split: Split) -> Iterator[Piece]:
         """The split's text in a fixed order, in pieces of at most about PIECE_BYTES."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,15 +13,16 @@ from tiny_checkpoint import CONFIG, make_model
 
 from andrea.generation.engine import Engine
 from andrea.serve.errors import RequestError
-from andrea.serve.requests import Asked, Limits, read_json, read_request
+from andrea.serve.requests import Asked, read_json, read_request
 from andrea.text.tokenizer import ByteTokenizer
 
 ENGINE = Engine(make_model(), ByteTokenizer())
 END = ENGINE.tokenizer.end_of_text
+LIMITS = SimpleNamespace(max_tokens=100, max_waiting=8)  # of a ServeConfig
 
 
 def read(is_chat: bool = False, **body) -> Asked:
-    return read_request(read_json(json.dumps(body).encode()), ENGINE, "one", Limits(100, 8), is_chat)
+    return read_request(read_json(json.dumps(body).encode()), ENGINE, "one", LIMITS, is_chat)
 
 
 def refused(body: bytes | dict, is_chat: bool = False) -> RequestError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from andrea.text.listing import Selection
-from andrea.text.sources import Source
+from andrea.text.sources import Source, Split
 
 
 def folder_of(root: Path, files: dict[str, bytes]) -> Path:
@@ -22,3 +22,13 @@ def read(path: Path, **selection: object) -> tuple[list[str], list[str]]:
     source.check(said.append)
     documents = [document.open().read().decode() for document in source.every_document(source.unread.copy())]
     return documents, [line.removeprefix("s: ") for line in said]
+
+
+def documents(source: Source, split: Split) -> list[str]:
+    """The split's documents as whole texts."""
+    texts: list[str] = []
+    for piece in source.pieces(split):
+        if piece.begins_document:
+            texts.append("")
+        texts[-1] += piece.text
+    return texts

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import BYTE, quiet
-from reading import folder_of, read
+from reading import documents, folder_of, read
 
 from andrea.config import DataConfig, SourceConfig, UserError
 from andrea.text import encodings
@@ -125,7 +125,7 @@ def test_files_found_are_files_read_and_files_named_as_left_out(tmp_path: Path) 
 
 def test_an_uncut_split_reads_every_document_once(tmp_path: Path) -> None:
     source = Source("s", "text", made_folder(tmp_path / "mine"))
-    halves = [*source.documents("train"), *source.documents("val")]
+    halves = [*documents(source, "train"), *documents(source, "val")]
     whole = [document.open().read().decode() for document in source.every_document(source.unread.copy())]
     assert sorted(halves) == sorted(whole)
 
@@ -136,7 +136,7 @@ def test_gz_and_converted_text_are_cut_as_the_plain_text_is(tmp_path: Path) -> N
     for name, data in (("a", text.encode()), ("b", gzip.compress(text.encode())), ("c", text.encode("latin-1"))):
         (tmp_path / name).write_bytes(data)
         source = Source("s", "text", tmp_path / name)
-        splits.append([list(source.documents(split)) for split in ("train", "val")])
+        splits.append([documents(source, split) for split in ("train", "val")])
     assert splits[0] == splits[1] == splits[2] and splits[0][1][0]
 
 

@@ -188,7 +188,7 @@ def test_a_data_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_without_a_file(tmp_path: Path) -> None:
     """The system's error of a write names no file."""
-    with pytest.raises(UserError) as refused, prepare.data_dir_errors(tmp_path), open("/dev/full", "w") as file:
+    with pytest.raises(UserError) as refused, prepare.writing_to(tmp_path, quiet), open("/dev/full", "w") as file:
         file.write("a" * 100_000)
     assert f"data_dir={tmp_path} cannot be used (No space left on device); set data_dir=" in str(refused.value)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import folder_of
+from reading import documents, folder_of
 
 from andrea.config import DataConfig, TokenizerConfig, UserError
 from andrea.text import encodings
@@ -59,14 +59,14 @@ def test_the_hash_of_the_relative_path_decides(tmp_path: Path) -> None:
     source = Source("s", "text", folder_of(tmp_path, many(60)))
     val = {name for name in many(60) if hashlib.sha256(name.encode()).digest()[0] < 26}
     assert 0 < len(val) < 20 and not source.cuts_documents
-    assert sorted(source.documents("val")) == sorted(many(60)[name].decode() for name in val)
-    assert len(list(source.documents("train"))) == 60 - len(val)
+    assert sorted(documents(source, "val")) == sorted(many(60)[name].decode() for name in val)
+    assert len(documents(source, "train")) == 60 - len(val)
 
 
 def test_few_documents_are_cut_at_a_line_near_the_last_tenth(tmp_path: Path) -> None:
     text = "".join(f"line {n}\n" for n in range(100))
     source = Source("s", "text", folder_of(tmp_path, {"a.txt": text.encode()}))
-    (train,), (val,) = source.documents("train"), source.documents("val")
+    (train,), (val,) = documents(source, "train"), documents(source, "val")
     assert train + val == text and train.endswith("\n") and val.startswith("line 9") and len(val) > 50
 
 
@@ -81,7 +81,7 @@ def test_every_byte_is_in_one_split_once_in_pieces_or_whole(tmp_path_factory, te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encodings, "PIECE_BYTES", piece)
         source = Source("s", "text", path)
-        assert "".join([*source.documents("train"), *source.documents("val")]) == text
+        assert "".join([*documents(source, "train"), *documents(source, "val")]) == text
         assert all(len(p.text.encode()) <= 2 * piece for p in source.pieces("train"))
         with open(path, "rb") as file:
             assert b"".join(whole_blocks(file, 0, path.stat().st_size)) == text.encode()
@@ -90,7 +90,7 @@ def test_every_byte_is_in_one_split_once_in_pieces_or_whole(tmp_path_factory, te
 def test_ten_documents_of_which_none_is_held_out_are_cut_too(tmp_path: Path) -> None:
     names = [name for name in (f"{n}.md" for n in range(100)) if not is_held_out(name)][:17]
     source = Source("s", "text", folder_of(tmp_path, {name: b"one\ntwo\nthree\nfour\n" for name in names}))
-    assert source.cuts_documents and len(list(source.documents("val"))) == 17
+    assert source.cuts_documents and len(documents(source, "val")) == 17
 
 
 def test_files_that_are_not_text_are_left_out_and_reported(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_files_that_are_not_text_are_left_out_and_reported(tmp_path: Path) -> No
     )
     said: list[str] = []
     assert source.check(said.append) == 10
-    assert "".join([*source.documents("train"), *source.documents("val")]) == "good\ntext\n"
+    assert "".join([*documents(source, "train"), *documents(source, "val")]) == "good\ntext\n"
     assert any("left out 1 (empty): empty.md" in line for line in said)
     assert any("left out 5" in line and "bad0.txt" in line and line.endswith("…") for line in said)
 
@@ -149,9 +149,9 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     source = Source("s", "text", path)
     said: list[str] = []
     assert source.check(said.append) == sum(len(text.encode()) for text in texts)
-    assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
+    assert sorted([*documents(source, "train"), *documents(source, "val")]) == sorted(texts)
     held = [text for n, text in enumerate(texts) if is_held_out(f"a.jsonl#{n}")]
-    assert list(source.documents("val")) == held and held
+    assert documents(source, "val") == held and held
     assert any("(empty): a.jsonl#45" in line for line in said)
 
 
@@ -168,7 +168,7 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     source = Source("s", "text", tmp_path)
     said: list[str] = []
     assert source.check(said.append) == sum(len(text) for text in texts)
-    assert sorted([*source.documents("train"), *source.documents("val")]) == sorted(texts)
+    assert sorted([*documents(source, "train"), *documents(source, "val")]) == sorted(texts)
     for words in ("2 (empty)", "says that it is text): b.parquet (fields found: words;", "1 (unreadable"):
         assert any(words in line for line in said)
 
@@ -212,11 +212,11 @@ def test_a_file_that_is_lost_after_the_check_is_not_missing_in_silence(tmp_path:
     """Found by failing every call of `prepare`: an open that is refused once, after the check."""
     source = Source("s", "text", folder_of(tmp_path, {f"{n}.txt": f"text {n}\n".encode() for n in range(30)}))
     source.check(lambda line: None)
-    assert len(list(source.documents("train"))) + len(list(source.documents("val"))) == 30
+    assert len(documents(source, "train")) + len(documents(source, "val")) == 30
     change(tmp_path / "7.txt")
     with pytest.raises(UserError, match="files have changed while they were read; start again .left out 1"):
         for split in ("train", "val"):
-            list(source.documents(split))
+            documents(source, split)
 
 
 # ------------------------------------------------------------------------------------------- copies across the split
@@ -229,7 +229,7 @@ def test_copies_of_a_text_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     source = Source("s", "text", folder_of(tmp_path, files))
     said: list[str] = []
     source.check(said.append)
-    train, val = list(source.documents("train")), list(source.documents("val"))
+    train, val = documents(source, "train"), documents(source, "val")
     assert len(train) + len(val) == len(files) and not set(train) & set(val) and not source.cuts_documents
     assert len(files) / 50 < len(val) < len(files) / 4
     singles = {f"single {n}\n" for n in range(40) if is_held_out(f"single/{n}.txt")}
@@ -238,13 +238,13 @@ def test_copies_of_a_text_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     moved = int(line.split()[1])
     assert moved == 8 * int(line.split("copies of ")[1].split()[0]) > 0
     again = Source("s", "text", tmp_path)
-    assert [list(again.documents(split)) for split in ("train", "val")] == [train, val]
+    assert [documents(again, split) for split in ("train", "val")] == [train, val]
 
 
 def test_of_nothing_but_copies_the_last_tenth_is_held_out(tmp_path: Path) -> None:
     text = "".join(f"line {n}\n" for n in range(100))
     source = Source("s", "text", folder_of(tmp_path, {f"{n}.txt": text.encode() for n in range(40)}))
-    (train,), (val,) = (set(source.documents(split)) for split in ("train", "val"))
+    (train,), (val,) = (set(documents(source, split)) for split in ("train", "val"))
     assert train + val == text and val
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from andrea.text.load_tokenizer import load_tokenizer
 from andrea.training.records.console import format_duration, format_number
 
 # ---------------------------------------------------------------------------------------------------------- differences
-# Finds differences between the compared runs: configuration keys, and anything that makes figures incomparable.
 
 # Configuration keys that do not affect training.
 NOT_COMPARED = ("name", "runs_dir", "data_dir", "resume", "init_from", "dry_run", "logger", "threads")
@@ -36,14 +36,14 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
 def comparability_warnings(runs: list[Run]) -> list[str]:
     """One line for each difference that makes figures of these runs incomparable."""
     lines = []
-    tokenizers = group_names(runs, lambda run: run.checkpoint.tokenizer)
+    tokenizers = group_names(runs, lambda run: run.tokenizer)
     if len(tokenizers) > 1:
         lines.append(
             f"tokenizers differ ({name_groups(tokenizers)}): loss per token is not comparable; "
             f"compare bits per byte, on the same text"
         )
-    if len({run.checkpoint.fingerprint for run in runs}) > 1:
-        data = group_names(runs, lambda run: f"{data_name(run.config)} {run.checkpoint.fingerprint[:12]}")
+    if len({run.fingerprint for run in runs}) > 1:
+        data = group_names(runs, lambda run: f"{data_name(run.config)} {run.fingerprint[:12]}")
         lines.append(
             f"data differ, and so do the validation sets ({name_groups(data)}): neither loss nor bits per byte is comparable"
         )
@@ -85,14 +85,12 @@ def difference_lines(differing: dict[str, list[Any]]) -> list[str]:
     """One line for each key, with the number of runs that have each value."""
     lines = []
     for key, values in differing.items():
-        texts = [as_typed(value) for value in values]
-        counts = {text: texts.count(text) for text in dict.fromkeys(texts)}
-        lines.append(f"{key}: " + ", ".join(text + (f" (×{n})" if n > 1 else "") for text, n in counts.items()))
+        counts = Counter(map(as_typed, values)).items()
+        lines.append(f"{key}: " + ", ".join(text + (f" (×{n})" if n > 1 else "") for text, n in counts))
     return lines
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-# The scaling fit of the compared runs as lines of text, with the predicted loss of a larger model.
 
 # Configuration keys, besides train.*, that may differ between the runs of one scaling law. All other keys are the
 # recipe.
@@ -124,7 +122,7 @@ def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
     from andrea.model.size import count_parameters, flops_per_token
 
     attention = parse(AttentionConfig, largest.config.get("attention"), "attention")
-    n_vocab = load_tokenizer(largest.checkpoint.path).n_vocab
+    n_vocab = load_tokenizer(largest.checkpoint).n_vocab
     parameters = count_parameters(model, attention, n_vocab).total
     tokens = tokens or round(parameters * largest.tokens / largest.parameters)
     return Target(model.name, parameters, tokens, float(tokens * flops_per_token(model, attention, n_vocab)))
@@ -133,7 +131,7 @@ def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
 def scaling_lines(runs: list[Run], target: Target | None, seed: int) -> list[str]:
     """The scaling law of the finished runs as lines of text, or one line that says why no law can be fitted."""
     finished = [run for run in runs if run.finished]
-    if len({run.checkpoint.fingerprint for run in finished}) > 1:
+    if len({run.fingerprint for run in finished}) > 1:
         return ["no scaling fit: the runs were trained on different data or with different tokenizers"]
     parameters, tokens, flops, loss = (
         np.array([getattr(run, name) for run in finished], dtype=float)
@@ -193,37 +191,20 @@ def prediction_line(fit: ScalingFit, target: Target, run: Run) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- line styles
-# Colours, dashes and markers that distinguish the runs on the page.
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3")  # lengths of dash and gap in pixels; '' is a solid line
 MARKERS = ("circle", "square", "triangle", "diamond")
 
 
-@dataclass(frozen=True)
-class LineStyle:
-    """How one run is drawn. Colours are ordered by the model's size; runs of one size also differ in dash and marker."""
+def line_style(runs: list[Run], index: int) -> dict[str, str]:
+    """How runs[index] is drawn: its colours on a light and a dark background, dash and marker. The runs come smallest first.
 
-    light: str  # colour on a light background
-    dark: str  # colour on a dark background
-    dash: str
-    marker: str
-
-
-def line_styles(runs: list[Run]) -> list[LineStyle]:
-    """One style for each run, each with a colour of its own. The runs come smallest first."""
-    styles = []
-    for index, run in enumerate(runs):
-        place = index / max(1, len(runs) - 1)
-        among_equals = sum(other.parameters == run.parameters for other in runs[:index])
-        styles.append(
-            LineStyle(
-                colour_at(place, 0.28, 0.68),
-                colour_at(place, 0.52, 0.93),
-                DASHES[among_equals % len(DASHES)],
-                MARKERS[among_equals % len(MARKERS)],
-            )
-        )
-    return styles
+    Each run has a colour of its own. Colours are ordered by the model's size; runs of one size also differ in dash and marker.
+    """
+    place = index / max(1, len(runs) - 1)
+    among_equals = sum(other.parameters == runs[index].parameters for other in runs[:index])
+    colours = {"light": colour_at(place, 0.28, 0.68), "dark": colour_at(place, 0.52, 0.93)}
+    return colours | {"dash": DASHES[among_equals % len(DASHES)], "marker": MARKERS[among_equals % len(MARKERS)]}
 
 
 def colour_at(place: float, darkest: float, lightest: float) -> str:
@@ -237,7 +218,6 @@ def colour_at(place: float, darkest: float, lightest: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
-# The table of the runs' latest figures, also formatted for a terminal.
 
 NO_FIGURE = "–"  # in the cell of a run that did not record the column's figure
 
@@ -246,37 +226,28 @@ NO_FIGURE = "–"  # in the cell of a run that did not record the column's figur
 class Column:
     title: str
     unit: str
-    figure: Callable[[Run], str | None]  # None if the run did not record it
+    figure: str  # an attribute of Run, which is None if the run did not record it
+    shown: Callable[[Any], str]
 
 
 COLUMNS = (
-    Column("params", "", lambda run: format_number(run.parameters)),
-    Column("tokens", "trained on", lambda run: format_number(run.tokens)),
-    Column("FLOPs", "of training", lambda run: f"{run.flops:.2e}"),
-    Column("val loss", "nats per token, best evaluation", lambda run: f"{run.loss:.4f}"),
-    Column("bpb", "bits per byte, best evaluation", lambda run: f"{run.bpb:.4f}"),
-    Column("tok/s", "tokens per second, median", lambda run: format_if_known(run.speed.tokens_per_second, "{:,.0f}")),
-    Column("MFU", "share of the device's peak FLOPs, median", lambda run: format_if_known(run.speed.mfu, "{:.1%}")),
-    Column("memory", "peak", lambda run: memory_text(run.speed.peak_memory_bytes)),
-    Column(
-        "time", "of training steps, without evaluation, saving, compilation", lambda run: format_duration(run.seconds)
-    ),
+    Column("params", "", "parameters", format_number),
+    Column("tokens", "trained on", "tokens", format_number),
+    Column("FLOPs", "of training", "flops", "{:.2e}".format),
+    Column("val loss", "nats per token, best evaluation", "loss", "{:.4f}".format),
+    Column("bpb", "bits per byte, best evaluation", "bpb", "{:.4f}".format),
+    Column("tok/s", "tokens per second, median", "tokens_per_second", "{:,.0f}".format),
+    Column("MFU", "share of the device's peak FLOPs, median", "mfu", "{:.1%}".format),
+    Column("memory", "peak", "peak_memory_bytes", lambda n_byte: f"{n_byte / 2**30:.2f} GiB"),
+    Column("time", "of training steps, without evaluation, saving, compilation", "seconds", format_duration),
 )
-
-
-def format_if_known(value: float | None, form: str) -> str | None:
-    return None if value is None else form.format(value)
-
-
-def memory_text(size_bytes: int | None) -> str | None:
-    return None if size_bytes is None else f"{size_bytes / 2**30:.2f} GiB"
 
 
 def make_table(runs: list[Run]) -> tuple[list[Column], list[list[str]]]:
     """Returns the columns for which at least one run has a figure, and one row of cells for each run."""
-    cells = {column: [column.figure(run) for run in runs] for column in COLUMNS}
-    columns = [column for column in COLUMNS if any(cell is not None for cell in cells[column])]
-    return columns, [[cells[column][row] or NO_FIGURE for column in columns] for row in range(len(runs))]
+    columns = [column for column in COLUMNS if any(getattr(run, column.figure) is not None for run in runs)]
+    figures = [[(column, getattr(run, column.figure)) for column in columns] for run in runs]
+    return columns, [[NO_FIGURE if n is None else column.shown(n) for column, n in row] for row in figures]
 
 
 def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
@@ -319,7 +290,6 @@ class Comparison:
     """The compared runs, smallest model first, and the results of the comparison."""
 
     runs: list[Run]
-    styles: list[LineStyle]  # of each run
     columns: list[Column]  # of the table, without the run's name
     rows: list[list[str]]  # of the table, with the run's name first
     left_out: list[str]  # one line for each folder that could not be compared
@@ -333,7 +303,7 @@ class Comparison:
             run = self.runs[0]
             state = "finished" if run.finished else run.progress
             return (
-                f"{run.model}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens of "
+                f"{run.config['model']['name']}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens of "
                 f"{data_name(run.config)} · {state}"
             )
         smallest, largest = (format_number(run.parameters) for run in (self.runs[0], self.runs[-1]))
@@ -370,7 +340,7 @@ class Comparison:
     @property
     def best(self) -> list[str]:
         """A line that names the run with the fewest bits per byte; none if there is one run, or if the texts differ."""
-        if len(self.runs) == 1 or len({run.checkpoint.fingerprint for run in self.runs}) > 1:
+        if len(self.runs) == 1 or len({run.fingerprint for run in self.runs}) > 1:
             return []
         best = min(self.runs, key=lambda run: run.bpb)
         return [f"fewest bits per byte: {best.name}, {best.bpb:.4f}"]
@@ -384,7 +354,6 @@ def compare_runs(
     target = target_of(predicted, predict_tokens, largest=runs[-1]) if predicted else None
     return Comparison(
         runs=runs,
-        styles=line_styles(runs),
         columns=columns,
         rows=[[run.name + ("" if run.finished else " *"), *row] for run, row in zip(runs, cells, strict=True)],
         left_out=left_out,

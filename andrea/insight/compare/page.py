@@ -5,8 +5,6 @@ The page is one HTML file that holds its data, style and script, and loads nothi
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, final
 
 from andrea.config import CompareConfig, ModelConfig, UserError, as_typed
 from andrea.config.keys import flatten
-from andrea.insight.compare.comparison import Comparison, LineStyle, compare_runs, difference_lines, terminal_table
+from andrea.insight.compare.comparison import Comparison, compare_runs, difference_lines, line_style, terminal_table
 from andrea.insight.compare.runs import LeftOut, Run, find_run_folders, read_run, read_runs
 from andrea.insight.html import fill_template, json_for_script
 from andrea.runtime.files import replace_text, storing
@@ -84,18 +82,17 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
     return {
         "title": "Comparison of runs" if len(comparison.runs) > 1 else f"Run {comparison.runs[0].name}",
         "summary": comparison.summary,
-        **(
-            one_run_data(comparison.runs[0])
-            if len(comparison.runs) == 1
-            else {"samples": [], "measured_heads": [], "settings": []}
-        ),
+        "samples": [],
+        "measured_heads": [],
+        "settings": [],
+        **(one_run_data(comparison.runs[0]) if len(comparison.runs) == 1 else {}),
         "warnings": comparison.warnings,
         "notes": [*comparison.notes, *comparison.left_out],
         "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
         "rows": comparison.rows,
         "scaling": comparison.scaling,
         "differences": [[key, *map(as_typed, values)] for key, values in comparison.differing.items()],
-        "runs": [run_data(run, style) for run, style in zip(comparison.runs, comparison.styles, strict=True)],
+        "runs": [run_data(run) | line_style(comparison.runs, index) for index, run in enumerate(comparison.runs)],
     }
 
 
@@ -105,12 +102,9 @@ def one_run_data(run: Run) -> dict[str, Any]:
     shown = run.samples[-MOST_SAMPLES:][::-1]
     return {
         "samples": [
-            {
-                "step": sample["step"] if is_number(sample.get("step")) else None,
-                "prompt": sample["prompt"],
-                "text": sample["text"],
-            }
-            for sample in shown
+            {"step": each["step"] if is_number(each.get("step")) else None}
+            | {key: each[key] for key in ("prompt", "text")}
+            for each in shown
         ],
         "earlier_samples": len(run.samples) - len(shown),
         "measured_heads": run.heads[::-1][::stride][::-1],  # with the last measurement
@@ -118,12 +112,12 @@ def one_run_data(run: Run) -> dict[str, Any]:
     }
 
 
-def run_data(run: Run, style: LineStyle) -> dict[str, Any]:
+def run_data(run: Run) -> dict[str, Any]:
     """The data of one run's line in the charts."""
     stride = -(-len(run.training) // MOST_TRAINING_POINTS) or 1
-    return dataclasses.asdict(style) | {
+    return {
         "name": run.name,
-        "size": f"{run.model}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
+        "size": f"{run.config['model']['name']}, {format_number(run.parameters)}, {format_number(run.tokens)} tokens",
         "validation": [
             {key: point[key] for key in ("step", *AXES)}
             | {"loss": point["val/loss"], "bpb": point["val/bpb"]}
@@ -158,10 +152,7 @@ class RunPage(Logger):
             run = read_run(self.folder, self.folder.resolve().name)
         except LeftOut:
             return
-        lens = self.folder / "lens"
-        lenses = (
-            [f"lens/{name}" for name in sorted(os.listdir(lens)) if name.endswith(".html")] if lens.is_dir() else []
-        )
+        lenses = [f"lens/{path.name}" for path in sorted(self.folder.glob("lens/*.html"))]
         replace_text(self.folder / PAGE_NAME, render_page(compare_runs([run], [], None, None, seed=0), lenses))
 
     def record(self, record: dict[str, Any]) -> None:

@@ -31,79 +31,31 @@ class LeftOut(UserError):
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
-    """The facts that the comparison reads from a run's newest checkpoint."""
-
-    path: Path
-    parameters: int
-    fingerprint: str  # sha256 of tokenizer, tokens and weights of the data
-    tokenizer: str  # its identity
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Speed and memory of a run. A figure is None if the run did not record it."""
-
-    tokens_per_second: float | None  # median over the records
-    mfu: float | None  # model FLOPs utilisation: median share of the device's peak
-    peak_memory_bytes: int | None
-
-
-@dataclass(frozen=True)
 class Run:
-    """One run as read from its folder."""
+    """One run as read from its folder. A figure of speed or memory is None if the run did not record it."""
 
     name: str
     config: dict[str, Any]
-    checkpoint: CheckpointFacts
+    checkpoint: Path  # the newest one
+    parameters: int
+    fingerprint: str  # sha256 of tokenizer, tokens and weights of the data
+    tokenizer: str  # its identity
+    step: int  # this and the next three: of the last record
+    tokens: int
+    flops: float
+    seconds: float  # of the training steps, without compilation, evaluation and saving
+    tokens_per_second: float | None  # median over the records
+    mfu: float | None  # model FLOPs utilisation: median share of the device's peak
+    peak_memory_bytes: int | None
+    result: dict[str, float]  # the record of the evaluation that counts as the run's result
+    loss: float  # of the result, in nats per token
+    bpb: float  # of the result, in bits per byte
     validation: Curve  # with val/loss in nats per token, val/bpb in bits per byte
     training: Curve  # with train/loss in nats per token
     heads: list[dict[str, Any]]  # records with the figures of single heads, attention/heads/…
     samples: list[dict[str, Any]]  # texts written in training: step, prompt and text
-    last: dict[str, Any]  # the last record
-    speed: Speed
     judged: Judged  # the figures of `andrea evaluate`
     damaged: list[str]  # one line for each file with damaged lines
-
-    @property
-    def model(self) -> str:
-        return self.config["model"]["name"]
-
-    @property
-    def parameters(self) -> int:
-        return self.checkpoint.parameters
-
-    @property
-    def step(self) -> int:
-        return self.last["step"]
-
-    @property
-    def tokens(self) -> int:
-        return self.last["tokens"]
-
-    @property
-    def flops(self) -> float:
-        return self.last["flops"]
-
-    @property
-    def seconds(self) -> float:
-        """Time of the training steps, without compilation, evaluation and saving."""
-        return self.last["seconds"]
-
-    @property
-    def result(self) -> dict[str, float]:
-        """The record of the evaluation that counts as the run's result."""
-        return result_of(self.validation, self.config)
-
-    @property
-    def loss(self) -> float:
-        """The validation loss of the run's result, in nats per token."""
-        return self.result["val/loss"]
-
-    @property
-    def bpb(self) -> float:
-        """The validation figure of the run's result, in bits per byte."""
-        return self.result["val/bpb"]
 
     @property
     def finished(self) -> bool:
@@ -189,12 +141,11 @@ def read_run(folder: Path, name: str) -> Run:
         raise LeftOut("; ".join(damaged))
     if not records:
         raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
-    validation = curve(
-        records, ("val/loss", "val/bpb"), ("val/compared_bpb", "val/tokens", "expected/bpb", "expected/spread_bpb")
-    )
+    optional = ("val/compared_bpb", "val/tokens", "expected/bpb", "expected/spread_bpb")
+    validation = curve(records, ("val/loss", "val/bpb"), optional)
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
-    memory = values_of(records, "train/peak_memory_bytes")
+    result, memory = result_of(validation, config), values_of(records, "train/peak_memory_bytes")
     try:
         judged = read_figures(folder)
     except OSError:
@@ -202,17 +153,18 @@ def read_run(folder: Path, name: str) -> Run:
     return Run(
         name=name,
         config=config,
-        checkpoint=read_checkpoint_facts(folder),
+        **checkpoint_facts(folder),
+        **last_of(records),
+        tokens_per_second=median(values_of(records, "train/tokens_per_second")),
+        mfu=median(values_of(records, "train/mfu")),
+        peak_memory_bytes=int(max(memory)) if memory else None,
+        result=result,
+        loss=result["val/loss"],
+        bpb=result["val/bpb"],
         validation=validation,
         training=curve(records, ("train/loss",)),
         heads=head_records(records),
         samples=samples.records,
-        last=last_of(records),
-        speed=Speed(
-            median(values_of(records, "train/tokens_per_second")),
-            median(values_of(records, "train/mfu")),
-            int(max(memory)) if memory else None,
-        ),
         judged=judged,
         damaged=damaged,
     )
@@ -239,8 +191,8 @@ def last_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     raise LeftOut(f"no record has {', '.join(keys)}")
 
 
-def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
-    """Facts of the run's newest checkpoint. Raises LeftOut."""
+def checkpoint_facts(folder: Path) -> dict[str, Any]:
+    """What `Run` holds of the newest checkpoint. Raises LeftOut."""
     try:
         saved = checkpoints_of(folder)
     except StorageFailed as error:
@@ -250,8 +202,8 @@ def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
     newest = saved[-1]
     try:
         state = read_small_json(newest / "state.json")
-        parameters = stored_numbers(newest)
-        return CheckpointFacts(newest, parameters, str(state["data"]), str(state["tokenizer"]))
+        facts = {"fingerprint": str(state["data"]), "tokenizer": str(state["tokenizer"])}
+        return facts | {"checkpoint": newest, "parameters": stored_numbers(newest)}
     except (OSError, ValueError, KeyError, TypeError) as error:  # Damaged is a ValueError
         raise LeftOut(f"{newest.name} cannot be read ({error})") from None
 

@@ -38,7 +38,17 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return format_interval(self.value, self.low, self.high)
+        """'3.14 (3.10 to 3.19)', rounded to the leading digit of half the interval's width."""
+        ends = (self.value, self.low, self.high)
+        assert self.low <= self.high and all(map(math.isfinite, ends))
+        half = (self.high - self.low) / 2
+        if half == 0:
+            return f"{self.value:g}"
+        place = math.floor(math.log10(half))
+        if round(half / 10**place) == 10:  # 0.096 rounds to 0.1
+            place += 1
+        value, low, high = (f"{round(each / 10**place) * 10**place:,.{max(0, -place)}f}" for each in ends)
+        return f"{value} ({low} to {high})"
 
 
 @dataclass(frozen=True)
@@ -96,20 +106,6 @@ def interval(value: float, refits: np.ndarray) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def format_interval(value: float, low: float, high: float) -> str:
-    """'3.14 (3.10 to 3.19)', rounded to the leading digit of half the interval's width."""
-    assert low <= high and all(map(math.isfinite, (value, low, high)))
-    half = (high - low) / 2
-    if half == 0:
-        return f"{value:g}"
-    place = math.floor(math.log10(half))
-    if round(half / 10**place) == 10:  # 0.096 rounds to 0.1
-        place += 1
-    decimals = max(0, -place)
-    value, low, high = (round(number / 10**place) * 10**place for number in (value, low, high))
-    return f"{value:,.{decimals}f} ({low:,.{decimals}f} to {high:,.{decimals}f})"
-
-
 # ------------------------------------------------------------------------------------------------------- least squares
 # A penalised robust fit of the law: Huber loss and a Gaussian prior, minimised by Levenberg-Marquardt.
 #
@@ -132,25 +128,19 @@ class Objective:
     noise: np.ndarray  # (R, 1) standard deviation of a log loss
 
     def evaluate(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns measured minus predicted log loss (R, n), the derivative (R, n, P) of the predicted, and the cost (R,)."""
-        predicted, derivative = log_loss(parameters, self.x)
+        """Returns the cost (R,), half its Gauss-Newton Hessian (R, P, P) and half its negative gradient (R, P).
+
+        The last two are computed as in iteratively reweighted least squares.
+        """
+        predicted, derivative = log_loss(parameters, self.x)  # (R, n) and (R, n, P)
         residual = self.y - predicted
-        size = np.abs(residual)
+        size, weight = np.abs(residual), huber_weight(residual) / self.noise**2
         data = np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER)) / self.noise**2
         prior = ((parameters - self.centre) / self.spread) ** 2
-        return residual, derivative, data.sum(1) + prior.sum(1)
-
-    def gradient(
-        self, parameters: np.ndarray, residual: np.ndarray, derivative: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns half the Gauss-Newton Hessian (R, P, P) and half the negative gradient (R, P).
-
-        Both are computed as in iteratively reweighted least squares.
-        """
-        weight = huber_weight(residual) / self.noise**2  # (R, n)
         hessian = np.einsum("rni,rn,rnj->rij", derivative, weight, derivative) + np.diag(self.spread**-2)
         prior_pull = (self.centre - parameters) / self.spread**2
-        return hessian, np.einsum("rni,rn->ri", derivative, weight * residual) + prior_pull
+        downhill = np.einsum("rni,rn->ri", derivative, weight * residual) + prior_pull
+        return data.sum(1) + prior.sum(1), hessian, downhill
 
 
 def huber_weight(residual: np.ndarray) -> np.ndarray:
@@ -164,19 +154,18 @@ def minimise(objective: Objective, start: np.ndarray) -> tuple[np.ndarray, np.nd
     Each fit has its own damping: divided by 4 after a step that lowered the cost, multiplied by 5 after a rejected one.
     """
     parameters, damping = start, np.full((len(start), 1, 1), 1e-2)
-    residual, derivative, cost = objective.evaluate(parameters)
+    cost, hessian, downhill = objective.evaluate(parameters)
     identity = np.eye(start.shape[1])
     for _ in range(MOST_STEPS):
-        hessian, downhill = objective.gradient(parameters, residual, derivative)
         damped = hessian + damping * hessian * identity
         step = np.clip(np.linalg.solve(damped, downhill[..., None])[..., 0], -1, 1)
         if (downhill * step).sum(1).max() < LEAST_GAIN:
             break
-        new_residual, new_derivative, new_cost = objective.evaluate(parameters + step)
+        new_cost, new_hessian, new_downhill = objective.evaluate(parameters + step)
         better = new_cost < cost
         parameters = np.where(better[:, None], parameters + step, parameters)
-        residual = np.where(better[:, None], new_residual, residual)
-        derivative = np.where(better[:, None, None], new_derivative, derivative)
+        hessian = np.where(better[:, None, None], new_hessian, hessian)
+        downhill = np.where(better[:, None], new_downhill, downhill)
         cost = np.where(better, new_cost, cost)
         damping = np.where(better[:, None, None], damping / 4, damping * 5)
     return parameters, cost

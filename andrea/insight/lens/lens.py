@@ -16,8 +16,7 @@ from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
 from andrea.generation.session import last_tokens, read_prompt
 from andrea.insight.lens.page import Head, LensPage, Measurements, Source, measure
-from andrea.insight.lens.scores import NAMES, probe_scores, score_layer, stack_layers, targets_of
-from andrea.insight.lens.trace import trace_layers
+from andrea.insight.lens.scores import NAMES
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, replace_bytes
 from andrea.runtime.streams import at_words
@@ -136,24 +135,18 @@ def write_arrays(out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int])
     scores named prompt_… are measured on the prompt, the scores named probe_… on the two fixed texts in scores.py.
     A model with head gates adds gates (L, H, T), the mean over a head's channels.
     """
-    prompt = torch.tensor([tokens], device=model.embedding.weight.device)
-    table = tokenizer.token_bytes()
-    targets = targets_of(prompt, table)
-    shape = (model.config.n_layer, model.config.n_head, len(tokens), len(tokens))
-    weights = np.empty(shape, np.float32)
-    scores, gates = [], []
-    for index, layer in enumerate(trace_layers(model, prompt)):
-        weights[index] = layer.weights[0].cpu().numpy()
-        scores.append(score_layer(layer, targets))
-        gates += [] if layer.gate is None else [layer.gate[0].mean(-1)]
-    arrays = {f"prompt_{name}": score.numpy() for name, score in stack_layers(scores).items()}
-    arrays |= {f"probe_{name}": score.numpy() for name, score in probe_scores(model, tokenizer).items()}
-    arrays |= {"gates": torch.stack(gates).cpu().numpy()} if gates else {}
+    weights = np.empty((model.config.n_layer, model.config.n_head, len(tokens), len(tokens)), np.float32)
+    found, table = measure(model, tokenizer, tokens, weights=weights), tokenizer.token_bytes()
+    arrays = {f"prompt_{name}": score.numpy() for name, score in found.scores.items()}
+    arrays |= {f"probe_{name}": score.numpy() for name, score in found.probed.items()}
+    arrays |= {} if found.gates is None else {"gates": found.gates.cpu().numpy()}
     texts = np.array([table[token].decode("utf-8", "replace") for token in tokens])
     stream = io.BytesIO()
     np.savez(stream, weights=weights, tokens=np.array(tokens), token_texts=texts, **arrays)
     save(out, stream.getvalue())
-    return f"{out} · weights {' x '.join(map(str, shape))} float32, {len(arrays)} arrays of figures of the heads"
+    return (
+        f"{out} · weights {' x '.join(map(str, weights.shape))} float32, {len(arrays)} arrays of figures of the heads"
+    )
 
 
 def save(out: Path, content: bytes) -> None:

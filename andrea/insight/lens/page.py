@@ -2,7 +2,8 @@
 
 For a head in full, the page computes the weights in double precision, from the fp32 queries and keys in the file.
 
-T tokens, C candidates for the next token, V vocabulary.
+T tokens, L layers, H heads, D = d_head, N width of a query or key from which a score is computed, V vocabulary, C candidates
+for the next token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------- facts
-# The facts about the model that the page shows as text and numbers.
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
     name = function.__name__ if function in BUILT_IN.values() else f"{function.__module__}.{function.__name__}"
     modifiers = attention.modifiers or ScoreModifiers()
     functions = [block.attention.compatibility for block in model.blocks]
+    # (L, H): the share of its component along the token's own value that each head's vector loses.
+    shares = [block.attention.exclusive_share for block in model.blocks if block.attention.is_exclusive]
     visible = [visible_keys(block, model.document_mask(tokens), tokens) for block in model.blocks]
     distinct = list(dict.fromkeys(visible))
     return {
@@ -71,7 +73,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
         "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,
-        "own_shares": own_shares(model),
+        "own_shares": [[1.0] * config.n_head if each is None else each.tolist() for each in shares] or None,
         "own_value_epsilon": OWN_VALUE_EPSILON,
         "tokens": tokens[0].tolist(),
         "visible": [{"first": first, "stop": stop} for first, stop in distinct],
@@ -99,14 +101,6 @@ def mixture(attention: MultiHeadAttention) -> list[dict[str, list[float]]]:
     ]
 
 
-def own_shares(model: GPT) -> list[list[float]] | None:
-    """The share (L, H) of its component along the token's own value that each head's vector loses; None if none does."""
-    if not model.blocks[0].attention.is_exclusive:
-        return None
-    learned = [block.attention.exclusive_share for block in model.blocks]
-    return [[1.0] * model.config.n_head if share is None else share.tolist() for share in learned]
-
-
 def visible_keys(block: Block, packing: Mask | None, tokens: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """tokens (1, T) -> for each query of the block, the index of the first visible key, and one past the last."""
     n_token = tokens.shape[1]
@@ -121,9 +115,6 @@ def json_number(number: float | Tensor | None) -> float | None:
 
 # ------------------------------------------------------------------------------------------------------------ head data
 # The arrays that the page needs to show a head in full, and their encoding in the file.
-#
-# T tokens, N width of a query or key from which a score is computed, D = d_head, V vocabulary, C candidates for the next
-# token.
 
 LIKELIEST = 10  # next tokens shown at each position, with their probabilities with and without a head
 LIKELIEST_ABLATED = 5  # next tokens shown at each position after the ablation of a head
@@ -131,16 +122,6 @@ ATTRIBUTED = 3  # number of tokens whose logits a vector raises most, and of tho
 COMPONENTS = 4  # number of a residual-stream vector's first components that are shown
 
 Layout = list[list[Any]]  # [name, type, shape] of each array of a block
-
-
-def candidate_tokens(measurements: Measurements) -> Tensor:
-    """Token ids (T, C): the likeliest next tokens of each position, then the position's target.
-
-    The target is the prompt's next token. The prompt's last position has none: its target is the likeliest token.
-    """
-    likeliest = measurements.log_probabilities.topk(LIKELIEST).indices
-    targets = torch.cat((measurements.tokens[0, 1:], likeliest[-1:, 0]))
-    return torch.cat((likeliest, targets[:, None]), -1)
 
 
 def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool) -> dict[str, np.ndarray]:
@@ -161,24 +142,24 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
         if detail:
             ids, changes = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
             arrays |= {f"{name}_logits": changes, f"{name}_logits_ids": ids}
-    return {name: as_array(tensor, model.n_vocab) for name, tensor in arrays.items()}
+    return as_arrays(arrays, model.n_vocab)
 
 
 def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray]:
     """Arrays of the predicted next tokens without a head. candidates (T, C): ids. ablated (T, V): ln p without it."""
     top = ablated.topk(LIKELIEST_ABLATED)
-    arrays = {
-        "ablated_candidates": ablated.gather(-1, candidates).exp(),
-        "ablated_top": top.values.exp(),
-        "ablated_top_ids": top.indices,
-    }
-    return {name: as_array(tensor, ablated.shape[-1]) for name, tensor in arrays.items()}
+    left = {"ablated_candidates": ablated.gather(-1, candidates), "ablated_top": top.values}
+    arrays = {name: each.exp() for name, each in left.items()} | {"ablated_top_ids": top.indices}
+    return as_arrays(arrays, ablated.shape[-1])
 
 
-def as_array(tensor: Tensor, n_vocab: int) -> np.ndarray:
+def as_arrays(tensors: dict[str, Tensor], n_vocab: int) -> dict[str, np.ndarray]:
     """Numbers as fp32; token ids below n_vocab in two bytes, or in four for a larger vocabulary."""
     id_type = np.uint16 if n_vocab <= 1 << 16 else np.uint32
-    return tensor.cpu().numpy().astype(np.float32 if tensor.is_floating_point() else id_type)
+    return {
+        name: each.cpu().numpy().astype(np.float32 if each.is_floating_point() else id_type)
+        for name, each in tensors.items()
+    }
 
 
 def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
@@ -190,9 +171,6 @@ def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
 
 
 # --------------------------------------------------------------------------------------------------------- measurements
-# Measures every head on one prompt, for the lens page.
-#
-# T tokens, L layers, H heads, V vocabulary.
 
 MAP_SIDE = 32  # most rows and columns of a head's small map
 
@@ -242,12 +220,16 @@ class Measurements:
 
 
 @torch.no_grad()
-def measure(model: GPT, tokenizer: Tokenizer, tokens: list[int], map_side: int = MAP_SIDE) -> Measurements:
-    """Measure every head on a prompt of at least one token."""
+def measure(
+    model: GPT, tokenizer: Tokenizer, tokens: list[int], map_side: int = MAP_SIDE, weights: np.ndarray | None = None
+) -> Measurements:
+    """Measure every head on a prompt of at least one token. weights (L, H, T, T) float32: is filled, if it is given."""
     prompt = torch.tensor([tokens], device=model.embedding.weight.device)
     targets = targets_of(prompt, tokenizer.token_bytes())
     layers, maps, scores = [], [], []
-    for layer in trace_layers(model, prompt):
+    for index, layer in enumerate(trace_layers(model, prompt)):
+        if weights is not None:
+            weights[index] = layer.weights[0].cpu().numpy()
         maps.append(small_maps(layer.weights[0], map_side))
         scores.append(score_layer(layer, targets))
         empty = layer.scores.new_empty(0)
@@ -277,15 +259,6 @@ FACTS_BYTES = 200  # extra bytes in the page's facts for a head in full
 ELEMENT_BYTES = 100  # of the HTML element around a head's arrays
 
 
-@dataclass
-class FullHeads:
-    """The heads that are shown in full, packed for the file."""
-
-    packed: dict[Head, tuple[str, Layout]] = field(default_factory=dict)
-    effects: dict[Head, np.ndarray] = field(default_factory=dict)  # (T,): the target's probability without the head
-    token_ids: set[int] = field(default_factory=set)  # all tokens that occur in the arrays
-
-
 class LensPage:
     """The page of one prompt. `most_full_heads` returns how many heads fit in full; `render` returns the HTML text.
 
@@ -297,25 +270,22 @@ class LensPage:
     ) -> None:
         self.model, self.measurements, self.source, self.detail = model, measurements, source, detail
         self.texts = token_texts(tokenizer)
-        self.candidates = candidate_tokens(measurements)  # (T, C)
+        # Token ids (T, C): the likeliest next tokens of each position, and the prompt's next token, the target. The prompt's
+        # last position has none: its target is the likeliest token.
+        likeliest = measurements.log_probabilities.topk(LIKELIEST).indices
+        targets = torch.cat((measurements.tokens[0, 1:], likeliest[-1:, 0]))
+        self.candidates = torch.cat((likeliest, targets[:, None]), -1)
         probabilities = measurements.log_probabilities.gather(-1, self.candidates).exp()
-        self.blocks = {
-            "maps": pack({"maps": measurements.maps}),
-            "next": pack(
-                {
-                    "candidates": as_array(probabilities, model.n_vocab),
-                    "candidate_ids": as_array(self.candidates, model.n_vocab),
-                }
-            ),
-        }
+        predicted = {"candidates": probabilities, "candidate_ids": self.candidates}
+        self.blocks = {"maps": pack({"maps": measurements.maps}), "next": pack(as_arrays(predicted, model.n_vocab))}
         if measurements.gates is not None:
-            self.blocks["gates"] = pack({"gates": as_array(measurements.gates, model.n_vocab)})
+            self.blocks["gates"] = pack(as_arrays({"gates": measurements.gates}, model.n_vocab))
 
     def most_full_heads(self, limit_bytes: int) -> int:
         """The number of heads that can be shown in full on a page of at most limit_bytes."""
         n_head = len(self.measurements.heads)
         texts = dict(enumerate(self.texts)) if self.detail else self.texts_of(set())
-        fixed = len(self.assemble(FullHeads(), texts)) + FACTS_BYTES * n_head
+        fixed = len(self.assemble({}, {}, texts)) + FACTS_BYTES * n_head
         arrays = head_arrays(self.model, self.measurements, (0, 0), self.detail)  # as large as any other head's
         if self.detail:
             arrays |= ablation_arrays(self.candidates, self.measurements.log_probabilities)
@@ -325,15 +295,13 @@ class LensPage:
 
     def render(self, full: list[Head]) -> str:
         """The HTML text of the page that shows the heads `full` in full."""
-        heads = FullHeads()
+        packed, effects, token_ids = {}, {}, set()
         for head, arrays in self.arrays_of(full):
-            heads.packed[head] = pack(arrays)
-            for name, array in arrays.items():
-                if name.endswith("_ids"):
-                    heads.token_ids |= set(array.flatten().tolist())
+            packed[head] = pack(arrays)
+            token_ids.update(*(array.flatten().tolist() for name, array in arrays.items() if name.endswith("_ids")))
             if self.detail:
-                heads.effects[head] = arrays["ablated_candidates"][:, -1]
-        return self.assemble(heads, self.texts_of(heads.token_ids))
+                effects[head] = arrays["ablated_candidates"][:, -1]
+        return self.assemble(packed, effects, self.texts_of(token_ids))
 
     def arrays_of(self, full: list[Head]) -> Iterator[tuple[Head, dict[str, np.ndarray]]]:
         """The arrays of each head, layer by layer."""
@@ -366,13 +334,18 @@ class LensPage:
         shown = used | set(self.candidates.flatten().tolist()) | set(self.measurements.tokens[0].tolist())
         return {token: self.texts[token] for token in sorted(shown)}
 
-    def assemble(self, heads: FullHeads, texts: dict[int, str]) -> str:
-        """The template filled with all data. texts: token id -> text."""
+    def assemble(
+        self, packed: dict[Head, tuple[str, Layout]], effects: dict[Head, np.ndarray], texts: dict[int, str]
+    ) -> str:
+        """The template filled with all data. packed: the heads that are shown in full. texts: token id -> text.
+
+        effects: (T,) of each of these heads, the target's probability without the head; empty without ablations.
+        """
         blocks = dict(self.blocks)
-        if heads.effects:
-            blocks["effects"] = pack({"ablated": np.stack([heads.effects[head] for head in heads.packed])})
+        if effects:
+            blocks["effects"] = pack({"ablated": np.stack([effects[head] for head in packed])})
         layouts = {name: layout for name, (_, layout) in blocks.items()}
-        for (layer, index), (encoded, layout) in heads.packed.items():
+        for (layer, index), (encoded, layout) in packed.items():
             blocks[f"{layer}.{index}"] = (encoded, layout)
             layouts["head"] = layout
         facts = {
@@ -382,29 +355,23 @@ class LensPage:
             "detail": self.detail,
             "layouts": layouts,
             "texts": texts,
-            "heads": self.facts_of_heads(heads),
+            "heads": [self.facts_of_head(head, head in packed, effects) for head in self.measurements.heads],
         }
         elements = [f'<script type="application/json" id="facts">{json_for_script(facts)}</script>']
         for name, (encoded, _) in blocks.items():
             elements.append(f'<script type="text/plain" id="data-{name}">{encoded}</script>')
         return fill_template(TEMPLATE, {"TITLE": html.escape(self.source.title), "DATA": "\n".join(elements)})
 
-    def facts_of_heads(self, heads: FullHeads) -> list[dict]:
-        """Scores and names of every head, whether it is shown in full, and the change of the loss by its ablation."""
-        measurements, named = self.measurements, self.measurements.named
-        found = []
-        for head in measurements.heads:
-            effect = heads.effects.get(head)
-            found.append(
-                {
-                    "prompt": {name: json_number(score[head]) for name, score in measurements.scores.items()},
-                    "probe": {name: json_number(score[head]) for name, score in measurements.probed.items()},
-                    "names": named.get(head, []),
-                    "full": head in heads.packed,
-                    "loss_change": None if effect is None else json_number(self.loss_change(effect)),
-                }
-            )
-        return found
+    def facts_of_head(self, head: Head, is_full: bool, effects: dict[Head, np.ndarray]) -> dict[str, Any]:
+        """The head's scores and names, whether it is shown in full, and the change of the loss by its ablation."""
+        measurements = self.measurements
+        return {
+            "prompt": {name: json_number(score[head]) for name, score in measurements.scores.items()},
+            "probe": {name: json_number(score[head]) for name, score in measurements.probed.items()},
+            "names": [name.score for name in names_of(measurements.probed, *head)],
+            "full": is_full,
+            "loss_change": json_number(self.loss_change(effects[head])) if head in effects else None,
+        }
 
 
 END_OF_TEXT = "⟨end-of-text⟩"

@@ -106,9 +106,7 @@ def mass_on(weights: Tensor, target: Tensor, visible: Tensor) -> Tensor:
     The mean is over the queries that see a target; NaN if there are none.
     """
     target = target & visible
-    counted = target.any(-1)  # (B, T)
-    mass = torch.where(target[:, None], weights, 0).sum((0, 2, 3))
-    return mass / counted.sum()
+    return torch.where(target[:, None], weights, 0).sum((0, 2, 3)) / target.any(-1).sum()
 
 
 def score_layer(layer: LayerTrace, targets: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -129,12 +127,6 @@ def stack_layers(layers: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Scores (H,) of each layer -> scores (L, H) of the model, on the CPU."""
     layers = list(layers)
     return {name: torch.stack([layer[name] for layer in layers]).cpu() for name in layers[0]}
-
-
-def score_model(model: GPT, tokens: Tensor, table: Sequence[bytes], names: Iterable[str]) -> dict[str, Tensor]:
-    """The named scores (L, H) of a model over tokens (B, T). table: the bytes of every token id."""
-    targets = targets_of(tokens, table, names)
-    return stack_layers(score_layer(layer, targets) for layer in trace_layers(model, tokens))
 
 
 # ---------------------------------------------------------------------------------------------------------- head names
@@ -210,20 +202,15 @@ def keys_seen_last(mask: Mask, length: int) -> int:
     return int((stop - first.clamp(min=0))[0])
 
 
-def passage(model: GPT, tokenizer: Tokenizer) -> Tensor:
-    """The text `text`, (1, T') int64: end-of-text and `PASSAGE`, cut to the model's sequence length."""
-    tokens = [tokenizer.end_of_text, *tokenizer.encode(PASSAGE)][: model.config.sequence_length]
-    return torch.tensor([tokens], device=model.embedding.weight.device)
-
-
 def probe_scores(model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
     """The scores (L, H) that decide the names of heads, each measured on its own fixed text."""
-    table = tokenizer.token_bytes()
-    texts = {"repeat": repetition(model, tokenizer), "text": passage(model, tokenizer)}
+    passage = [tokenizer.end_of_text, *tokenizer.encode(PASSAGE)][: model.config.sequence_length]
+    passage = torch.tensor([passage], device=model.embedding.weight.device)  # (1, T')
     found: dict[str, Tensor] = {}
-    for probe, tokens in texts.items():
+    for probe, tokens in (("repeat", repetition(model, tokenizer)), ("text", passage)):
         wanted = [name.score for name in NAMES if name.probe == probe]
-        scores = score_model(model, tokens, table, wanted)
+        targets = targets_of(tokens, tokenizer.token_bytes(), wanted)
+        scores = stack_layers(score_layer(layer, targets) for layer in trace_layers(model, tokens))
         found |= {name: scores[name] for name in wanted}
     return found
 

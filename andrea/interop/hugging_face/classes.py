@@ -24,16 +24,27 @@ ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_pytorch_tanh", "gelu_exact": "gel
 
 
 @dataclass(frozen=True)
-class HuggingFaceClass:
-    """A class of transformers. allowed: the settings that it holds, where they differ from PLAIN.
+class Architecture:
+    """An architecture of another program. allowed: the settings that it holds, where they differ from PLAIN.
 
-    is_remote: its code is in the export.
+    form: our weights in its form, under our names. names: see `renamed`.
     """
 
     name: str
-    model_type: str
     allowed: dict[str, Allowed]
-    weights: Callable[[Trained], dict[str, Tensor]]
+    form: Callable[[Trained], dict[str, Tensor]]
+    names: dict[str, str]
+
+    def weights(self, trained: Trained) -> dict[str, Tensor]:
+        """The weights by their names there."""
+        return {renamed(name, self.names): weight for name, weight in self.form(trained).items()}
+
+
+@dataclass(frozen=True)
+class HuggingFaceClass(Architecture):
+    """A class of transformers. is_remote: its code is in the export."""
+
+    model_type: str
     own_config: Callable[[Trained], dict[str, Any]]
     is_remote: bool = False
 
@@ -56,41 +67,33 @@ def choose_class(trained: Trained) -> tuple[HuggingFaceClass, str]:
 
 # -------------------------------------------------------------------------------------------------------------- weights
 
-# The beginning or the middle of a name here, and in Llama's family.
-LLAMA_NAMES = {
-    "bigram_embedding.": "model.bigram_embedding.",
-    "embedding.": "model.embed_tokens.",
-    "position.weight": "model.embed_positions.weight",
-    "final_norm.": "model.norm.",
-    "head.": "lm_head.",
-    "blocks.": "model.layers.",
-    ".attention_norm.": ".input_layernorm.",
-    ".mlp_norm.": ".post_attention_layernorm.",
-    ".mlp.gate.": ".mlp.gate_proj.",
-    ".mlp.up.": ".mlp.up_proj.",
-    ".mlp.down.": ".mlp.down_proj.",
-    ".attention.query.": ".self_attn.q_proj.",
-    ".attention.key.": ".self_attn.k_proj.",
-    ".attention.value.": ".self_attn.v_proj.",
-    ".attention.output.": ".self_attn.o_proj.",
-    ".attention.query_norm": ".self_attn.q_norm.weight",
-    ".attention.key_norm": ".self_attn.k_norm.weight",
-    ".attention.": ".self_attn.",
-}
-GPT2_NAMES = {
-    "embedding.": "transformer.wte.",
-    "position.weight": "transformer.wpe.weight",
-    "final_norm.": "transformer.ln_f.",
-    "head.": "lm_head.",
-    "blocks.": "transformer.h.",
-    ".attention_norm.": ".ln_1.",
-    ".mlp_norm.": ".ln_2.",
-    ".mlp.up.": ".mlp.c_fc.",
-    ".mlp.down.": ".mlp.c_proj.",
-    ".attention.output.": ".attn.c_proj.",
-    ".attention.joined.": ".attn.c_attn.",
-    ".attention.": ".attn.",
-}
+# The beginning or the middle of a weight's name here, and in other programs; "-" where they have no such part.
+NAMES = """\
+here                   Llama                         GPT-2                   GPT-NeoX                    llama.cpp
+bigram_embedding.      model.bigram_embedding.       -                       -                           -
+embedding.             model.embed_tokens.           transformer.wte.        gpt_neox.embed_in.          token_embd.
+position.weight        model.embed_positions.weight  transformer.wpe.weight  -                           position_embd.weight
+final_norm.            model.norm.                   transformer.ln_f.       gpt_neox.final_layer_norm.  output_norm.
+head.                  lm_head.                      lm_head.                lm_head.                    output.
+blocks.                model.layers.                 transformer.h.          gpt_neox.layers.            blk.
+.attention_norm.       .input_layernorm.             .ln_1.                  .input_layernorm.           .attn_norm.
+.mlp_norm.             .post_attention_layernorm.    .ln_2.                  .post_attention_layernorm.  .ffn_norm.
+.mlp.gate.             .mlp.gate_proj.               -                       -                           .ffn_gate.
+.mlp.up.               .mlp.up_proj.                 .mlp.c_fc.              .mlp.dense_h_to_4h.         .ffn_up.
+.mlp.down.             .mlp.down_proj.               .mlp.c_proj.            .mlp.dense_4h_to_h.         .ffn_down.
+.attention.query.      .self_attn.q_proj.            -                       -                           .attn_q.
+.attention.key.        .self_attn.k_proj.            -                       -                           .attn_k.
+.attention.value.      .self_attn.v_proj.            -                       -                           .attn_v.
+.attention.output.     .self_attn.o_proj.            .attn.c_proj.           .attention.dense.           .attn_output.
+.attention.joined.     -                             .attn.c_attn.           -                           .attn_qkv.
+.attention.query_norm  .self_attn.q_norm.weight      -                       -                           .attn_q_norm.weight
+.attention.key_norm    .self_attn.k_norm.weight      -                       -                           .attn_k_norm.weight
+.attention.            .self_attn.                   .attn.                  -                           -
+"""
+LLAMA_NAMES, GPT2_NAMES, GPT_NEOX_NAMES, GGUF_NAMES = (
+    {ours: theirs[column] for ours, *theirs in map(str.split, NAMES.strip().split("\n")[1:]) if theirs[column] != "-"}
+    for column in range(4)
+)
 
 
 def renamed(name: str, names: dict[str, str]) -> str:
@@ -106,14 +109,6 @@ def weights_of(trained: Trained) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in trained.gpt.named_parameters()}
 
 
-def llama_weights(trained: Trained) -> dict[str, Tensor]:
-    return {renamed(name, LLAMA_NAMES): weight for name, weight in weights_of(trained).items()}
-
-
-def qwen3_weights(trained: Trained) -> dict[str, Tensor]:
-    return {renamed(name, LLAMA_NAMES): weight for name, weight in normed_weights(trained).items()}
-
-
 def normed_weights(trained: Trained) -> dict[str, Tensor]:
     """Our weights with a learned weight per channel in the norms of queries and keys, as Qwen3 has it.
 
@@ -126,10 +121,10 @@ def normed_weights(trained: Trained) -> dict[str, Tensor]:
     return weights
 
 
-def gpt2_weights(trained: Trained) -> dict[str, Tensor]:
-    """GPT-2 in transformers keeps the matrices of its blocks transposed."""
+def transposed_weights(trained: Trained) -> dict[str, Tensor]:
+    """As `joined_weights`; GPT-2 in transformers keeps the matrices of its blocks transposed."""
     return {
-        renamed(name, GPT2_NAMES): weight.T if name.startswith("blocks.") and weight.ndim == 2 else weight
+        name: weight.T if name.startswith("blocks.") and weight.ndim == 2 else weight
         for name, weight in joined_weights(trained).items()
     }
 
@@ -181,21 +176,18 @@ def rotary_config(trained: Trained) -> dict[str, Any]:
         scaling = trained.model.rotary_scaling
         kind = "linear" if len(scaling) == 1 else "llama3"
         rope |= {"rope_type": kind} | dict(zip(SCALING, scaling, strict=False))
-    return shared_config(trained) | {
-        "rope_parameters": rope,
-        "rms_norm_eps": trained.model.norm_epsilon,
-    }
+    others = {"rope_parameters": rope, "rms_norm_eps": trained.model.norm_epsilon, "hidden_act": "silu"}
+    return shared_config(trained) | others
 
 
 def llama_config(trained: Trained) -> dict[str, Any]:
     bias = trained.model.bias
-    return rotary_config(trained) | {"hidden_act": "silu", "attention_bias": bias, "mlp_bias": bias}
+    return rotary_config(trained) | {"attention_bias": bias, "mlp_bias": bias}
 
 
 def qwen3_config(trained: Trained) -> dict[str, Any]:
     widths = [width for width in trained.windows if width is not None]
     return rotary_config(trained) | {
-        "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": bool(widths),
         "sliding_window": widths[0] if widths else None,
@@ -232,53 +224,41 @@ def remote_config(trained: Trained) -> dict[str, Any]:
 
 
 # The names of AndreaConfig in modeling_andrea.py, for settings that are not in `shared_config`.
-REMOTE_SETTINGS = {
-    "position": "model.position",
-    "rotary_base": "model.rotary_base",
-    "rotary_share": "model.rotary_share",
-    "rotary_scaling": "model.rotary_scaling",
-    "parallel_residual": "model.parallel_residual",
-    "norm": "model.norm",
-    "norm_epsilon": "model.norm_epsilon",
+SAME_IN_MODEL = """
+    position rotary_base rotary_share rotary_scaling parallel_residual norm norm_epsilon mlp bias qk_norm value_residual
+    value_embedding qkv_convolution bigram_rows
+""".split()
+REMOTE_SETTINGS = {name: f"model.{name}" for name in SAME_IN_MODEL} | {
     "windows": "attention.window",  # of each layer
     "attn_logit_softcapping": "attention.score_softcap",
     "final_logit_softcapping": "model.logit_softcap",
-    "mlp": "model.mlp",
-    "bias": "model.bias",
-    "qk_norm": "model.qk_norm",
-    "value_residual": "model.value_residual",
-    "value_embedding": "model.value_embedding",
-    "qkv_convolution": "model.qkv_convolution",
-    "bigram_rows": "model.bigram_rows",
-    "compatibility": "attention.compatibility",
-    "gate": "attention.gate",
-    "exclusive": "attention.exclusive",
-    "sink": "attention.sink",
+    **{name: f"attention.{name}" for name in ("compatibility", "gate", "exclusive", "sink")},
 }
 BOTH = {False, True}
 STOCK = (
     HuggingFaceClass(
         "LlamaForCausalLM",
-        "llama",
         {"model.bias": BOTH, "model.rotary_scaling": anything},
-        llama_weights,
+        weights_of,
+        LLAMA_NAMES,
+        "llama",
         llama_config,
     ),
     HuggingFaceClass(
         "Qwen3ForCausalLM",
-        "qwen3",
         {
             "model.n_head": anything,
             "model.qk_norm": {True, "learned"},
             "model.rotary_scaling": anything,
             "attention.window": is_one_width,
         },
-        qwen3_weights,
+        normed_weights,
+        LLAMA_NAMES,
+        "qwen3",
         qwen3_config,
     ),
     HuggingFaceClass(
         "GPT2LMHeadModel",
-        "gpt2",
         {
             "model.d_head": {None},
             "model.position": {"learned", "none"},
@@ -286,8 +266,10 @@ STOCK = (
             "model.mlp": set(ACTIVATIONS),
             "model.bias": BOTH,
         },
-        gpt2_weights,
+        transposed_weights,
+        GPT2_NAMES,
+        "gpt2",
         gpt2_config,
     ),
 )
-REMOTE_CODE = HuggingFaceClass(REMOTE, "andrea", {}, llama_weights, remote_config, is_remote=True)
+REMOTE_CODE = HuggingFaceClass(REMOTE, {}, weights_of, LLAMA_NAMES, "andrea", remote_config, is_remote=True)

@@ -102,14 +102,10 @@ class AndreaRMSNorm(nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class AndreaLayerNorm(nn.LayerNorm):
-    """Layer norm; its bias is optional."""
-
-
 def make_norm(config: AndreaConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return AndreaRMSNorm(config.hidden_size, config.norm_epsilon)
-    return AndreaLayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias)
+    return nn.LayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias)
 
 
 class AndreaMLP(nn.Module):
@@ -553,6 +549,8 @@ class AndreaModel(AndreaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         config = self.config
+        if input_ids is None and (config.bigram_rows or config.value_embedding == "table"):
+            raise ValueError("this model also looks token ids up in other tables: give input_ids, not inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = config.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
@@ -611,20 +609,14 @@ class AndreaModel(AndreaPreTrainedModel):
             for window in dict.fromkeys(self.config.windows)
         }
 
-    def bigrams(self, input_ids: Tensor | None, position_ids: Tensor, cache: Cache | None) -> Tensor:
+    def bigrams(self, input_ids: Tensor, position_ids: Tensor, cache: Cache | None) -> Tensor:
         """The embeddings of the pairs of tokens that the new tokens (B, T) end, (B, T, C)."""
-        if input_ids is None:
-            raise ValueError("this model adds an embedding of each pair of tokens: give input_ids, not inputs_embeds")
         rows = input_ids[:, None, :, None]
         known = pad(rows, (0, 0, 1, 0)) if cache is None else cache.layers[0].with_earlier("tokens", rows, 1)
         return self.bigram_embedding(known[:, 0, :-1, 0], input_ids, is_first=position_ids == 0)
 
     def value_source(self, x: Tensor, input_ids: Tensor | None) -> Tensor | None:
         """What the value embeddings of all layers read: x (B, T, C), normed, or the ids (B, T); None without them."""
-        if self.config.value_embedding == "table" and input_ids is None:
-            raise ValueError(
-                "this model adds an embedding of each token to its values: give input_ids, not inputs_embeds"
-            )
         if self.config.value_embedding == "projection":
             return rms_norm(x, (x.shape[-1],), eps=self.config.norm_epsilon)
         return input_ids if self.config.value_embedding == "table" else None

@@ -85,23 +85,20 @@ def write_folder(folder: Path, trained: Trained, chosen: HuggingFaceClass, dtype
     """Write all files but the proof and the card to an existing folder. dtype: one of DTYPES. Raises OSError, UserError."""
     end = trained.tokenizer.end_of_text
     special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    write_json(folder / "config.json", config_json(trained, chosen, dtype) | special)
-    ends = {"eos_token_id": list(trained.tokenizer.ends)} if trained.tokenizer.special else {}
-    write_json(folder / "generation_config.json", special | ends | SAMPLING)
-    write_tokenizer(folder, trained.tokenizer, trained.model.sequence_length)
-    if chosen.is_remote:
-        (folder / MODEL_CODE).write_bytes(Path(__file__).with_name(MODEL_CODE).read_bytes())
-    write_weights(folder, chosen.weights(trained), DTYPES[dtype])
-
-
-def config_json(trained: Trained, chosen: HuggingFaceClass, dtype: str) -> dict[str, Any]:
-    return {
+    config = {
         "architectures": [chosen.name],
         "model_type": chosen.model_type,
         "dtype": str(DTYPES[dtype]).removeprefix("torch."),
         "tie_word_embeddings": trained.gpt.head is None,
         **chosen.own_config(trained),
     }
+    write_json(folder / "config.json", config | special)
+    ends = {"eos_token_id": list(trained.tokenizer.ends)} if trained.tokenizer.special else {}
+    write_json(folder / "generation_config.json", special | ends | SAMPLING)
+    write_tokenizer(folder, trained.tokenizer, trained.model.sequence_length)
+    if chosen.is_remote:
+        (folder / MODEL_CODE).write_bytes(Path(__file__).with_name(MODEL_CODE).read_bytes())
+    write_weights(folder, chosen.weights(trained), DTYPES[dtype])
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -11,22 +11,36 @@ from typing import Any
 
 from andrea.config import UserError
 from andrea.text.chat import CHAT_TEMPLATE, without_special
-from andrea.text.load_tokenizer import BYTE_LEVEL, HfTokenizer
+from andrea.text.load_tokenizer import BYTE_LEVEL, HF_FILE, HfTokenizer, what_is_read
 from andrea.text.tokenizer import END_OF_TEXT, RankTokenizer, Tokenizer, visible_bytes
 
 LARGEST_RANK = 1 << 62
+CHARACTERS = {value: character for character, value in visible_bytes().items()}
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json. Raises UserError for a tokenizer that cannot be written.
 
+    End-of-text is put in front of a text, as before each document.
     A tokenizer for chat gets the template of its conversations. Text that looks like a special token is then read as this
     token, as with other programs' chat models, unless they are asked for split_special_tokens=True.
     """
     base = without_special(tokenizer)
     is_read = isinstance(base, HfTokenizer)
-    content = with_front_token(base) if is_read else tokenizer_json(base)
-    settings = tokenizer_config(sequence_length, base.end_name if is_read else END_OF_TEXT)
+    end_name = base.end_name if is_read else END_OF_TEXT
+    content = what_is_read(base.content, Path(HF_FILE)) if is_read else tokenizer_json(base)
+    content |= {"post_processor": in_front(end_name, base.end_of_text)}  # which the files of some models do not have
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_name,
+        "eos_token": end_name,
+        "pad_token": end_name,
+        "model_max_length": sequence_length,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # "<|endoftext|>" in a text is text, as here, and not the token
+        "add_prefix_space": False,
+    }
     if tokenizer.special:
         added = [special_token(name, token) for name, token in tokenizer.special.items()]
         content |= {"added_tokens": [*content["added_tokens"], *added]}
@@ -36,7 +50,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Byte-level byte-pair encoding with GPT-2's pattern. End-of-text is put in front of a text, as before each document."""
+    """Byte-level byte-pair encoding with GPT-2's pattern."""
     end, visible = tokenizer.end_of_text, visible_tokens(tokenizer)
     return {
         "version": "1.0",
@@ -45,7 +59,6 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "added_tokens": [special_token(END_OF_TEXT, end)],
         "normalizer": None,
         "pre_tokenizer": BYTE_LEVEL,
-        "post_processor": in_front(END_OF_TEXT, end),
         "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
@@ -67,11 +80,6 @@ def special_token(name: str, token: int) -> dict[str, Any]:
     return about | {"single_word": False, "lstrip": False, "rstrip": False}
 
 
-def with_front_token(tokenizer: HfTokenizer) -> dict[str, Any]:
-    """What was read of a tokenizer.json, which now puts end-of-text in front of a text; some models' files do not."""
-    return tokenizer.as_read() | {"post_processor": in_front(tokenizer.end_name, tokenizer.end_of_text)}
-
-
 def in_front(name: str, token: int) -> dict[str, Any]:
     """A post-processor that puts the token in front of a text, and of each text of a pair."""
     one, two = (
@@ -80,21 +88,6 @@ def in_front(name: str, token: int) -> dict[str, Any]:
     )
     special_tokens = {name: {"id": name, "ids": [token], "tokens": [name]}}
     return {"type": "TemplateProcessing", "single": one, "pair": one + two, "special_tokens": special_tokens}
-
-
-def tokenizer_config(sequence_length: int, end_name: str) -> dict[str, Any]:
-    """end_name: of the end-of-text token. split_special_tokens: "<|endoftext|>" in a text is text, as here, and not the token."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end_name,
-        "eos_token": end_name,
-        "pad_token": end_name,
-        "model_max_length": sequence_length,
-        "padding_side": "left",
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-        "add_prefix_space": False,
-    }
 
 
 def merges_of(tokenizer: Tokenizer) -> list[tuple[bytes, bytes]]:
@@ -132,10 +125,13 @@ def merged_below(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
+def visible(token: bytes) -> str:
+    return "".join(CHARACTERS[value] for value in token)
+
+
 def visible_tokens(tokenizer: Tokenizer) -> list[str]:
     """Each of the V tokens as printable characters, one per byte, as in GPT-2's vocabulary; end-of-text by its name."""
-    characters = {value: character for character, value in visible_bytes().items()}
-    tokens = ["".join(characters[value] for value in token) for token in tokenizer.token_bytes()]
+    tokens = [visible(token) for token in tokenizer.token_bytes()]
     for name, token in {END_OF_TEXT: tokenizer.end_of_text, **tokenizer.special}.items():
         tokens[token] = name
     return tokens
@@ -143,8 +139,4 @@ def visible_tokens(tokenizer: Tokenizer) -> list[str]:
 
 def visible_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The pairs of `merges_of` as printable characters."""
-    characters = {value: character for character, value in visible_bytes().items()}
-    return [
-        ("".join(characters[value] for value in first), "".join(characters[value] for value in second))
-        for first, second in merges_of(without_special(tokenizer))
-    ]
+    return [(visible(first), visible(second)) for first, second in merges_of(without_special(tokenizer))]

@@ -17,11 +17,9 @@ from andrea.model.gpt import GPT
 
 RECIPE_STEPS, RECIPE_TOKENS = 1000, 1 << 16  # of fine-tuning with train.steps=auto; nothing in the file says
 WORDS = ("name", "position", "norm", "mlp", "qk_norm", "value_embedding")  # values that are no numbers
-MOST_PARAMETERS = (
-    1 << 37
-)  # a limit against absurd sizes: they are compared with the weights only after the model is built
-
-
+MOST_PARAMETERS = 1 << 37  # against absurd sizes: they are compared with the weights only after the model is built
+# Tables that old files hold: the causal mask, and the frequencies of the rotary positions, which are computed here.
+TABLES = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
 # Settings that do not change what a model computes for a text: where it comes from, how it was trained and is loaded, how
 # texts are chosen, other heads than the one of a language model. `max_window_layers` is read where there are windows.
 INERT = frozenset(
@@ -185,7 +183,8 @@ def under_our_names(
     """
     with torch.device("meta"):  # no memory is allocated
         gpt = GPT(model, attention, n_vocab)
-    shapes, left = {name: tuple(parameter.shape) for name, parameter in gpt.named_parameters()}, dict(theirs)
+    shapes = {name: tuple(parameter.shape) for name, parameter in gpt.named_parameters()}
+    left = {name: weight for name, weight in theirs.items() if not name.endswith(TABLES)}
     if model.tied_head and (head := left.pop("lm_head.weight", None)) is not None:
         if not torch.equal(head, theirs.get(renamed("embedding.weight", names), head)):
             raise UserError("tie_word_embeddings=true of config.json, but lm_head.weight differs from the embedding")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
-from andrea.interop.hugging_face.classes import ACTIVATIONS, GPT2_NAMES, LLAMA_NAMES, REMOTE_SETTINGS
-from andrea.interop.importing.config_json import Settings, configs, one_or_all, own_head_width, under_our_names
+from andrea.interop.hugging_face.classes import ACTIVATIONS, GPT2_NAMES, GPT_NEOX_NAMES, LLAMA_NAMES, REMOTE_SETTINGS
+from andrea.interop.importing.config_json import Settings, configs, one_or_all, own_head_width
 
 Configs = tuple[ModelConfig, AttentionConfig]
 SIZES = {
@@ -49,49 +49,34 @@ PLAIN = {
 
 
 def llama_configs(settings: Settings, name: str) -> Configs:
-    """Llama, and Mistral, which is Llama with a window."""
-    bias = settings.get("attention_bias", False) or settings.get("mlp_bias", False)
-    return of_llama(settings, name, {"bias": bias})
+    """Llama. Mistral is Llama with a window, Qwen2 (and 2.5) Llama with biases of queries, keys and values, and Qwen3 norms
+    queries and keys with learned weights."""
+    more: dict[str, Any] = {"bias": True}
+    if settings["model_type"] == "qwen3":
+        settings.demand({"attention_bias": False})
+        more = {"qk_norm": "learned"}
+    elif settings["model_type"] != "qwen2":
+        more = {"bias": settings.get("attention_bias", False) or settings.get("mlp_bias", False)}
+    settings.demand(PLAIN)
+    sizes = settings.sizes(SIZES | {"norm_epsilon": "rms_norm_eps"})
+    model = {
+        **sizes,
+        **settings.rotary(),
+        "name": name,
+        "n_kv_head": settings.get("num_key_value_heads") or sizes["n_head"],
+        "d_head": own_head_width(settings.get("head_dim"), sizes),
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "tied_head": settings.get("tie_word_embeddings", False),
+        **more,
+    }
+    return configs(model, {"window": settings.windows(sizes["n_layer"])})
 
 
 def llama_unbiased(settings: Settings) -> tuple[str, ...]:
     """The modules without a bias, if attention or the MLP alone has biases."""
     in_attention, in_mlp = bool(settings.get("attention_bias")), bool(settings.get("mlp_bias"))
     return (ATTENTION if in_mlp else MLP) if in_attention != in_mlp else ()
-
-
-def qwen2_configs(settings: Settings, name: str) -> Configs:
-    """Qwen2 and Qwen2.5, which are Llama with biases of queries, keys and values."""
-    return of_llama(settings, name, {"bias": True})
-
-
-def qwen2_unbiased(settings: Settings) -> tuple[str, ...]:
-    return ("self_attn.o_proj", *MLP)
-
-
-def qwen3_configs(settings: Settings, name: str) -> Configs:
-    """Qwen3, which norms queries and keys with learned weights."""
-    settings.demand({"attention_bias": False})
-    return of_llama(settings, name, {"qk_norm": "learned"})
-
-
-def of_llama(settings: Settings, name: str, more: dict[str, Any]) -> Configs:
-    settings.demand(PLAIN)
-    sizes = settings.sizes(SIZES | {"norm_epsilon": "rms_norm_eps"})
-    model = (
-        sizes
-        | settings.rotary()
-        | {
-            "name": name,
-            "n_kv_head": settings.get("num_key_value_heads") or sizes["n_head"],
-            "d_head": own_head_width(settings.get("head_dim"), sizes),
-            "norm": "rmsnorm",
-            "mlp": "swiglu",
-            "tied_head": settings.get("tie_word_embeddings", False),
-            **more,
-        }
-    )
-    return configs(model, {"window": settings.windows(sizes["n_layer"])})
 
 
 def own_configs(settings: Settings, name: str) -> Configs:
@@ -116,14 +101,6 @@ def own_configs(settings: Settings, name: str) -> Configs:
     return configs(sizes | chosen["model"] | of_model, chosen["attention"] | {"window": one_or_all(windows)})
 
 
-def llama_weights(
-    theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
-) -> dict[str, Tensor]:
-    """Names alone differ. Old files of Llama also hold the frequencies of the rotary positions, which are computed here."""
-    theirs = {name: each for name, each in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
-    return under_our_names(theirs, LLAMA_NAMES, model, attention, n_vocab)
-
-
 # ------------------------------------------------------------------------------------------- GPT-2 (Radford et al. 2019)
 
 GPT2_SIZES = {
@@ -133,11 +110,7 @@ GPT2_SIZES = {
     "sequence_length": "n_positions",
     "norm_epsilon": "layer_norm_epsilon",
 }
-GPT2_DEMANDED = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
+GPT2_DEMANDED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 MLPS = {"gelu_new": "gelu"} | {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # nn.Conv1D keeps (input, output)
 
@@ -158,22 +131,12 @@ def gpt2_configs(settings: Settings, name: str, bias: bool = True) -> Configs:
     return configs(model, {})
 
 
-def gpt2_weights(
-    theirs: Mapping[str, Tensor],
-    model: ModelConfig,
-    attention: AttentionConfig,
-    n_vocab: int,
-    is_transposed: bool = True,
-) -> dict[str, Tensor]:
+def gpt2_weights(theirs: Mapping[str, Tensor], model: ModelConfig, is_transposed: bool = True) -> dict[str, Tensor]:
     """Matrices are transposed (not those of nanoGPT), and the one matrix of queries, keys and values is split."""
-    # The first files of GPT-2 have no `transformer.` in front of their names. Old files hold tables of the causal mask.
-    theirs = {
-        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
-        for name, tensor in theirs.items()
-        if not name.endswith((".attn.bias", ".attn.masked_bias"))
-    }
     parts: dict[str, Tensor] = {}
     for name, tensor in theirs.items():
+        if not name.startswith(("transformer.", "lm_head.")):  # the first files of GPT-2
+            name = f"transformer.{name}"  # noqa: PLW2901 (as in later files)
         if is_transposed and name.endswith(TRANSPOSED) and tensor.ndim == 2:
             tensor = tensor.T  # noqa: PLW2901 (as nn.Linear keeps it)
         if ".c_attn." in name:
@@ -185,7 +148,7 @@ def gpt2_weights(
                 parts[name.replace("c_attn", kind)] = part
         else:
             parts[name] = tensor
-    return under_our_names(parts, GPT2_NAMES, model, attention, n_vocab)
+    return parts
 
 
 # --------------------------------------------------------------------------------------------------------------- nanoGPT
@@ -210,56 +173,33 @@ def nanogpt_configs(arguments: Mapping[str, Any], name: str) -> Configs:
     return gpt2_configs(Settings({key: arguments[key] for key in keys[:3]} | as_gpt2), name, arguments["bias"])
 
 
-def nanogpt_weights(
-    theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
-) -> dict[str, Tensor]:
+def nanogpt_weights(theirs: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The rows beyond GPT-2's vocabulary are left out: no token has their numbers."""
     rows = {
-        name: each[:n_vocab] if name in ("transformer.wte.weight", "lm_head.weight") else each
+        name: each[:N_GPT2] if name in ("transformer.wte.weight", "lm_head.weight") else each
         for name, each in theirs.items()
     }
-    return gpt2_weights(rows, model, attention, n_vocab, is_transposed=False)
+    return gpt2_weights(rows, model, is_transposed=False)
 
 
 # --------------------------------------------------------------------------------------------------- GPT-NeoX and Pythia
 # Black et al. 2022, arXiv 2204.06745; Biderman et al. 2023, arXiv 2304.01373.
 
-GPT_NEOX_NAMES = {
-    "embedding.": "gpt_neox.embed_in.",
-    "final_norm.": "gpt_neox.final_layer_norm.",
-    "head.": "lm_head.",
-    "blocks.": "gpt_neox.layers.",
-    ".attention_norm.": ".input_layernorm.",
-    ".mlp_norm.": ".post_attention_layernorm.",
-    ".mlp.up.": ".mlp.dense_h_to_4h.",
-    ".mlp.down.": ".mlp.dense_4h_to_h.",
-    ".attention.output.": ".attention.dense.",
-}
-# Tables that old files hold: the causal mask, and the frequencies of the rotary positions.
-TABLES = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-
 
 def gpt_neox_configs(settings: Settings, name: str) -> Configs:
     sizes = settings.sizes(SIZES | {"norm_epsilon": "layer_norm_eps"}, {"layer_norm_eps": 1e-5})
-    positions = settings.rotary(settings.get("rotary_emb_base", 10000.0))
-    model = (
-        sizes
-        | positions
-        | {
-            "name": name,
-            "rotary_share": rotary_share(settings, sizes),
-            "norm": "layernorm",
-            "mlp": settings.choice("hidden_act", "gelu", MLPS | {"gelu_fast": "gelu"}),
-            "bias": True,
-            "tied_head": settings.get("tie_word_embeddings", False),
-            "parallel_residual": settings.get("use_parallel_residual", True),
-        }
-    )
+    model = {
+        **sizes,
+        **settings.rotary(settings.get("rotary_emb_base", 10000.0)),
+        "name": name,
+        "rotary_share": rotary_share(settings, sizes),
+        "norm": "layernorm",
+        "mlp": settings.choice("hidden_act", "gelu", MLPS | {"gelu_fast": "gelu"}),
+        "bias": True,
+        "tied_head": settings.get("tie_word_embeddings", False),
+        "parallel_residual": settings.get("use_parallel_residual", True),
+    }
     return configs(model, {})
-
-
-def gpt_neox_unbiased(settings: Settings) -> tuple[str, ...]:
-    return () if settings.get("attention_bias", True) else ("attention.query_key_value", "attention.dense")
 
 
 def rotary_share(settings: Settings, sizes: Mapping[str, Any]) -> float:
@@ -277,16 +217,12 @@ def rotary_share(settings: Settings, sizes: Mapping[str, Any]) -> float:
     return int(d_model // n_head * share) / (d_model // n_head)
 
 
-def gpt_neox_weights(
-    theirs: Mapping[str, Tensor], model: ModelConfig, attention: AttentionConfig, n_vocab: int
-) -> dict[str, Tensor]:
+def gpt_neox_weights(theirs: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The one matrix of queries, keys and values, (H, 3, D) rows, is split, and rows are reordered."""
     n_head, d_head = model.n_head, model.head_width
     order = rotated_first(d_head, model.n_rotated).argsort()
     parts: dict[str, Tensor] = {}
     for name, tensor in theirs.items():
-        if name.endswith(TABLES):
-            continue
         name = name.replace("embed_out.", "lm_head.")  # noqa: PLW2901 (the head has either name)
         if ".query_key_value." not in name:
             parts[name] = tensor
@@ -300,7 +236,7 @@ def gpt_neox_weights(
         ):
             rows = rows if kind == "value" else rows[:, order]  # noqa: PLW2901 (in our order)
             parts[name.replace("query_key_value", kind)] = rows.flatten(0, 1)
-    return under_our_names(parts, GPT_NEOX_NAMES, model, attention, n_vocab)
+    return parts
 
 
 def rotated_first(d_head: int, n_rotated: int) -> Tensor:
@@ -318,24 +254,31 @@ def rotated_first(d_head: int, n_rotated: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """configs: config.json and a name -> our configuration. weights: their weights, our configuration and V -> ours.
+    """configs: config.json and a name -> our configuration. names: see `renamed`.
 
     unbiased: config.json -> ends of the names of modules without a bias, where others have one.
+    weights: their weights and our configuration -> the weights in our form, under their names.
     """
 
     configs: Callable[[Settings, str], Configs]
-    weights: Callable[[Mapping[str, Tensor], ModelConfig, AttentionConfig, int], dict[str, Tensor]]
+    names: dict[str, str]
     unbiased: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
+    weights: Callable[[Mapping[str, Tensor], ModelConfig], Mapping[str, Tensor]] = lambda theirs, model: theirs
 
 
+def gpt_neox_unbiased(settings: Settings) -> tuple[str, ...]:
+    return () if settings.get("attention_bias", True) else ("attention.query_key_value", "attention.dense")
+
+
+LLAMA = Family(llama_configs, LLAMA_NAMES, llama_unbiased)
 FAMILIES = {
-    "andrea": Family(own_configs, llama_weights),
-    "gpt2": Family(gpt2_configs, gpt2_weights),
-    "gpt_neox": Family(gpt_neox_configs, gpt_neox_weights, gpt_neox_unbiased),
-    "llama": Family(llama_configs, llama_weights, llama_unbiased),
-    "mistral": Family(llama_configs, llama_weights, llama_unbiased),
-    "qwen2": Family(qwen2_configs, llama_weights, qwen2_unbiased),
-    "qwen3": Family(qwen3_configs, llama_weights),
+    "andrea": Family(own_configs, LLAMA_NAMES),
+    "gpt2": Family(gpt2_configs, GPT2_NAMES, weights=gpt2_weights),
+    "gpt_neox": Family(gpt_neox_configs, GPT_NEOX_NAMES, gpt_neox_unbiased, gpt_neox_weights),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": Family(llama_configs, LLAMA_NAMES, lambda settings: ("self_attn.o_proj", *MLP)),
+    "qwen3": Family(llama_configs, LLAMA_NAMES),
 }
 
 

@@ -19,8 +19,9 @@ from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.adapters import base_of, is_adapter, with_adapter
 from andrea.interop.export import PROOF_FAILED, load_trained, publish
+from andrea.interop.hugging_face.classes import GPT2_NAMES
 from andrea.interop.hugging_face.target import LoadedByTransformers
-from andrea.interop.importing.config_json import Settings, with_zero_biases
+from andrea.interop.importing.config_json import Settings, under_our_names, with_zero_biases
 from andrea.interop.importing.families import Configs, family_of, nanogpt_configs, nanogpt_weights
 from andrea.interop.importing.source import (
     CONFIG,
@@ -29,7 +30,7 @@ from andrea.interop.importing.source import (
     is_ckpt,
     open_weights,
     read_ckpt,
-    read_config,
+    read_object,
     tensors_of,
 )
 from andrea.interop.proof import MOST_TOKENS, compared_text, prove, read_text
@@ -207,7 +208,7 @@ def write_imported(
         write_nanogpt(folder, out, named, name)
         return {}, []
     place = base_of(folder) if is_adapter(folder) else folder
-    settings = Settings(read_config(place))
+    settings = Settings(read_object(place / CONFIG, "is this the folder of a model of transformers?"))
     family = family_of(settings)
     model, attention = family.configs(settings, name)
     n_vocab = settings.get("vocab_size")
@@ -222,8 +223,8 @@ def write_imported(
             f"{in_words(unknown)}; import the model first, which compares it with transformers: "
             f"{typed_command('import')} {typed_words(**{'from': named})}"
         )
-    theirs = with_zero_biases(weights_in(folder), unbiased)
-    weights = family.weights(theirs, model, attention, n_vocab)
+    theirs = family.weights(with_zero_biases(weights_in(folder), unbiased), model)
+    weights = under_our_names(theirs, family.names, model, attention, n_vocab)
     write_converted(out, named, settings["model_type"], (model, attention), weights, tokenizer)
     return settings.effective(), unknown
 
@@ -240,7 +241,7 @@ def write_nanogpt(path: Path, out: Path, named: str, name: str) -> None:
     model, attention = nanogpt_configs(arguments, name)
     check_layers(path, model.n_layer, len(theirs))
     tokenizer = load_gpt2(None)
-    weights = nanogpt_weights(theirs, model, attention, tokenizer.n_vocab)
+    weights = under_our_names(nanogpt_weights(theirs, model), GPT2_NAMES, model, attention, tokenizer.n_vocab)
     write_converted(out, named, "nanogpt", (model, attention), weights, tokenizer)
 
 

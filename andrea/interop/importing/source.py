@@ -66,12 +66,8 @@ def fetched(hub_id: str) -> Path:
         raise UserError(f"from={hub_id} is no folder, and cannot be fetched from the hub ({first:.200})") from None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises UserError."""
-    return read_object(folder / CONFIG, "is this the folder of a model of transformers?")
-
-
 def read_object(path: Path, hint: str) -> dict[str, Any]:
+    """The content of a JSON file. hint: what to do if it cannot be read. Raises UserError."""
     try:
         content = from_json(read_plain_file(path, LARGEST_JSON_BYTES))
     except OSError as error:

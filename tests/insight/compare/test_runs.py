@@ -24,9 +24,9 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
         75,
         100,
     ]  # the closing event does not count as an evaluation
-    assert run.speed.tokens_per_second == 1000 + (50 + 55) / 2  # of 5, 10, … 100, the median
-    assert (run.speed.mfu, run.speed.peak_memory_bytes, run.checkpoint.fingerprint) == (None, None, "aa" * 32)
-    assert run.checkpoint.tokenizer == ByteTokenizer().identity
+    assert run.tokens_per_second == 1000 + (50 + 55) / 2  # of 5, 10, … 100, the median
+    assert (run.mfu, run.peak_memory_bytes, run.fingerprint) == (None, None, "aa" * 32)
+    assert run.tokenizer == ByteTokenizer().identity
 
 
 def test_an_unfinished_run_with_a_torn_line_is_read(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from andrea.insight.compare.scaling import (
     FEWEST_RUNS_OF_FULL_LAW,
+    Interval,
     NoFit,
     Objective,
     compute_frontier,
     fit_scaling,
-    format_interval,
     log_loss,
     minimise,
 )
@@ -182,4 +182,4 @@ def test_the_minimum_is_lower_than_its_neighbours() -> None:
     ],
 )
 def test_figures_are_rounded_to_their_interval(figures, text) -> None:
-    assert format_interval(*figures) == text
+    assert str(Interval(*figures)) == text

@@ -9,7 +9,7 @@ from run_folders import make_eight_runs
 
 from andrea.insight.compare.comparison import (
     colour_at,
-    line_styles,
+    line_style,
     make_table,
     shorten_in_middle,
     shorten_names,
@@ -46,11 +46,11 @@ def test_names_that_would_look_alike_stay_whole() -> None:
 
 def test_colours_order_runs_by_lightness_and_each_has_one_of_its_own(tmp_path: Path) -> None:
     found, _ = read_runs(find_run_folders([str(make_eight_runs(tmp_path))]))
-    drawn = line_styles(found)
+    drawn = [line_style(found, index) for index in range(len(found))]
     for ground in ("light", "dark"):
-        colours = list(dict.fromkeys(getattr(style, ground) for style in drawn))
+        colours = list(dict.fromkeys(style[ground] for style in drawn))
         assert len(colours) == 8
         lightness = [float(re.fullmatch(r"oklch\((\S+) 0\.12 \S+\)", colour)[1]) for colour in colours]
         assert lightness == sorted(lightness)
-    assert all(first.marker != second.marker for first, second in zip(drawn[::2], drawn[1::2], strict=True))
+    assert all(first["marker"] != second["marker"] for first, second in zip(drawn[::2], drawn[1::2], strict=True))
     assert colour_at(1, 0.5, 1.0) == "oklch(1.0000 0.12 80.00)"
